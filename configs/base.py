@@ -1,0 +1,17 @@
+"""Every key with its default: the starting point of all other configs.
+
+    python scripts/train.py --config=configs/base.py --workdir=runs/base
+
+trains SmolLM2-135M-Instruct on two-digit additions. Units and reasons stand with each key's owner:
+`python scripts/plan.py --config=configs/base.py` prints what follows from the values.
+"""
+
+from ml_collections import ConfigDict
+
+from distflow_jax.config import Config
+from distflow_jax.config_dict import to_config_dict
+
+
+def get_config() -> ConfigDict:
+    """The defaults of every part, locked: an unknown key is an error."""
+    return to_config_dict(Config())

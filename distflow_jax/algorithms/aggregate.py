@@ -1,0 +1,49 @@
+"""From per-token losses to one number: every aggregation is a weighted sum over one denominator.
+
+The numerator is summed over micro-batches, devices and processes; the denominator is a global count
+of the optimizer step. The result therefore depends neither on the mesh nor on the micro-batch.
+
+R rows, L tokens per row.
+"""
+
+import jax
+import jax.numpy as jnp
+
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) -> jax.Array:
+    """Weight of each token in the numerator, float32 [R, L].
+
+    `sequence_length_RL`: number of masked-in tokens of the sequence that each token belongs to.
+    """
+    weight = mask_RL.astype(jnp.float32)
+    if mode == "seq-mean-token-mean":
+        weight = weight / jnp.maximum(sequence_length_RL.astype(jnp.float32), 1.0)
+    return weight
+
+
+def denominator(
+    mode: str, num_tokens: jax.Array, num_sequences: jax.Array, norm: float
+) -> jax.Array:
+    """What the numerator is divided by; `norm` is used by seq-mean-token-sum-norm alone.
+
+    token-mean: Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), eq. 8. seq-mean-token-mean: Shao et
+    al. 2024 (GRPO, arxiv.org/abs/2402.03300), eq. 3. seq-mean-token-sum-norm: Liu et al. 2025
+    (Dr. GRPO, arxiv.org/abs/2503.20783), with `norm` the longest response.
+    """
+    tokens = num_tokens.astype(jnp.float32)
+    sequences = num_sequences.astype(jnp.float32)
+    return {
+        "token-mean": tokens,
+        "token-sum": jnp.ones_like(tokens),
+        "seq-mean-token-sum": sequences,
+        "seq-mean-token-mean": sequences,
+        "seq-mean-token-sum-norm": sequences * norm,
+    }[mode]

@@ -1,0 +1,38 @@
+"""Per-token estimators of KL(policy || reference), D = logp - ref. Schulman 2020, "Approximating KL
+divergence" (joschu.net/blog/kl-approx.html)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """D. Unbiased; its gradient as a loss is zero in expectation."""
+    return logp - ref_logp
+
+
+def k2(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """D^2 / 2."""
+    return 0.5 * jnp.square(logp - ref_logp)
+
+
+def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """exp(-D) + D - 1, never negative; exponent clipped to +-20, value to +-10."""
+    d = jnp.clip(logp - ref_logp, -20.0, 20.0)
+    # expm1: exp(-D) - 1 + D cancels all digits for small D
+    return jnp.clip(jnp.expm1(-d) + d, -10.0, 10.0)
+
+
+def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """Value of k3, gradient of k2 (straight-through): the gradient of the true KL in expectation."""
+    straight = k2(logp, ref_logp)
+    return straight + jax.lax.stop_gradient(k3(logp, ref_logp) - straight)
+
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3+": k3_plus,
+}

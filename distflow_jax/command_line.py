@@ -1,0 +1,110 @@
+"""What every script starts with: flags are parsed, and errors meant for users take one line."""
+
+import difflib
+import functools
+import pathlib
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+
+from absl import app, flags
+
+from distflow_jax.config_dict import FLAG_ERRORS, explain_flag_error
+
+EXIT_USAGE = 2  # the user can fix it: a flag, a file, a size
+
+_HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
+_USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> None:
+    """Parses the flags, calls `main([program])` and exits with what it returns.
+
+    A config is expected in a flag named "config" (config_flags.DEFINE_config_file, which reads a
+    default while the script is imported, before anything here can explain what is wrong with it:
+    give it none, and flags.mark_flag_as_required).
+    Errors meant for users (a ValueError that our code or the user's raises, a missing or forbidden
+    file) are printed as one line "error: ..." with exit code 2; --debug shows their traceback, as
+    all others always do. Arguments that are not flags are refused.
+    """
+    flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=sys.argv[0])
+    app.run(functools.partial(_call, main), flags_parser=parse_flags)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """FLAGS(argv), except that a wrong flag ends the program with one line and exit code 2."""
+    try:
+        rest = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            getattr(flags.FLAGS["config"].value, "lock", None)  # a file that failed to load raises
+        if rest[1:]:
+            raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+    except SystemExit:
+        # absl leaves with 1 after --help, which scripts would take for a failure
+        asked = [argument.lstrip("-").split("=")[0] for argument in argv[1:]]
+        if set(asked) & set(_HELP_FLAGS):
+            sys.exit(0)
+        raise
+    except (OSError, *FLAG_ERRORS) as error:
+        message = _explain(error, argv)
+        if message is None or "--debug" in argv:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    return rest
+
+
+def _explain(error: Exception, argv: list[str]) -> str | None:
+    if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
+        return f"--{required[1]} is missing: give --{required[1]}=VALUE"
+    if "config" not in flags.FLAGS:
+        return str(error) if isinstance(error, flags.Error) else None
+    flag = flags.FLAGS["config"]
+    given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
+    source = given[-1] if given else flag.default
+    if isinstance(source, str):
+        path = pathlib.Path(source.split(":")[0])
+        if not path.is_file():
+            return f"config file {str(path)!r} does not exist{_near_file(path)}"
+    if isinstance(error, OSError):
+        return f"config file {source!r}: {error.__cause__ or error}"
+    if "whilst parsing config file" in str(error):
+        # config_flags pastes the traceback of what get_config raised; its last line says what
+        reason = str(error).strip().splitlines()[-1]
+        return f"config file {source!r}: {reason.removeprefix('ValueError: ')}"
+    if source is None:
+        return str(error) if isinstance(error, flags.Error) else None
+    # the flag holds no value where its parsing failed: build the config once more
+    config = flag.parser.parse(source) if isinstance(source, str) else source
+    return explain_flag_error(error, config, argv)
+
+
+def _near_file(path: pathlib.Path) -> str:
+    folder = path.parent
+    names = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f": did you mean {folder / near[0]}?" if near else ""
+
+
+def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | None:
+    try:
+        return main(argv)
+    except _USER_ERRORS as error:
+        if flags.FLAGS.debug or not _meant_for_user(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _meant_for_user(error: Exception) -> bool:
+    """Whether a line will do: a ValueError that no `raise` of ours stands for is a bug to trace."""
+    if not isinstance(error, ValueError):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    foreign = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    ours = last.filename.startswith(str(pathlib.Path(__file__).parent))
+    return (last.line or "").startswith("raise ") and (
+        ours or not last.filename.startswith(foreign)
+    )

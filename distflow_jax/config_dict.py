@@ -1,0 +1,294 @@
+"""Frozen dataclasses <-> one locked ml_collections.ConfigDict, and what to say when they disagree.
+
+The dataclasses hold the defaults, the types and the checks; the ConfigDict is the form that can be
+edited, printed and overridden from the command line. Nothing here knows which sections there are.
+"""
+
+import copy
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+T = typing.TypeVar("T")
+
+# what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
+# its way to say that there is no such key
+FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
+
+
+# -- dataclass -> ConfigDict ------------------------------------------------------------------
+
+
+def to_config_dict(obj: Any) -> ml_collections.ConfigDict:
+    """A dataclass instance as a locked ConfigDict; nested dataclasses become nested ConfigDicts.
+
+    A field of type `X | None` keeps its type while it is None, so that the command line can set it.
+    A `dict[str, ...]` field becomes a ConfigDict too: whole with --config.KEY="{'a': 1}", or key by
+    key for keys that it has.
+    """
+    return _section(obj).lock()
+
+
+def _section(obj: Any) -> ml_collections.ConfigDict:
+    hints = typing.get_type_hints(type(obj))
+    section = ml_collections.ConfigDict()
+    for field in dataclasses.fields(obj):
+        section[field.name] = _editable(getattr(obj, field.name), hints[field.name])
+    return section
+
+
+def _editable(value: Any, annotation: Any) -> Any:
+    inner = _without_none(annotation)
+    if dataclasses.is_dataclass(value):
+        return _section(value)
+    if isinstance(value, Mapping):
+        element = (typing.get_args(inner) or (str, Any))[1]
+        return ml_collections.ConfigDict({k: _editable(v, element) for k, v in value.items()})
+    kind = _flag_type(inner)
+    if isinstance(value, int) and kind is float:
+        value = float(value)
+    if kind is object or inner is not annotation:
+        return config_dict.FieldReference(value, field_type=kind)
+    return value
+
+
+def _flag_type(annotation: Any) -> type:
+    """The type whose flag parser reads a field of this annotation; object is any Python literal."""
+    if dataclasses.is_dataclass(annotation):
+        return ml_collections.ConfigDict
+    origin = typing.get_origin(annotation) or annotation
+    if origin is typing.Literal:
+        kinds = {type(choice) for choice in typing.get_args(annotation)}
+        return kinds.pop() if len(kinds) == 1 else object
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return ml_collections.ConfigDict
+    return origin if origin in (bool, int, float, str, tuple) else object
+
+
+def _without_none(annotation: Any) -> Any:
+    """X for `X | None`; anything else as it is."""
+    if _is_union(annotation):
+        rest = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
+        return typing.Union[tuple(rest)]  # noqa: UP007 (the members are only known here)
+    return annotation
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+# -- ConfigDict -> dataclass ------------------------------------------------------------------
+
+
+def from_config_dict(
+    cls: type[T], config: Mapping[str, Any] | ml_collections.ConfigDict, path: str = "config"
+) -> T:
+    """An instance of the dataclass `cls` from a ConfigDict, or from what to_json wrote.
+
+    Keys that are absent keep the dataclass's default. Raises a one-line ValueError with the full
+    path of the key (`path` is how it calls the config itself): unknown, missing, of another type,
+    or refused by the dataclass's own check.
+    """
+    return _convert(config, cls, path)
+
+
+def _convert(value: Any, annotation: Any, path: str) -> Any:
+    wrong = ValueError(f"{path} must be {_describe(annotation)}, got {value!r}")
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return _plain(value)
+    if _is_union(annotation):
+        return _convert_union(value, annotation, path)
+    if dataclasses.is_dataclass(annotation):
+        if not isinstance(value, Mapping | ml_collections.ConfigDict):
+            raise wrong
+        return _convert_section(value, annotation, path)
+    if origin is typing.Literal:
+        if value in args and type(value) in map(type, args):
+            return value
+        raise ValueError(f"{path}: unknown value {value!r} ({_hint(value, map(str, args))})")
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if annotation in (bool, int, float, str, types.NoneType):
+        if not isinstance(value, annotation) or isinstance(value, bool) != (annotation is bool):
+            raise wrong
+        return value
+    if (origin or annotation) is tuple:
+        if not isinstance(value, tuple | list):  # JSON has no tuples
+            raise wrong
+        kinds = args or (Any, ...)
+        if kinds[1:] == (...,):
+            kinds = (kinds[0],) * len(value)
+        if len(kinds) != len(value):
+            raise wrong
+        pairs = enumerate(zip(value, kinds, strict=True))
+        return tuple(_convert(item, kind, f"{path}[{i}]") for i, (item, kind) in pairs)
+    if isinstance(origin or annotation, type) and issubclass(origin or annotation, Mapping):
+        if not isinstance(value, Mapping | ml_collections.ConfigDict):
+            raise wrong
+        kind = args[1] if args else Any
+        return {key: _convert(value[key], kind, f"{path}.{key}") for key in value}
+    raise TypeError(f"{path}: a config dataclass cannot have a field of type {annotation!r}")
+
+
+def _convert_section(section: Any, cls: type, path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for key in section:
+        if key not in known:
+            raise ValueError(f"unknown key {path}.{key} ({_hint(key, known)})")
+    values = {}
+    for name, field in known.items():
+        if name in section:
+            values[name] = _convert(section[name], hints[name], f"{path}.{name}")
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{path}.{name} is missing: give it {_describe(hints[name])}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _convert_union(value: Any, annotation: Any, path: str) -> Any:
+    if value is None and types.NoneType in typing.get_args(annotation):
+        return None
+    inner = _without_none(annotation)
+    if not _is_union(inner):
+        return _convert(value, inner, path)
+    members = typing.get_args(inner)
+    # exact types first: 3 for `float | int` is the int
+    for member in sorted(members, key=lambda member: type(value) is not member):
+        try:
+            return _convert(value, member, path)
+        except ValueError:
+            continue
+    raise ValueError(f"{path} must be {_describe(annotation)}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """ConfigDicts, however deep, as dicts."""
+    if isinstance(value, Mapping | ml_collections.ConfigDict):
+        return {key: _plain(value[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def to_json(config: Mapping[str, Any] | ml_collections.ConfigDict) -> str:
+    """Canonical JSON, for config.json and for digests: equal configs give equal text."""
+    return json.dumps(_plain(config), sort_keys=True, indent=2) + "\n"
+
+
+# -- overrides --------------------------------------------------------------------------------
+
+
+def override(
+    config: ml_collections.ConfigDict, assignments: Sequence[str]
+) -> ml_collections.ConfigDict:
+    """A copy of the config with ["a.b=3", ...] set, read just as --config.a.b=3 would be.
+
+    Raises ValueError in the words of the command line.
+    """
+    for assignment in assignments:
+        if "=" not in assignment:
+            raise ValueError(f"write overrides as key=value, got {assignment!r}")
+    argv = ["override", *(f"--config.{assignment}" for assignment in assignments)]
+    values = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict(
+            "config", copy.deepcopy(config), flag_values=values, sys_argv=argv
+        )
+        values(argv)
+    except FLAG_ERRORS as error:
+        raise ValueError(explain_flag_error(error, config, argv) or str(error)) from error
+    return values.config
+
+
+def explain_flag_error(
+    error: Exception, config: ml_collections.ConfigDict, argv: Iterable[str]
+) -> str | None:
+    """One line for what config_flags raised over argv: which key is unknown, or of which type.
+
+    None if it is neither an error of the flags nor of a key that argv gives: then it is a bug.
+    """
+    argv = list(argv)
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        given = re.fullmatch(r"--?(?:no)?config\.([^=]+)(=.*)?", argument, re.DOTALL)
+        if not given:
+            continue
+        path, value = given[1], given[2][1:] if given[2] else following
+        if problem := _unknown_key(config, path):
+            return problem
+        if re.match(rf"flag --(no)?config\.{re.escape(f'{path}={value}:')}", str(error)):
+            return f"config.{path} must be {_describe(_type_at(config, path))}, got {value!r}"
+    return str(error) if isinstance(error, flags.Error) else None
+
+
+def _unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
+    keys = path.split(".")
+    where, section = "config", config
+    for i, key in enumerate(keys):
+        if not isinstance(section, ml_collections.ConfigDict):
+            return f"unknown key config.{path}: {where} is {section!r} and has no keys"
+        if key not in section:
+            near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.5)
+            if near:
+                return (
+                    f"unknown key config.{path} "
+                    f"(did you mean {'.'.join([where, near[0], *keys[i + 1 :]])}?)"
+                )
+            return f"unknown key config.{path} ({where} has: {', '.join(section) or 'no keys'})"
+        where, section = f"{where}.{key}", section[key]
+    return None
+
+
+def _type_at(config: ml_collections.ConfigDict, path: str) -> type:
+    *parents, key = path.split(".")
+    for parent in parents:
+        config = config[parent]
+    return config.get_type(key)
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+def _hint(name: Any, choices: Iterable[str]) -> str:
+    choices = list(choices)
+    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
+
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+def _describe(annotation: Any) -> str:
+    """A type in words, for error messages."""
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if annotation is types.NoneType:
+        return "None"
+    if _is_union(annotation):
+        return " or ".join(_describe(arg) for arg in typing.get_args(annotation))
+    if dataclasses.is_dataclass(annotation):
+        names = ", ".join(field.name for field in dataclasses.fields(annotation))
+        return f"a section with {names}"
+    origin = typing.get_origin(annotation) or annotation
+    if isinstance(origin, type) and issubclass(origin, Mapping | ml_collections.ConfigDict):
+        return "a dict such as \"{'a': 1}\""
+    if origin is tuple:
+        args = typing.get_args(annotation)
+        if not args:
+            return "a tuple"
+        if args[1:] == (...,):
+            return f"a tuple, each item {_describe(args[0])}"
+        return f"a tuple of {len(args)}: {', '.join(map(_describe, args))}"
+    return str(annotation)

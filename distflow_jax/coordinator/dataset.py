@@ -1,0 +1,34 @@
+"""Opening a data set by its name in the config."""
+
+from distflow_jax.coordinator import files, hub, reasoning, tasks
+from distflow_jax.coordinator.example import Dataset, Example
+
+__all__ = ["Dataset", "Example", "open_dataset"]
+
+
+def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:
+    """Opens and checks a whole data set.
+
+    Args:
+      spec: a `.jsonl`, `.json` (lines), `.parquet`, `.arrow` or `.feather` file, a folder or glob
+        pattern of such; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`; `task:arithmetic?digits=2&...`;
+        `reasoning_gym:NAME?...`.
+      system_prompt: a system message before every question of question/answer rows and tasks.
+      prompt_suffix: follows every such question, e.g. " Answer with just the number."
+
+    Raises:
+      FileNotFoundError: nothing there by that name.
+      ValueError: a row that does not fit the schema (file, row and column named), or a bad option.
+    """
+    wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+    kind, colon, _ = spec.partition(":")
+    if not spec:
+        raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")
+    if colon and kind == "task":
+        return tasks.open_task(spec, **wording)
+    if colon and kind == "reasoning_gym":
+        return reasoning.ReasoningGym(spec, **wording)
+    if colon and kind == "hf":
+        repo, paths = hub.download(spec)
+        return files.FileDataset(paths, spec, data_source=repo, **wording)
+    return files.FileDataset(files.find_files(spec), spec, **wording)

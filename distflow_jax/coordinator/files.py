@@ -1,0 +1,205 @@
+"""Data files with random access to their rows: JSON lines, Parquet, Arrow."""
+
+import difflib
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distflow_jax.coordinator.columns import example_from_row
+from distflow_jax.coordinator.example import Example
+
+CHECK_ROWS = 1024  # rows of a table that the schema check turns into Python objects at a time
+
+
+class Reader(Protocol):
+    """Rows of one file as dicts, numbered from 0 inside and from 1 in messages."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, row: int) -> Any:
+        """Column name -> value, of one row."""
+
+    def rows(self) -> Iterator[Any]:
+        """All rows in order, faster than one by one."""
+
+    def place(self, row: int) -> str:
+        """File and row as a person counts them: the start of an error message."""
+
+
+class JsonLinesReader:
+    """One JSON object per line; blank lines are skipped, though counted in messages."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        offsets, lines = [], []
+        with open(path, "rb") as file:
+            offset = 0
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    offsets.append(offset)
+                    lines.append(line)
+                offset += len(text)
+        # Only where the lines begin is kept: the text of a large file stays on disk.
+        self._offsets = np.array(offsets, np.int64)
+        self._lines = np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def row(self, row: int) -> Any:
+        """One line, read and parsed."""
+        with open(self._path, "rb") as file:
+            file.seek(self._offsets[row])
+            return self._parse(row, file.readline())
+
+    def rows(self) -> Iterator[Any]:
+        """All lines, parsed."""
+        with open(self._path, "rb") as file:
+            texts = (text for text in file if text.strip())
+            for row, text in enumerate(texts):
+                yield self._parse(row, text)
+
+    def place(self, row: int) -> str:
+        """Path and line number."""
+        return f"{self._path}, row {self._lines[row]}"
+
+    def _parse(self, row: int, text: bytes) -> Any:
+        try:
+            return json.loads(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.place(row)}: not UTF-8 text: {error}") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{self.place(row)}: not valid JSON at character {error.colno}: {error.msg}"
+            ) from error
+
+
+class TableReader:
+    """A Parquet file (held in memory) or an Arrow file (mapped from disk)."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._table = pq.read_table(path) if path.suffix == ".parquet" else _arrow_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path}: not a readable {path.suffix} file: {error}") from error
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, row: int) -> Any:
+        """One row as Python objects."""
+        return self._table.slice(row, 1).to_pylist()[0]
+
+    def rows(self) -> Iterator[Any]:
+        """All rows, a batch of them as Python objects at a time."""
+        for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
+            yield from batch.to_pylist()
+
+    def place(self, row: int) -> str:
+        """Path and row number."""
+        return f"{self._path}, row {row + 1}"
+
+
+READERS: dict[str, type[JsonLinesReader] | type[TableReader]] = {
+    ".jsonl": JsonLinesReader,
+    ".json": JsonLinesReader,
+    ".parquet": TableReader,
+    ".arrow": TableReader,
+    ".feather": TableReader,
+}
+
+
+class FileDataset:
+    """Rows of one or more files, one after the other, every one checked when opened.
+
+    The fingerprint hashes the bytes of all files in order (the check reads them anyhow, and hashing
+    is the cheaper half), not their names, and the prompt options that are part of the rows.
+    """
+
+    def __init__(
+        self,
+        paths: list[Path],
+        name: str,
+        *,
+        data_source: str | None = None,
+        system_prompt: str = "",
+        prompt_suffix: str = "",
+    ):
+        self.name = name
+        self._wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+        self._data_sources = [data_source or path.stem for path in paths]
+        digest = hashlib.blake2b(json.dumps(self._wording).encode(), digest_size=16)
+        for path in paths:
+            with open(path, "rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        self.fingerprint = digest.hexdigest()
+        self._readers: list[Reader] = [READERS[path.suffix](path) for path in paths]
+        # starts[i] is the row of the data set at which file i begins
+        self._starts = np.cumsum([0, *map(len, self._readers)])
+        if not len(self):
+            raise ValueError(f"{name} has no rows")
+        for i, reader in enumerate(self._readers):
+            for row, columns in enumerate(reader.rows()):
+                self._example(i, row, columns)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        i = int(np.searchsorted(self._starts, row, side="right")) - 1
+        row -= int(self._starts[i])
+        return self._example(i, row, self._readers[i].row(row))
+
+    def _example(self, i: int, row: int, columns: Any) -> Example:
+        return example_from_row(
+            columns,
+            self._readers[i].place(row),
+            data_source=self._data_sources[i],
+            **self._wording,
+        )
+
+
+def find_files(spec: str) -> list[Path]:
+    """A file, a folder of data files, or a glob pattern -> the files, sorted by path."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(p for p in path.iterdir() if p.suffix in READERS)
+        if not paths:
+            raise FileNotFoundError(f"folder {spec} holds none of {', '.join(READERS)}")
+    elif glob.has_magic(spec):
+        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+        if not paths:
+            raise FileNotFoundError(f"no file matches {spec}")
+    else:
+        raise FileNotFoundError(f"data file {spec} does not exist{_near(path)}")
+    for path in paths:
+        if path.suffix not in READERS:
+            raise ValueError(f"data file {path} has an unknown ending; known: {', '.join(READERS)}")
+    return paths
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (nor does its folder {path.parent})"
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), 1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _arrow_table(path: Path) -> pa.Table:
+    with open(path, "rb") as file:
+        is_file_format = file.read(6) == b"ARROW1"  # else the stream format, which has no magic
+    source = pa.memory_map(str(path))
+    return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(source).read_all()

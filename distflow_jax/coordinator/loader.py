@@ -1,0 +1,221 @@
+"""Prompts in a global order that is the same for any number of processes."""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.example import Dataset, Message
+
+OVERLONG = ("error", "drop", "truncate_left")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which prompts to train on, and how many at a time."""
+
+    # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
+    train: str = "task:arithmetic?operands=2&operators=+&digits=2"
+    prompts_per_step: int = 16  # over all processes
+    max_prompt_length: int = 512  # tokens, chat template included
+    overlong: str = "error"  # prompts above that: error, drop, or truncate_left (keep the end)
+    shuffle: bool = True  # anew for every epoch
+    epochs: int = 0  # times that every prompt is issued; 0 = until the steps are done
+    system_prompt: str = ""  # before every question of question/answer data and tasks
+    prompt_suffix: str = ""  # after every such question
+
+    def __post_init__(self):
+        for name, least in (("prompts_per_step", 1), ("max_prompt_length", 1), ("epochs", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"data.{name} must be at least {least}, got {value}")
+        if self.overlong not in OVERLONG:
+            raise ValueError(
+                f"data.overlong must be one of {', '.join(OVERLONG)}, got {self.overlong!r}"
+            )
+
+
+class PromptEncoder(Protocol):
+    """What the loader needs of a tokenizer."""
+
+    def encode_prompt(self, prompt: str | list[Message]) -> tuple[str, np.ndarray]:
+        """Text as the model sees it, and its tokens, int32 [P]."""
+
+
+class Loader:
+    """Issues prompts by a global counter: step k takes counters [k B, (k + 1) B).
+
+    The counter alone decides which row comes: epoch e is counters [e N, (e + 1) N), shuffled by
+    (seed, e) over the N rows left after the overlong ones are gone. Each process takes a contiguous
+    share of a step, so that the order does not know how many processes there are.
+
+    Iterating gives one step after the other from `position` on, forever or to the end of
+    `config.epochs` (prompts that fill no whole step there are left out). `take` reads any stretch.
+
+    Attributes:
+      position: counter at which iteration goes on.
+      dropped: number of rows that `overlong="drop"` left out.
+      rows: int64 [N], the rows of the data set that are issued.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PromptEncoder,
+        config: DataConfig,
+        *,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        start: int = 0,
+    ):
+        check_divides(config.prompts_per_step, process_count)
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._config = config
+        self._seed = seed
+        self._process_index = process_index
+        self._process_count = process_count
+        self.position = start
+        self.rows = _rows_in_limit(dataset, tokenizer, config)
+        self.dropped = len(dataset) - len(self.rows)
+        order = grain.MapDataset.range(len(self.rows))
+        if config.shuffle:
+            # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.
+            order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        self._order = order.repeat(config.epochs or None)
+        if len(self._order) < config.prompts_per_step:
+            raise ValueError(
+                f"{dataset.name} gives {len(self._order)} prompts in {config.epochs} epochs, fewer "
+                f"than data.prompts_per_step {config.prompts_per_step}; lower that, or raise "
+                "data.epochs (0 is no limit)"
+            )
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        count = self._config.prompts_per_step
+        if self.position + count > len(self._order):
+            raise StopIteration
+        prompts = self.take(self.position)
+        self.position += count
+        return prompts
+
+    def take(self, start: int, count: int | None = None) -> list[Prompt]:
+        """This process's share of counters [start, start + count); `position` stays.
+
+        `count` defaults to a step's prompts. The share is contiguous, in order, and ends where
+        `config.epochs` end; where count does not divide, processes get one more or less.
+        """
+        if start < 0:
+            raise ValueError(f"a prompt's counter is not negative, got {start}")
+        count = self._config.prompts_per_step if count is None else count
+        count = max(0, min(count, len(self._order) - start))
+        first = start + count * self._process_index // self._process_count
+        last = start + count * (self._process_index + 1) // self._process_count
+        return [self._prompt(counter) for counter in range(first, last)]
+
+    def row(self, counter: int) -> int:
+        """Row of the data set that this counter issues."""
+        return int(self.rows[self._order[counter]])
+
+    def epoch(self, counter: int) -> float:
+        """How often the data have been gone through when this counter is next."""
+        return counter / len(self.rows)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Whole steps in `config.epochs`, None without an end."""
+        return len(self._order) // self._config.prompts_per_step if self._config.epochs else None
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a checkpoint holds, JSON-able.
+
+        Args:
+          position: counter after the last prompt that was *trained* on, which lies behind
+            `self.position` while prompts are prefetched.
+        """
+        return {"position": position, **self._identity()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on at a state's position.
+
+        Raises:
+          ValueError: the state was made over other data, or another order of them, so that its
+            position means nothing here.
+        """
+        for key, here in self._identity().items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"the checkpoint was trained on other data: {key} was {state.get(key)!r} and "
+                    f"is {here!r} for {self._dataset.name}; restore the data and the data config, "
+                    "or start in a new workdir"
+                )
+        self.position = int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._dataset.fingerprint,
+            "num_prompts": len(self.rows),
+            "rows_crc": zlib.crc32(self.rows.tobytes()),  # another limit may drop other rows
+            "seed": self._seed,
+            "shuffle": self._config.shuffle,
+        }
+
+    def _prompt(self, counter: int) -> Prompt:
+        row = self.row(counter)
+        example = self._dataset[row]
+        text, tokens = self._tokenizer.encode_prompt(example.prompt)
+        return Prompt(
+            counter=counter,
+            row=row,
+            tokens=np.asarray(tokens[-self._config.max_prompt_length :], np.int32),
+            text=text,
+            data_source=example.data_source,
+            ground_truth=example.ground_truth,
+            extra_info=example.extra_info,
+        )
+
+
+def check_divides(prompts_per_step: int, process_count: int) -> None:
+    """An error that names numbers that would do, unless every process gets equally many prompts."""
+    if prompts_per_step % process_count:
+        below = prompts_per_step // process_count * process_count
+        would = [str(n) for n in (below, below + process_count) if n]
+        raise ValueError(
+            f"data.prompts_per_step {prompts_per_step} is not divisible by {process_count} "
+            f"processes; {' or '.join(would)} would be"
+        )
+
+
+def _rows_in_limit(dataset: Dataset, tokenizer: PromptEncoder, config: DataConfig) -> np.ndarray:
+    # Over the whole data set, before it is divided: were each process to drop from its own share,
+    # they would run out at different steps, and wait for each other forever.
+    rows = np.arange(len(dataset), dtype=np.int64)
+    if config.overlong == "truncate_left":
+        return rows
+    lengths = np.fromiter(
+        (len(tokenizer.encode_prompt(dataset[row].prompt)[1]) for row in range(len(dataset))),
+        np.int64,
+        len(dataset),
+    )
+    overlong = lengths > config.max_prompt_length
+    if config.overlong == "error" and overlong.any():
+        row = int(overlong.argmax())
+        raise ValueError(
+            f"{dataset.name}, row {row + 1}: the prompt has {lengths[row]} tokens, more than "
+            f"data.max_prompt_length {config.max_prompt_length} ({overlong.sum()} of "
+            f"{len(dataset)} rows do, the longest {lengths.max()}); raise that, or set "
+            "data.overlong to drop or truncate_left"
+        )
+    if overlong.all():
+        raise ValueError(
+            f"{dataset.name}: all {len(dataset)} prompts have more tokens than "
+            f"data.max_prompt_length {config.max_prompt_length}, the shortest {lengths.min()}"
+        )
+    return rows[~overlong]

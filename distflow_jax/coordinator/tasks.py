@@ -1,0 +1,162 @@
+"""Built-in generators of problems, `task:NAME?option=value&...`."""
+
+import dataclasses
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from distflow_jax.coordinator.example import Dataset, Example, instruction
+from distflow_jax.coordinator.spec import parse_spec
+
+HELD_OUT_ONE_IN = 10  # of all problems, this share belongs to the held-out split
+MAX_DRAWS = 10_000  # a split that is not hit once in so many draws is empty
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """`12 + 35` and the like. A row is a function of (options, row) alone: access is random.
+
+    Which split a problem belongs to is decided by a hash of its text: whatever the seeds, sizes
+    and templates, a held-out problem never occurs in training data. Within a split, problems are
+    drawn with replacement.
+    """
+
+    operands: int = 2  # numbers in a problem
+    operators: str = "+"  # any of + - *; usual precedence
+    digits: str = "2"  # of each number, "2" (10 to 99) or a range "1-3"; 1 digit is 0 to 9
+    size: int = 10_000  # rows
+    seed: int = 0
+    held_out: bool = False  # the other split
+    template: str = "What is {problem}? Answer with just the number."
+    system_prompt: str = ""
+    prompt_suffix: str = ""
+
+    def __post_init__(self):
+        if self.operands < 2:
+            raise ValueError(f"task:arithmetic operands must be at least 2, got {self.operands}")
+        if not self.operators or set(self.operators) - set("+-*"):
+            raise ValueError(
+                f"task:arithmetic operators must be some of + - *, got {self.operators!r}"
+            )
+        if self.size < 1:
+            raise ValueError(f"task:arithmetic size must be at least 1, got {self.size}")
+        if "{problem}" not in self.template:
+            raise ValueError(
+                f"task:arithmetic template must contain {{problem}}, got {self.template!r}"
+            )
+        self._bounds()
+        self.problem(0)
+
+    @property
+    def name(self) -> str:
+        """What messages call these data."""
+        return "task:arithmetic"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all options: the rows are a function of them."""
+        return hashlib.sha256(f"arithmetic 1 {dataclasses.astuple(self)}".encode()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < self.size:
+            raise IndexError(f"row {row} of {self.size}")
+        problem = self.problem(row)
+        prompt = instruction(
+            self.template.replace("{problem}", problem),
+            system_prompt=self.system_prompt,
+            prompt_suffix=self.prompt_suffix,
+        )
+        return Example(
+            prompt=prompt,
+            data_source="arithmetic",
+            ground_truth=str(value_of(problem)),
+            extra_info={"index": row, "problem": problem},
+            ability="math",
+        )
+
+    def problem(self, row: int) -> str:
+        """The first problem of this row's random stream that belongs to this split."""
+        low, high = self._bounds()
+        for draw in range(MAX_DRAWS):
+            words = _random_words(f"{self.seed}/{row}/{draw}", 2 * self.operands)
+            problem = str(low + next(words) % (high - low))
+            for _ in range(self.operands - 1):
+                operator = self.operators[next(words) % len(self.operators)]
+                problem += f" {operator} {low + next(words) % (high - low)}"
+            if is_held_out(problem) == self.held_out:
+                return problem
+        raise ValueError(
+            f"task:arithmetic with operands={self.operands}, operators={self.operators}, "
+            f"digits={self.digits} has too few problems for a held-out split; take more digits"
+        )
+
+    def _bounds(self) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.digits)
+        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= fewest <= most <= 18:
+            raise ValueError(
+                f"task:arithmetic digits must be like 2 or 1-3, at most 18, got {self.digits!r}"
+            )
+        return (0 if fewest == 1 else 10 ** (fewest - 1)), 10**most
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether a problem belongs to the held-out split: by its text alone, one in ten."""
+    digest = hashlib.sha256(problem.encode()).digest()
+    return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
+
+
+def value_of(problem: str) -> int:
+    """Value of `a + b * c - d`: products first, then sums, from the left."""
+    terms = re.split(r" ([+-]) ", problem)
+    value = 0
+    for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True):
+        product = math.prod(map(int, term.split(" * ")))
+        value += product if sign == "+" else -product
+    return value
+
+
+def _random_words(key: str, count: int) -> Iterator[int]:
+    # A hash, not a library's generator: the same problems on every version of Python and NumPy.
+    data = hashlib.shake_256(key.encode()).digest(8 * count)
+    return (int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8))
+
+
+TASKS: dict[str, Callable[..., Dataset]] = {"arithmetic": Arithmetic}
+
+
+def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:
+    """`task:arithmetic?digits=2&size=1000` -> the generator."""
+    name, options = parse_spec(spec)
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r} in {spec!r}; known: {', '.join(TASKS)}")
+    factory = TASKS[name]
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(factory)
+        if field.name not in ("system_prompt", "prompt_suffix")  # these come from the config
+    }
+    values = {}
+    for key, text in options.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1) or fields
+            raise ValueError(f"{spec!r}: unknown option {key!r}; did you mean {', '.join(near)}?")
+        values[key] = _convert(text, fields[key].type, f"{spec!r}: option {key!r}")
+    return factory(**values, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
+
+
+def _convert(text: str, kind: type, place: str) -> str | int | bool:
+    if kind is bool:
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise ValueError(f"{place} must be 0 or 1, got {text!r}")
+        return text.lower() in ("1", "true")
+    if kind is int:
+        if not re.fullmatch(r"-?[0-9]+", text):
+            raise ValueError(f"{place} must be a whole number, got {text!r}")
+        return int(text)
+    return text

@@ -1,0 +1,97 @@
+"""The loop that walks one plan: get fields, call the stage, put fields, time it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.types import Edge, Metrics
+
+# (state, fields by their name inside the stage, options) -> state, fields it writes, metrics
+Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, Any], Metrics]]
+
+
+class Coordinator(Protocol):
+    """Keeps the fields of a step between their writer and their readers.
+
+    A value is known by (source, field), so that a node may write a field anew while another still
+    reads the version before. What the loader gives has the source None.
+    """
+
+    def put(self, source: str | None, field: str, value: Any) -> None:
+        """Takes what `source` wrote."""
+
+    def get(self, edge: Edge) -> Any:
+        """The value in the layout that the reader asks for."""
+
+    def free(self, source: str | None, field: str) -> None:
+        """Forgets the value: its last reader is done."""
+
+
+class Spans(Protocol):
+    """Times what happens inside a `with` block."""
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
+        """A span of this name."""
+
+
+def run_step(
+    plan: Plan,
+    step: int,
+    stages: Mapping[str, Stage],
+    states: Mapping[str, Any],
+    coordinator: Coordinator,
+    spans: Spans,
+) -> tuple[dict[str, Any], Metrics]:
+    """Runs every task of the plan that this step (counted from 1) asks for.
+
+    `stages` are keyed by node id, `states` by Task.state_key; a stage without a state is handed
+    None, and a state of None is not kept. Stages may donate what they are handed: use the states
+    returned, never those passed in. What the loader gives is put before, with the source None.
+    """
+    states = dict(states)
+    metrics: Metrics = {}
+    ran: set[str | None] = {None}
+    for task in plan.tasks:
+        node = task.node
+        if node.condition.active(step):
+            with spans.span(node.id):
+                fields = _inputs(task, coordinator)
+                state = states.get(task.state_key)
+                state, written, measured = stages[node.id](state, fields, dict(node.options))
+                del fields  # what is freed below must not live on through this name
+                _check_written(task, written)
+                for inside, field in node.writes.items():
+                    coordinator.put(node.id, field, written[inside])
+            if state is not None:
+                states[task.state_key] = state
+            _merge(metrics, measured, node.id)
+            ran.add(node.id)
+        for source, field in task.frees:
+            if source in ran:
+                coordinator.free(source, field)
+    return states, metrics
+
+
+def _inputs(task: Task, coordinator: Coordinator) -> dict[str, Any]:
+    values = {edge.field: coordinator.get(edge) for edge in task.edges_in}
+    return {inside: values[field] for inside, field in task.node.reads.items()}
+
+
+def _check_written(task: Task, written: Mapping[str, Any]) -> None:
+    missing = sorted(set(task.node.writes) - set(written))
+    extra = sorted(set(written) - set(task.node.writes))
+    if missing or extra:
+        raise ValueError(
+            f"node {task.node.id!r}: its stage did not write what the node declares: "
+            f"missing {missing}, not declared {extra}"
+        )
+
+
+def _merge(metrics: Metrics, measured: Metrics, node_id: str) -> None:
+    twice = sorted(set(metrics) & set(measured))
+    if twice:
+        raise ValueError(
+            f"node {node_id!r}: reports metrics that an earlier node of this step reports: {twice}"
+        )
+    metrics.update(measured)

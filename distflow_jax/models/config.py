@@ -1,0 +1,69 @@
+"""Shape of a decoder: what the network code needs to know, whatever family it comes from."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Grattafiori et al. 2024, arxiv.org/abs/2407.21783, sec. 3.2)."""
+
+    factor: float = 8.0  # long wavelengths are stretched by this
+    low_freq_factor: float = 1.0  # wavelengths above original / low are stretched in full
+    high_freq_factor: float = 4.0  # wavelengths below original / high are left alone
+    original_max_position: int = 8192  # context length the model was first trained on
+
+    def __post_init__(self):
+        if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope scaling needs factor >= 1 and high_freq_factor > low_freq_factor, got {self}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
+
+    Parameters are a nested dict of arrays; `layers` arrays are stacked over the layers:
+
+        embed/embedding            [vocab_size, hidden_size]
+        layers/attention_norm      [num_layers, hidden_size]
+        layers/query               [num_layers, hidden_size, num_heads, head_dim]
+        layers/key                 [num_layers, hidden_size, num_kv_heads, head_dim]
+        layers/value               [num_layers, hidden_size, num_kv_heads, head_dim]
+        layers/output              [num_layers, num_heads, head_dim, hidden_size]
+        layers/mlp_norm            [num_layers, hidden_size]
+        layers/gate                [num_layers, hidden_size, mlp_size]
+        layers/up                  [num_layers, hidden_size, mlp_size]
+        layers/down                [num_layers, mlp_size, hidden_size]
+        final_norm                 [hidden_size]
+        head                       [hidden_size, vocab_size]     (absent with tie_embeddings)
+
+    query and key are in Hugging Face's split-half rotary form.
+    """
+
+    family: str = "llama"
+    vocab_size: int = 512
+    hidden_size: int = 256
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    mlp_size: int = 768
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    max_position: int = 8192  # longest sequence, in tokens
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"model {field.name} must be at least 1, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model num_heads {self.num_heads} is not divisible by num_kv_heads "
+                f"{self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")

@@ -1,0 +1,317 @@
+"""Text <-> token ids, and conversations -> text by the model's own chat template.
+
+Built from a Hugging Face folder, from GGUF metadata, or byte-level for random models; all three
+are a `tokenizers` tokenizer with the ids that generation needs beside it.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BYTE_LEVEL_SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+# Tokens that end a turn. Those that the chat template writes end a response, like the end token.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# GGUF's `tokenizer.ggml.pre` -> how text is cut before the byte-pair merges.
+_GGUF_PRE = {
+    "default": "gpt-2",
+    "gpt-2": "gpt-2",
+    "smollm": "digits",
+    "starcoder": "digits",
+    "refact": "digits",
+    "command-r": "digits",
+    "codeshell": "digits",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+_GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer with its chat template. Immutable; can be pickled.
+
+    `vocab_size` is one more than the largest id that may have a meaning. `stop_ids` end a response:
+    the end token, then the ends of a chat turn. `pad_id` may equal one of them, so padding is told
+    by masks, never by the id.
+    """
+
+    backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
+    vocab_size: int
+    pad_id: int
+    bos_id: int | None
+    stop_ids: tuple[int, ...]
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
+    # what a template may write: {"bos_token": "<s>", "eos_token": ...}
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """From a Hugging Face folder: tokenizer.json and what lies beside it."""
+        return _from_folder(Path(path))
+
+    @classmethod
+    def from_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
+        """From GGUF metadata of a byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2")."""
+        return _from_gguf(fields)
+
+    @classmethod
+    def byte_level(cls, vocab_size: int) -> "Tokenizer":
+        """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; ids above mean nothing."""
+        return _byte_level(vocab_size)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Text -> int32 [T]. Special tokens come only from their spelling in the text."""
+        return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Ids -> text. Ids that mean nothing give "", bytes that are no UTF-8 give U+FFFD."""
+        known = np.asarray(ids, np.int64).ravel()
+        known = known[(known >= 0) & (known < self.vocab_size)]
+        return self.backend.decode(known.tolist(), skip_special_tokens=skip_special)
+
+    def render(self, prompt: str | Messages, *, add_generation_prompt: bool = True) -> str:
+        """The text that the model sees: a string as it is, messages through the chat template."""
+        if isinstance(prompt, str):
+            return prompt
+        if self.chat_template is None:
+            raise ValueError(
+                "the model has no chat template: give prompts as strings, not as messages, or take "
+                "an instruction-tuned model"
+            )
+        messages = [_checked_message(index, message) for index, message in enumerate(prompt)]
+        try:
+            return _compiled(self.chat_template).render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # "text" + a content that is no string
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+    def encode_prompt(self, prompt: str | Messages) -> tuple[str, np.ndarray]:
+        """(text as the model sees it, its ids int32 [T])."""
+        text = self.render(prompt)
+        return text, self.encode(text)
+
+
+def _from_folder(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{path} has no tokenizer.json: save the tokenizer in Hugging Face's fast form"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{file} is not readable: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    special = {}
+    settings = _read_json(path / "tokenizer_config.json")
+    for source in (_read_json(path / "special_tokens_map.json"), settings):
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = source.get(name)
+            value = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(value, str):
+                special[name] = value
+    stop = [special.get("eos_token")]
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(path / name).get("eos_token_id")
+        stop += ids if isinstance(ids, list) else [ids]
+    template_file = path / "chat_template.jinja"
+    if template_file.is_file():
+        template = template_file.read_text("utf-8")
+    else:
+        template = settings.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return _assemble(backend, special, stop, template, origin=str(path))
+
+
+def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
+    kind = fields.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ValueError(
+            f"GGUF tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2'): take the "
+            "model from a Hugging Face folder with tokenizer.json"
+        )
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    if pre not in _GGUF_PRE:
+        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not known, only {sorted(_GGUF_PRE)}")
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+        if key not in fields:
+            raise ValueError(f"GGUF metadata lacks {key}")
+    tokens = fields["tokenizer.ggml.tokens"]
+    style = _GGUF_PRE[pre]
+    try:
+        model = models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]],
+            # Llama 3 takes a whole word that is in the vocabulary before it tries merges.
+            ignore_merges=style == "llama3",
+        )
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"GGUF metadata holds no valid tokenizer: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = _pre_tokenizer(style)
+    backend.decoder = decoders.ByteLevel()
+    if style == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    types = fields.get("tokenizer.ggml.token_type", ())
+    added = [
+        tokenizers.AddedToken(token, normalized=False, special=kind == _GGUF_CONTROL)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (_GGUF_CONTROL, _GGUF_USER_DEFINED)
+    ]
+    # Both kinds in the order of their ids: add_tokens keeps `special` of each.
+    backend.add_tokens(added)
+    special = {}
+    for name, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("pad_token", "padding"),
+        ("unk_token", "unknown"),
+    ):
+        index = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index < len(tokens):
+            special[name] = tokens[index]
+    stop = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    return _assemble(
+        backend, special, stop, fields.get("tokenizer.chat_template"), origin="GGUF metadata"
+    )
+
+
+def _byte_level(vocab_size: int) -> Tokenizer:
+    used = 256 + len(BYTE_LEVEL_SPECIALS)
+    if vocab_size < used:
+        raise ValueError(f"a byte-level tokenizer needs a vocabulary of {used}, got {vocab_size}")
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(BYTE_LEVEL_SPECIALS))
+    special = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>"}
+    tokenizer = _assemble(backend, special, ["<|im_end|>"], CHATML, origin="byte level")
+    return dataclasses.replace(tokenizer, vocab_size=vocab_size)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (Radford et al. 2019)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _pre_tokenizer(style: str) -> pre_tokenizers.PreTokenizer:
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if style == "gpt-2":
+        return whole
+    if style == "digits":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
+    words = tokenizers.Regex(_LLAMA3_WORDS if style == "llama3" else _QWEN2_WORDS)
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _assemble(
+    backend: tokenizers.Tokenizer,
+    special: Mapping[str, str],
+    stop: Sequence[str | int | None],
+    template: str | None,
+    *,
+    origin: str,
+) -> Tokenizer:
+    """Resolve the special tokens to ids. `stop` holds spellings and ids; None is left out."""
+    stop = [backend.token_to_id(end) if isinstance(end, str) else end for end in stop]
+    stop += [backend.token_to_id(end) for end in _TURN_ENDS if template and end in template]
+    stop_ids = tuple(dict.fromkeys(end for end in stop if end is not None))
+    if not stop_ids:
+        raise ValueError(f"the tokenizer of {origin} names no end token: set eos_token")
+    ids = {name: backend.token_to_id(token) for name, token in special.items()}
+    pad_id = ids.get("pad_token")
+    return Tokenizer(
+        backend=backend,
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
+        pad_id=stop_ids[0] if pad_id is None else pad_id,
+        bos_id=ids.get("bos_token"),
+        stop_ids=stop_ids,
+        chat_template=template,
+        special_tokens=dict(special),
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _checked_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise ValueError(f"message {index} must be a dict with role and content, got {message!r}")
+    return dict(message)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    """The template in Hugging Face's dialect. Sandboxed: it comes with the model, from anyone."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template is not valid: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

@@ -1,0 +1,214 @@
+"""The decoder: parameters declared once, layers stacked and scanned, attention passed in.
+
+B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary.
+One network serves training (packed rows), prefill and decode: they differ in the attention function
+and in what it keeps, never in the layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distflow_jax.models import rope
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.parallel.rules import constrain, sharding
+from distflow_jax.types import flatten_dict, unflatten_dict
+
+# (q, k, v, layer input) -> (attention output [B, T, N, H], layer output)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape, logical dims and standard deviation at birth (None: ones) of one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    stddev: float | None
+
+
+def param_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the network by its path. Projections back into the residual stream start
+    smaller by sqrt(2 layers), as in GPT-2 (Radford et al. 2019, sec. 2.3)."""
+    std, back = 0.02, 0.02 / (2 * c.num_layers) ** 0.5
+    layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
+    d, f = c.hidden_size, c.mlp_size
+    specs = {
+        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std),
+        "layers/attention_norm": ParamSpec((layers, d), ("layers", "activation"), None),
+        "layers/query": ParamSpec(
+            (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std
+        ),
+        "layers/key": ParamSpec(
+            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std
+        ),
+        "layers/value": ParamSpec(
+            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std
+        ),
+        "layers/output": ParamSpec(
+            (layers, n, h, d), ("layers", "heads", "head_dim", "hidden"), back
+        ),
+        "layers/mlp_norm": ParamSpec((layers, d), ("layers", "activation"), None),
+        "layers/gate": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std),
+        "layers/up": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std),
+        "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back),
+        "final_norm": ParamSpec((d,), ("activation",), None),
+    }
+    if not c.tie_embeddings:
+        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std)
+    return specs
+
+
+def param_shardings(config: DecoderConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
+    specs = param_specs(config)
+    return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
+
+
+def abstract_params(config: DecoderConfig) -> dict[str, Any]:
+    """Nested dict of float32 ShapeDtypeStructs, one per parameter."""
+    specs = param_specs(config)
+    return unflatten_dict({p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in specs.items()})
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale, in float32. Zhang & Sennrich 2019 (arxiv.org/abs/1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return (x32 * inverse * scale).astype(x.dtype)
+
+
+class Table(nnx.Module):
+    """A group of parameters; each attribute is one array of the network."""
+
+
+def _declare(specs: dict[str, ParamSpec], rngs: nnx.Rngs, owner: nnx.Module) -> None:
+    for path, spec in specs.items():
+        *groups, name = path.split("/")
+        module = owner
+        for group in groups:
+            if not hasattr(module, group):
+                setattr(module, group, Table())
+            module = getattr(module, group)
+        if spec.stddev is None:
+            value = jnp.ones(spec.shape, jnp.float32)
+        else:
+            value = spec.stddev * jax.random.normal(rngs.params(), spec.shape, jnp.float32)
+        setattr(module, name, nnx.Param(value))
+
+
+class Decoder(nnx.Module):
+    """The network as a Flax NNX module: `Decoder(config, rngs=nnx.Rngs(0))`.
+
+    Parameters are float32 and named as in DecoderConfig's docstring. Stages hold them as a nested
+    dict of arrays (`params_of`) and bind them back with `bind`.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        _declare(param_specs(config), rngs, self)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        position_BT: jax.Array,
+        attend: Attend,
+        *,
+        layer_inputs: Any = None,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
+
+        `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer.
+        `remat`: recompute each layer in the backward pass instead of keeping its activations.
+        """
+        c = self.config
+        frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        tables = rope.rotary_tables(position_BT, frequencies)
+        x = self.embed.embedding[...].astype(dtype)[tokens_BT]
+        x = constrain(x, "batch", "length", "activation")
+
+        def layer(x, inputs):
+            weights, extra = inputs
+            w = {name: value.astype(dtype) for name, value in weights.items()}
+            h = rms_norm(x, weights["attention_norm"], c.norm_eps)
+            q = jnp.einsum("BTD,DNH->BTNH", h, w["query"])
+            k = jnp.einsum("BTD,DKH->BTKH", h, w["key"])
+            v = jnp.einsum("BTD,DKH->BTKH", h, w["value"])
+            q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
+            k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
+            out, kept = attend(q, k, v, extra)
+            x = x + jnp.einsum("BTNH,NHD->BTD", out, w["output"])
+            h = rms_norm(x, weights["mlp_norm"], c.norm_eps)
+            gate = jnp.einsum("BTD,DF->BTF", h, w["gate"])
+            up = jnp.einsum("BTD,DF->BTF", h, w["up"])
+            h = constrain(jax.nn.silu(gate) * up, "batch", "length", "mlp")
+            x = x + jnp.einsum("BTF,FD->BTD", h, w["down"])
+            return constrain(x, "batch", "length", "activation"), kept
+
+        stacked = params_of(self)["layers"]
+        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+        x, kept = jax.lax.scan(body, x, (stacked, layer_inputs))
+        return rms_norm(x, self.final_norm[...], c.norm_eps), kept
+
+    def head_weight(self, dtype: Any = jnp.float32) -> jax.Array:
+        """Output projection [V, D]: the embedding itself where tied."""
+        if self.config.tie_embeddings:
+            return self.embed.embedding[...].astype(dtype)
+        return self.head[...].astype(dtype).T
+
+
+def params_of(model: nnx.Module) -> dict[str, Any]:
+    """The module's parameters as a nested dict of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def bind(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
+    """The module with these arrays as its parameters (no copy; works while tracing)."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def init_params(config: DecoderConfig, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
+    """Random parameters, born sharded; the same values whatever the mesh."""
+
+    def make():
+        return params_of(Decoder(config, rngs=nnx.Rngs(seed)))
+
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def place_params(config: DecoderConfig, arrays: Any, shardings: dict[str, Any]) -> dict[str, Any]:
+    """Puts (path, host array) pairs on the devices, one array at a time.
+
+    Every process passes the same full arrays and keeps its own shards only. Raises ValueError where
+    the paths are not exactly those of the network.
+    """
+    specs, layout = param_specs(config), flatten_dict(shardings)
+    placed = {}
+    for path, value in arrays:
+        if path not in specs or tuple(value.shape) != specs[path].shape:
+            wanted = specs[path].shape if path in specs else "no such parameter"
+            raise ValueError(f"weights for {path} have shape {value.shape}, want {wanted}")
+        value = np.asarray(value, np.float32)
+        placed[path] = jax.make_array_from_callback(
+            value.shape, layout[path], lambda index, value=value: value[index]
+        )
+    missing = sorted(set(specs) - set(placed))
+    if missing:
+        raise ValueError(f"weights set nothing for {missing}")
+    return unflatten_dict(placed)
+
+
+def num_params(config: DecoderConfig) -> int:
+    """Number of parameters."""
+    return sum(int(np.prod(s.shape)) for s in param_specs(config).values())

@@ -1,0 +1,148 @@
+"""Tensor names of a source, the parameters they become, and the check that neither side is short.
+
+A family lists one `Weight` per kind of tensor. It says how the tensor is reshaped and transposed,
+so the same table loads a model and saves it again.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+_MAX_LISTED = 8  # names shown of a long list in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One kind of tensor and its parameter: load(x) = x.reshape(split).transpose(axes).
+
+    `source` holds "{layer}" where there is one tensor per layer; the parameter at `path` then
+    stacks them in a leading dim. Shapes are those of one layer, in NumPy's order: `source_shape`
+    as the file has it, `split` the same elements with merged dims taken apart (a query's
+    [heads * head_dim, hidden] as [heads, head_dim, hidden]), `shape` as the network has it (with
+    `split` transposed, then merged where the file splits a dim only to reorder it).
+
+    >>> Weight("up", "layers/up", (6, 4), (6, 4), (1, 0), (4, 6)).load(np.zeros((6, 4))).shape
+    (4, 6)
+    """
+
+    source: str
+    path: str
+    source_shape: tuple[int, ...]
+    split: tuple[int, ...]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether the source has one such tensor per layer."""
+        return "{layer}" in self.source
+
+    def load(self, array: np.ndarray) -> np.ndarray:
+        """Source tensor [source_shape] -> one layer of the parameter [shape]."""
+        return array.reshape(self.split).transpose(self.axes).reshape(self.shape)
+
+    def save(self, array: np.ndarray) -> np.ndarray:
+        """Inverse of load."""
+        transposed = array.reshape([self.split[axis] for axis in self.axes])
+        return transposed.transpose(np.argsort(self.axes)).reshape(self.source_shape)
+
+    def names(self, num_layers: int) -> list[str]:
+        """The tensors of the source that make up the parameter, in layer order."""
+        if not self.per_layer:
+            return [self.source]
+        return [self.source.format(layer=layer) for layer in range(num_layers)]
+
+    def param_shape(self, num_layers: int) -> tuple[int, ...]:
+        """Shape of the whole parameter, layers stacked."""
+        return (num_layers, *self.shape) if self.per_layer else self.shape
+
+
+def check_names(
+    weights: Sequence[Weight],
+    num_layers: int,
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Iterable[str] = (),
+    origin: str,
+) -> None:
+    """Refuse a source whose tensors and the model's parameters do not match one to one.
+
+    `found` maps the source's tensor names to their shapes; names that match a regular expression
+    of `ignored` need no parameter. Raises ValueError with both names and both shapes.
+    """
+    unwanted = {name: shape for name, shape in found.items()}
+    unset, misfits = [], []
+    for weight in weights:
+        param = f"{weight.path} {list(weight.param_shape(num_layers))}"
+        for name in weight.names(num_layers):
+            shape = unwanted.pop(name, None)
+            if shape is None:
+                unset.append(f"{param} needs {name} {list(weight.source_shape)}")
+            elif tuple(shape) != weight.source_shape:
+                misfits.append(
+                    f"{name} {list(shape)} does not fit {param}, which needs "
+                    f"{list(weight.source_shape)}"
+                )
+    unwanted = {
+        name: shape
+        for name, shape in unwanted.items()
+        if not any(re.search(pattern, name) for pattern in ignored)
+    }
+    problems = []
+    if misfits:
+        problems.append("wrong shapes: " + _listed(misfits))
+    if unset:
+        problems.append("parameters that nothing sets: " + _listed(unset))
+    if unwanted:
+        extra = [f"{name} {list(shape)}" for name, shape in unwanted.items()]
+        problems.append("tensors that no parameter wants: " + _listed(extra))
+        if any(name.endswith(".bias") for name in unwanted):
+            problems.append("biases are not part of this family")
+    if problems:
+        raise ValueError(
+            f"weights of {origin} do not fit the model's config: {'; '.join(problems)}"
+        )
+
+
+def stacked_arrays(
+    weights: Sequence[Weight],
+    num_layers: int,
+    read: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (path, parameter) one parameter at a time, so that only one is in memory here.
+
+    `read(name)` gives one tensor of the source; it is cast to `dtype` as it is stacked.
+    """
+    for weight in weights:
+        array = np.empty(weight.param_shape(num_layers), dtype)
+        for index, name in enumerate(weight.names(num_layers)):
+            layer = weight.load(read(name))
+            if weight.per_layer:
+                array[index] = layer
+            else:
+                array[...] = layer
+        yield weight.path, array
+
+
+def unstacked_arrays(
+    weights: Sequence[Weight], path: str, array: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Inverse of stacked_arrays for one parameter: yields (source name, tensor)."""
+    for weight in weights:
+        if weight.path != path:
+            continue
+        if not weight.per_layer:
+            yield weight.source, weight.save(array)
+            return
+        for layer in range(len(array)):
+            yield weight.source.format(layer=layer), weight.save(array[layer])
+        return
+    raise ValueError(f"no tensor of the target format holds parameter {path!r}")
+
+
+def _listed(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:_MAX_LISTED])
+    return shown if len(items) <= _MAX_LISTED else f"{shown} and {len(items) - _MAX_LISTED} more"

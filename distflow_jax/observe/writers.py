@@ -1,0 +1,163 @@
+"""A run's folder: config.json, plan.txt, metrics.jsonl, tensorboard/, samples/STEP.jsonl.
+
+metrics.jsonl holds one JSON object per step with "step" and the metrics by name. Floats are written
+with the digits that read back as the same float64. JSON has no NaN or infinity: they are written as
+the strings "NaN", "Infinity" and "-Infinity", which Python's `float` takes; `read_metrics` does so.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorboardX
+
+NON_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class RunWriter:
+    """Writes the files of one run. Only one process is `enabled`; in the others it does nothing.
+
+    `resume_step` is the step of the checkpoint that the run continues from, None at a fresh start.
+    What an earlier, interrupted run wrote of later steps is dropped, so that each step appears
+    once. For no step to be lost, write step k's metrics before its checkpoint is saved.
+
+    Raises ValueError for a folder in an object store, which cannot be appended to.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        enabled: bool = True,
+        resume_step: int | None = None,
+    ):
+        self._enabled = enabled
+        self._last_step = -1 if resume_step is None else resume_step
+        if "://" in str(folder):
+            raise ValueError(
+                f"the run's folder must be on a file system, because metrics are appended to; "
+                f"got {str(folder)!r}"
+            )
+        self.folder = pathlib.Path(folder)
+        if not enabled:
+            return
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        self._metrics_path = self.folder / "metrics.jsonl"
+        truncate_metrics(self._metrics_path, self._last_step)
+        for path in (self.folder / "samples").glob("*.jsonl"):
+            if path.stem.isdigit() and int(path.stem) > self._last_step:
+                path.unlink()
+        self._file = self._metrics_path.open("a", encoding="utf-8")
+        self._tensorboard = tensorboardX.SummaryWriter(
+            str(self.folder / "tensorboard"), purge_step=self._last_step + 1, flush_secs=10
+        )
+
+    def config(self, config: Mapping[str, Any]) -> None:
+        """Writes config.json. `config` is nested and of JSON values."""
+        if self._enabled:
+            text = json.dumps(config, indent=2, allow_nan=False)
+            write_atomic(self.folder / "config.json", text + "\n")
+
+    def plan(self, text: str) -> None:
+        """Writes plan.txt."""
+        if self._enabled:
+            write_atomic(self.folder / "plan.txt", text.rstrip() + "\n")
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends the line of one step, and the same to TensorBoard. Values are scalars.
+
+        Raises ValueError for a step that is not after the last one, or a value that is no number.
+        """
+        if not self._enabled:
+            return
+        if step <= self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
+        values = {name: _number(name, value) for name, value in values.items()}
+        line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()  # a SIGKILL then costs nothing
+        self._last_step = step
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes samples/STEP.jsonl, one record a line; all of it or nothing."""
+        if self._enabled:
+            lines = [json.dumps(_json_value(record), ensure_ascii=False) for record in records]
+            text = "".join(line + "\n" for line in lines)
+            write_atomic(self.folder / "samples" / f"{step}.jsonl", text)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        if self._enabled:
+            self._file.close()
+            self._tensorboard.close()
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl as dicts; a last line that was cut off is left out."""
+    rows = []
+    for line in _complete_lines(pathlib.Path(path).read_text(encoding="utf-8")):
+        row = json.loads(line)
+        rows.append({k: float(v) if v in NON_FINITE else v for k, v in row.items()})
+    return rows
+
+
+def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
+    """Drops a torn last line and all lines of steps after `last_step`. A missing file is fine."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    lines = _complete_lines(text)
+    kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= last_step)
+    if kept != text:
+        write_atomic(path, kept)
+
+
+def _complete_lines(text: str) -> list[str]:
+    *lines, torn = text.split("\n")
+    return lines
+
+
+def write_atomic(path: str | os.PathLike, text: str) -> None:
+    """Writes a text file so that a reader, or a crash, sees the old content or the new."""
+    path = pathlib.Path(path)
+    scratch = path.with_name(f".{path.name}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave the new name on an empty file
+    os.replace(scratch, path)
+
+
+def _number(name: str, value: Any) -> int | float:
+    array = np.asarray(value)
+    if array.ndim or array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise ValueError(f"metric {name!r} must be a number, got {value!r}")
+    return int(array) if array.dtype.kind in "biu" else float(array)
+
+
+def _json_number(value: int | float) -> int | float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _json_value(value: Any) -> Any:
+    """JSON form of records: NumPy arrays as lists, their scalars and NaN as in metrics."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _json_value(value.tolist())
+    if isinstance(value, float):
+        return _json_number(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return str(value)

@@ -1,0 +1,174 @@
+"""Calling a reward function in the signature that it has, and judging what it returns."""
+
+import asyncio
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from distflow_jax.rewards.function import ROW_PARAMETERS, is_async, is_batch
+from distflow_jax.rewards.records import RewardRequest, RewardResult
+
+
+def score_requests(
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    requests: Sequence[RewardRequest],
+    *,
+    timeout_seconds: float,
+    on_error: float,
+) -> list[RewardResult]:
+    """Calls the function on requests, one result for each in order; never raises what it raises.
+
+    A batch function is called once, a coroutine function for all requests concurrently (each with
+    the deadline), any other row by row without one: to end a hanging call is the pool's business.
+    """
+    if is_batch(function):
+        call = functools.partial(_call_batch, function, kwargs, requests)
+        return _guarded_many(call, len(requests), timeout_seconds, on_error)
+    calls = [functools.partial(function, **_row_arguments(function, r), **kwargs) for r in requests]
+    if is_async(function):
+        return asyncio.run(_gather(calls, timeout_seconds, on_error))
+    return [_guarded(call, on_error) for call in calls]
+
+
+def result_from(value: Any) -> RewardResult:
+    """What a function returned for one response -> RewardResult.
+
+    A number, or a dict with `score`; of the dict's other entries those that are numbers are logged.
+
+    Raises:
+      TypeError: anything else.
+      ValueError: a score that is not finite.
+    """
+    entries = value if isinstance(value, Mapping) else {"score": value}
+    score = _number(entries.get("score"))
+    if score is None:
+        raise TypeError(
+            f"the reward function returned {_shown(value)}; "
+            "expected a number or a dict with a number as 'score'"
+        )
+    if not math.isfinite(score):
+        raise ValueError(f"the reward function returned a score of {score}")
+    numbers = {key: _number(entry) for key, entry in entries.items() if key != "score"}
+    return RewardResult(score, {str(k): v for k, v in numbers.items() if v is not None})
+
+
+def error_result(error: BaseException, on_error: float) -> RewardResult:
+    """An exception of the user's function, with its place and its traceback, as a result."""
+    trace = _beyond_this_file(error.__traceback__)
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    if trace is not None:
+        frame = traceback.extract_tb(trace)[-1]
+        summary += f" ({frame.filename}, line {frame.lineno})"
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return RewardResult(on_error, error=f"exception: {summary}\n{text}")
+
+
+def _row_arguments(function: Callable[..., Any], request: RewardRequest) -> dict[str, Any]:
+    available = {
+        "data_source": request.data_source,
+        "solution_str": request.solution,
+        "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info,
+        "prompt": request.prompt,
+        "response_length": request.response_length,
+    }
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {
+        key: value
+        for key, value in available.items()
+        if key in parameters or (takes_any and key in ROW_PARAMETERS)
+    }
+
+
+def _call_batch(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], requests: Sequence[RewardRequest]
+) -> Any:
+    columns: dict[str, list[Any]] = {
+        key: [r.extra_info.get(key) for r in requests]
+        for key in dict.fromkeys(key for r in requests for key in r.extra_info)
+    }
+    columns |= {
+        "prompts": [r.prompt for r in requests],
+        "completions": [r.solution for r in requests],
+        "ground_truth": [r.ground_truth for r in requests],
+        "data_source": [r.data_source for r in requests],
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        columns = {key: column for key, column in columns.items() if key in parameters}
+    return function(**columns | dict(kwargs))
+
+
+def _guarded_many(
+    call: Callable[[], Any], count: int, timeout_seconds: float, on_error: float
+) -> list[RewardResult]:
+    try:
+        values = call()
+        if inspect.isawaitable(values):
+            values = asyncio.run(asyncio.wait_for(values, timeout_seconds))
+        if not hasattr(values, "__len__") or isinstance(values, str | Mapping):
+            raise TypeError(
+                f"the reward function returned {_shown(values)}; expected a list of scores"
+            )
+        if len(values) != count:
+            raise ValueError(
+                f"the reward function returned {len(values)} scores for {count} completions"
+            )
+        return [result_from(value) for value in values]
+    except TimeoutError:
+        return [RewardResult(on_error, error="timeout")] * count
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return [error_result(error, on_error)] * count
+
+
+def _guarded(call: Callable[[], Any], on_error: float) -> RewardResult:
+    try:
+        return result_from(call())
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return error_result(error, on_error)
+
+
+async def _gather(
+    calls: Sequence[Callable[[], Awaitable[Any]]], timeout_seconds: float, on_error: float
+) -> list[RewardResult]:
+    async def one(call: Callable[[], Awaitable[Any]]) -> RewardResult:
+        try:
+            async with asyncio.timeout(timeout_seconds) as deadline:
+                return result_from(await call())
+        except TimeoutError as error:
+            # the function's own time-outs, of a socket say, are exceptions like others
+            if deadline.expired():
+                return RewardResult(on_error, error="timeout")
+            return error_result(error, on_error)
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return error_result(error, on_error)
+
+    return await asyncio.gather(*map(one, calls))
+
+
+def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
+    # Our own frames say nothing about what is wrong in the user's function.
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _number(value: Any) -> float | None:
+    """Python's, NumPy's and torch's numbers as a float; None for anything else."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

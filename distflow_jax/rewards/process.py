@@ -1,0 +1,143 @@
+"""The pool's end of one worker process: start, call with a deadline, kill."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from distflow_jax.rewards.records import RewardRequest, RewardResult
+
+ASYNC_GRACE_SECONDS = 1.0  # coroutines watch their deadline themselves and should be first
+
+
+class CallTimeout(Exception):
+    """The function did not return in time; the process is gone."""
+
+
+class WorkerDied(Exception):
+    """The process ended by itself during a call (os._exit, a crash of C code, out of memory)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a worker is started with."""
+
+    function: str
+    kwargs: Mapping[str, Any]
+    timeout_seconds: float  # one call
+    start_seconds: float  # start of Python and import of the function's module
+    on_error: float
+
+
+class WorkerProcess:
+    """One process with one reward function; after a failed call the next one starts a new process.
+
+    Used by one thread at a time, apart from `interrupt`.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+        self._kind: str | None = None
+
+    def start(self) -> None:
+        """Starts the process without waiting for it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "distflow_jax.rewards.worker",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # its own session: Ctrl-C reaches the parent alone, and a kill reaches what the
+                # function started
+                start_new_session=True,
+                env=_environment(),
+            )
+        self._connection = Connection(ours.detach())
+        self._kind = None
+        job = self._job
+        self._connection.send((job.function, job.kwargs, job.timeout_seconds, job.on_error))
+
+    def kind(self) -> str:
+        """The function's kind, "row", "async" or "batch"; waits for the process to be ready.
+
+        Raises:
+          ValueError, FileNotFoundError: the function cannot be loaded.
+        """
+        if self._process is None or (self._kind is not None and self._process.poll() is not None):
+            self.kill()  # it died between two calls, which is no request's fault
+            self.start()
+        if self._kind is None:
+            seconds = self._job.start_seconds
+            try:
+                answer, value = self._receive(seconds)
+            except CallTimeout:
+                raise ValueError(
+                    f"importing the reward function {self._job.function!r} took more than "
+                    f"reward.start_seconds {seconds}"
+                ) from None
+            except WorkerDied as error:
+                raise ValueError(
+                    f"importing the reward function {self._job.function!r}: {error}"
+                ) from None
+            if answer == "error":
+                self.kill()
+                raise value
+            self._kind = value
+        return self._kind
+
+    def call(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request, in order.
+
+        Raises:
+          CallTimeout, WorkerDied: the process is gone, and no request was scored.
+        """
+        grace = ASYNC_GRACE_SECONDS if self.kind() == "async" else 0.0
+        with contextlib.suppress(OSError):  # then it has died, which receiving will tell
+            self._connection.send(list(requests))
+        return self._receive(self._job.timeout_seconds + grace)
+
+    def kill(self) -> None:
+        """Ends the process and all that it started; harmless when there is none."""
+        self.interrupt()
+        if self._process is not None:
+            self._process.wait()
+            self._connection.close()
+        self._process = None
+
+    def interrupt(self) -> None:
+        """Ends the process from another thread: a call that is under way raises WorkerDied."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if not self._connection.poll(seconds):
+                self.kill()
+                raise CallTimeout
+            return self._connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            self.kill()
+            raise WorkerDied(f"the worker process ended with exit code {code}") from None
+
+
+def _environment() -> dict[str, str]:
+    # The same modules as here, and never the accelerator, should the function use JAX.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}

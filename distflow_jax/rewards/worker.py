@@ -1,0 +1,63 @@
+"""A worker process: loads one reward function and answers requests until its pool goes away.
+
+Started as `python -m distflow_jax.rewards.worker SOCKET_FD PARENT_PID`. Not through
+multiprocessing, whose spawn imports the parent's main script, and with that all of JAX, again.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from distflow_jax.rewards.call import score_requests
+from distflow_jax.rewards.function import check_signature, is_async, is_batch, load_function
+from distflow_jax.rewards.table import LOAD
+
+PARENT_CHECK_SECONDS = 0.5
+
+
+def main(connection: Connection) -> None:
+    """Answers what comes over the connection.
+
+    First (name, kwargs, timeout_seconds, on_error), answered by ("ready", kind) with kind "row",
+    "async" or "batch", or by ("error", the exception). Then lists of RewardRequest, answered by
+    lists of RewardResult.
+    """
+    name, kwargs, timeout_seconds, on_error = connection.recv()
+    try:
+        LOAD.get(name, lambda: None)()
+        function = load_function(name)
+        check_signature(name, function, kwargs)
+    except (ValueError, FileNotFoundError) as error:
+        connection.send(("error", type(error)(str(error))))
+        return
+    kind = "batch" if is_batch(function) else "async" if is_async(function) else "row"
+    connection.send(("ready", kind))
+    while True:
+        try:
+            requests = connection.recv()
+        except EOFError:
+            return
+        results = score_requests(
+            function, kwargs, requests, timeout_seconds=timeout_seconds, on_error=on_error
+        )
+        connection.send(results)
+
+
+def end_with_parent(parent: int) -> None:
+    """Kills this process's group (its own session) once the parent is gone.
+
+    An idle worker sees its socket close; this is for one that is busy in a function that hangs.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    socket_fd, parent_pid = map(int, sys.argv[1:])
+    os.set_inheritable(socket_fd, False)  # or a child of the function would keep it open
+    threading.Thread(target=end_with_parent, args=(parent_pid,), daemon=True).start()
+    main(Connection(socket_fd))

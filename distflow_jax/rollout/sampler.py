@@ -1,0 +1,93 @@
+"""One process's sampler: an engine, the weights it holds, and their version."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.rollout.engine import DecodeState, RolloutEngine
+from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, run_requests
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are sampled. Sizes are global."""
+
+    num_samples: int = 8  # responses per prompt (n of a group)
+    max_response_length: int = 16  # tokens, the end token included
+    temperature: float = 1.0  # the trainer's log-probs use the same one
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    num_slots: int = 64  # responses decoded side by side over all processes
+    tokens_per_call: int = 16  # decode steps between two looks from the host
+    cache_block: int = 64  # tokens per block of the key/value cache
+
+    def __post_init__(self):
+        for name in (
+            "num_samples",
+            "max_response_length",
+            "num_slots",
+            "tokens_per_call",
+            "cache_block",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
+                "needs samples (eval.temperature may be 0)"
+            )
+        if self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"rollout.top_k must be at least 0 and top_p in (0, 1], got {self.top_k} and "
+                f"{self.top_p}"
+            )
+
+
+@dataclasses.dataclass
+class SamplerState:
+    """Weights on this process's devices and the (free) decode slots."""
+
+    params: Any
+    version: int  # training steps that these weights have seen
+    decode: DecodeState
+
+
+def respond(
+    engine: RolloutEngine,
+    state: SamplerState,
+    prompts: Sequence[Prompt],
+    *,
+    num_samples: int,
+    limit: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    on_response: Callable[[Response], None] | None = None,
+) -> tuple[SamplerState, list[Response], RolloutStats]:
+    """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order."""
+    requests = [GroupRequest(p, num_samples, limit, temperature, top_k, top_p) for p in prompts]
+    decode, responses, stats = run_requests(
+        engine, state.params, state.decode, requests, on_response=on_response
+    )
+    return dataclasses.replace(state, decode=decode), responses, stats
+
+
+def update_weights(state: SamplerState, sync: Callable[[Any], Any], params: Any, version: int):
+    """The state with `params` in place of its weights, which are freed first."""
+    jax.tree.map(lambda x: x.delete(), state.params)
+    return dataclasses.replace(state, params=sync(params), version=version)
+
+
+def columns(responses: Sequence[Response], version: int) -> dict[str, Any]:
+    """Responses as the batch's columns."""
+    return {
+        "response": [r.tokens for r in responses],
+        "response_mask": [np.ones(len(r.tokens), bool) for r in responses],
+        "rollout_logp": [r.logp for r in responses],
+        "version": np.full(len(responses), version, np.int32),
+        "finished": np.array([r.finished for r in responses], bool),
+    }

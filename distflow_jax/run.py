@@ -1,0 +1,341 @@
+"""One training run, as every process of a job runs it: `train` is the whole of it."""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from distflow_jax.batch import Prompt, Samples
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config import Config
+from distflow_jax.config_dict import to_config_dict, to_json
+from distflow_jax.coordinator.prefetch import Prefetch
+from distflow_jax.coordinator.statistics import batch_metrics
+from distflow_jax.dag.worker import run_step
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.observe import compilations, memory, progress
+from distflow_jax.observe.spans import Spans
+from distflow_jax.observe.writers import RunWriter
+from distflow_jax.parallel import processes
+from distflow_jax.rollout.sampler import SamplerState, update_weights
+from distflow_jax.setup import Machinery, Setup, build, initial_states, prepare
+from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+from distflow_jax.training.state import TrainState, abstract_state
+from distflow_jax.types import flatten_dict
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
+
+# node (role, type) -> verl's name of its time
+_TIMINGS = {
+    ("ROLLOUT", "MODEL_INFERENCE"): "gen",
+    ("REWARD", "COMPUTE"): "reward",
+    ("ACTOR", "MODEL_INFERENCE"): "old_log_prob",
+    ("REFERENCE", "MODEL_INFERENCE"): "ref",
+    ("ACTOR", "COMPUTE"): "adv",
+    ("ACTOR", "MODEL_TRAIN"): "update_actor",
+}
+
+log = logging.getLogger("distflow_jax")
+
+
+def train(config: Config, workdir: str | os.PathLike) -> int:
+    """Runs a training run, or goes on with it; returns the exit code. Collective.
+
+    Raises ValueError or FileNotFoundError for what the user can mend, before any device works.
+    """
+    folder = pathlib.Path(workdir)
+    check_writable(folder)
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint)
+    done = checkpointer.latest()
+    if done is not None and done >= config.training.steps:
+        checkpointer.close()
+        if processes.process_index() == 0:
+            print(
+                f"{folder} is finished: step {done} of {config.training.steps}. Choose another "
+                "--workdir, or raise training.steps to go on"
+            )
+        return EXIT_DONE
+    setup = prepare(config)
+    with contextlib.closing(setup.rewards), contextlib.closing(checkpointer):
+        return Run(setup, folder, checkpointer).loop()
+
+
+def check_writable(folder: pathlib.Path) -> None:
+    """Raises ValueError if this process cannot write below `folder`."""
+    probe = folder / f".write_check_{processes.process_index()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("ok")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to --workdir {str(folder)!r} ({error.strerror}); choose a folder that "
+            "every process can write to"
+        ) from error
+
+
+class Run:
+    """The loop over steps, and what it holds: states, devices' machinery, and the run's files."""
+
+    def __init__(self, setup: Setup, folder: pathlib.Path, checkpointer: Checkpointer):
+        self.setup, self.config, self.folder = setup, setup.config, folder
+        self.checkpointer = checkpointer
+        self.compilations = compilations.Compilations()
+        self.is_first = processes.process_index() == 0
+        self.machinery: Machinery = build(setup)
+        self.step, self.nonfinite = 0, 0
+        restored = self._restore()
+        self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
+        del restored
+        self.writer = RunWriter(folder, enabled=self.is_first, resume_step=self.step or None)
+        self.spans = Spans(
+            folder / "trace.json" if self.is_first and self.config.observe.trace else None,
+            process_index=processes.process_index(),
+        )
+        self._describe()
+        self._start_sampler()
+
+    def loop(self) -> int:
+        """All steps that are left; returns the exit code."""
+        config, steps = self.config, self.config.training.steps
+        buffered = config.coordinator.double_buffer
+        line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
+        with (
+            contextlib.ExitStack() as files,
+            Prefetch(iter(self.setup.loader), enabled=buffered) as prompts,
+            stop_on_sigterm() as stop,
+        ):
+            for resource in (self.writer, self.spans, line, self.compilations):
+                files.callback(resource.close)
+            while self.step < steps:
+                started = time.perf_counter()
+                self.step += 1
+                metrics = self.run_step(next(prompts))
+                if self.step == 1 and config.eval.dataset:
+                    # the sampler still holds the untrained weights: their evaluation need not
+                    # come before the first update
+                    self.writer.metrics(0, self.evaluate(0))
+                last = self.step == steps
+                if config.eval.dataset and (last or _due(self.step, config.eval.every)):
+                    self.sync_weights(self.step)
+                    metrics |= self.evaluate(self.step)
+                metrics |= self._timings(time.perf_counter() - started, metrics)
+                self.writer.metrics(self.step, metrics)
+                line.update(self.step, metrics)
+                stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
+                if last or stopping or _due(self.step, config.checkpoint.every):
+                    self.save()
+                self._check_finite()
+                if stopping and not last:
+                    log.warning("stopped by SIGTERM after step %d; start again to go on", self.step)
+                    return EXIT_PREEMPTED
+            line.print(f"done: {steps} steps in {self.folder}")
+        return EXIT_DONE
+
+    def run_step(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """One walk over the plan; returns the step's metrics on the host."""
+        coordinator = self.machinery.coordinator
+        self.sync_weights(self.step - 1)
+        coordinator.begin(prompts, self.config.rollout.num_samples)
+        self.states, metrics = run_step(
+            self.setup.plan, self.step, self.machinery.stages, self.states, coordinator, self.spans
+        )
+        # the devices are still at work: what is left of their time belongs to the last node
+        with self.spans.span(self.setup.plan.tasks[-1].node.id):
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        samples = coordinator.samples()
+        with self.spans.span("statistics"):
+            metrics |= batch_metrics(samples, coordinator.tokens_per_rank())
+        metrics["training/global_step"] = self.step
+        metrics["training/epoch"] = self.setup.loader.epoch(self._position())
+        self.nonfinite = self.nonfinite + 1 if metrics["training/nonfinite"] else 0
+        if self.is_first and self.nonfinite:
+            self.writer.samples(f"nonfinite-{self.step}", _sample_records(samples, self._tokenizer))
+        elif self.is_first and _due(self.step, self.config.observe.samples_every):
+            self.writer.samples(self.step, _sample_records(samples, self._tokenizer))
+        return metrics
+
+    def sync_weights(self, version: int) -> None:
+        """Gives the sampler the actor's weights of `version` finished steps. Collective."""
+        state = self.states["rollout"]
+        if state.version == version:
+            return
+        with self.spans.span("update_weights"):
+            state = update_weights(state, self.machinery.sync, self.states["actor"].params, version)
+            jax.block_until_ready(state.params)
+        self.states["rollout"] = state
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
+        config = self.config
+        with self.spans.span("testing"):
+            self.states["rollout"], scored = evaluate(
+                self.machinery.context.engine,
+                self.states["rollout"],
+                self._tokenizer,
+                self.setup.rewards,
+                self.setup.eval_prompts,
+                config.eval,
+                limit=config.rollout.max_response_length,
+            )
+            metrics = validation_metrics(scored, config.eval.num_samples)
+        self.writer.samples(f"eval-{step}", records(scored))
+        return metrics
+
+    def save(self) -> None:
+        """Starts a checkpoint of this step."""
+        with self.spans.span("save_checkpoint"):
+            info = {
+                "loader": self.setup.loader.state(self._position()),
+                "nonfinite": self.nonfinite,
+                "model": self.setup.source.fingerprint,
+            }
+            self.checkpointer.save(self.step, self.states["actor"], info)
+
+    # -- what surrounds the loop ------------------------------------------------------------------
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self.setup.source.tokenizer
+
+    def _position(self) -> int:
+        """Counter after the last prompt trained on."""
+        return self.step * self.config.data.prompts_per_step
+
+    def _restore(self) -> TrainState | None:
+        """Reads the newest checkpoint, if there is one, and sets step and loader by it."""
+        if self.checkpointer.latest() is None:
+            return None
+        abstract = abstract_state(
+            self.setup.source.config, self.machinery.context.optimizer, self.machinery.mesh
+        )
+        self.step, state, info = self.checkpointer.restore(None, abstract)
+        self.setup.loader.restore(info["loader"])
+        self.nonfinite = info["nonfinite"]
+        return state
+
+    def _start_sampler(self) -> None:
+        """First weights for the sampler; compiles all of its programs."""
+        engine = self.machinery.context.engine
+        with self.spans.span("update_weights"):
+            weights = self.machinery.sync(self.states["actor"].params)
+        self.states["rollout"] = SamplerState(weights, self.step, engine.init_decode_state())
+        with self.spans.span("compile_sampler"):
+            engine.compile(weights)
+
+    def _describe(self) -> None:
+        """Writes config and plan, and prints what a person wants to see before step 1."""
+        setup, described = self.setup, json.loads(to_json(to_config_dict(self.config)))
+        if self.is_first and self.step:
+            log.info("continuing from step %d in %s", self.step, self.folder)
+            _warn_of_changes(self.folder / "config.json", described)
+        self.writer.config(described)
+        text = setup.plan.describe()
+        self.writer.plan(f"{text}\n\ndigest {setup.plan.digest}")
+        if self.is_first:
+            model = setup.source.config
+            progress.table(
+                f"{setup.source.spec}, dag {setup.plan.name}, {self.folder}",
+                setup.sizes.table(self.config, model, setup.machine),
+            )
+            print(text, flush=True)
+            if setup.loader.dropped:
+                log.warning("%d overlong prompts were dropped", setup.loader.dropped)
+
+    def _timings(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+        """Times, throughput, memory and compilations of the step."""
+        spent = self.spans.take()
+        names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
+        timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
+        timings["timing_s/step"] = seconds
+        work = seconds - spent.get("testing", 0.0)
+        tokens = metrics["perf/total_num_tokens"]
+        responses = metrics["response_length/mean"] * self._num_sequences()
+        for name, count in (("gen", responses), ("update_actor", tokens)):
+            if f"timing_s/{name}" in timings:
+                timings[f"timing_per_token_ms/{name}"] = (
+                    1000 * timings[f"timing_s/{name}"] / max(1.0, count)
+                )
+        return timings | {
+            "perf/throughput": tokens / work / self.setup.machine.devices,
+            "perf/time_per_step": work,
+            "perf/max_memory_allocated_gb": memory.peak_memory_gb(),
+            "perf/compilations": self.compilations.take(),
+        }
+
+    def _num_sequences(self) -> int:
+        return self.config.data.prompts_per_step * self.config.rollout.num_samples
+
+    def _check_finite(self) -> None:
+        if self.nonfinite > self.config.training.max_nonfinite:
+            raise RuntimeError(
+                f"loss or gradient was not finite in {self.nonfinite} steps in a row, the last "
+                f"being {self.step}; the batches are in {self.folder / 'samples'} as nonfinite-*. "
+                "Lower training.optimizer.lr, or raise training.max_nonfinite"
+            )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[threading.Event]:
+    """Yields an event that SIGTERM sets; outside the main thread (a notebook's worker) it never is."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
+    """Says which settings differ from those of the run that is continued."""
+    if not path.exists():
+        return
+    before, now = flatten_dict(json.loads(path.read_text())), flatten_dict(now)
+    changed = [
+        f"{key.replace('/', '.')} {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        log.warning(
+            "the config differs from the one this run was started with: %s", ", ".join(changed)
+        )
+
+
+def _sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """One record per response of this process, for samples/STEP.jsonl."""
+    scalars = {
+        name: values
+        for name, values in samples.fields.items()
+        if name not in ("prompt", "response", "response_mask", "rollout_logp")
+    }
+    return [
+        {
+            "uid": [prompt.counter, int(samples.sample[i])],
+            "row": prompt.row,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+            "response": tokenizer.decode(samples.response[i], skip_special=False),
+            "ground_truth": prompt.ground_truth,
+            "response_length": len(samples.response[i]),
+            **{name: values[i] for name, values in scalars.items()},
+        }
+        for i, prompt in enumerate(samples.prompt)
+    ]

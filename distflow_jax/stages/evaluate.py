@@ -1,0 +1,166 @@
+"""Evaluation: accuracy of the sampler's weights on a held-out set.
+
+P prompts of this process, n samples per prompt.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.parallel import processes
+from distflow_jax.rewards.gsm8k import last_number
+from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.sampler import SamplerState, respond
+
+# uids of evaluation lie above those of any training run, so that their noise is another one
+_FIRST_COUNTER = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What is evaluated, and when."""
+
+    dataset: str = ""  # as data.train; "": no evaluation
+    every: int = 0  # steps between evaluations; 0: only the untrained weights and the last ones
+    num_prompts: int = 128  # the first so many of the data set; 0: all
+    num_samples: int = 1  # N of mean@N, best@N and maj@N
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    max_response_length: int = 0  # tokens; 0: as rollout.max_response_length
+
+    def __post_init__(self):
+        for name in ("every", "num_prompts", "temperature", "max_response_length"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"eval.{name} must not be negative, got {getattr(self, name)}")
+        if self.num_samples < 1:
+            raise ValueError(f"eval.num_samples must be at least 1, got {self.num_samples}")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.num_samples={self.num_samples} needs eval.temperature above 0: greedy "
+                "responses to one prompt are all the same"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"eval.top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """One prompt with its n responses."""
+
+    prompt: Prompt
+    texts: list[str]
+    scores: list[float]
+
+
+def vote(texts: Sequence[str], scores: Sequence[float]) -> float:
+    """Score of the most frequent answer; the first one wins a tie.
+
+    The answer is the last number of a response, or the whole text where there is none.
+    """
+    answers = [last_number(t, "flexible") or t.strip().casefold() for t in texts]
+    winner, _ = collections.Counter(answers).most_common(1)[0]
+    return scores[answers.index(winner)]
+
+
+def evaluate(
+    engine: RolloutEngine,
+    state: SamplerState,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    prompts: Sequence[Prompt],
+    config: EvalConfig,
+    *,
+    limit: int,
+) -> tuple[SamplerState, list[Scored]]:
+    """Samples and scores this process's prompts."""
+    shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]
+    state, responses, _ = respond(
+        engine,
+        state,
+        shifted,
+        num_samples=config.num_samples,
+        limit=config.max_response_length or limit,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
+    texts = [tokenizer.decode(r.tokens) for r in responses]
+    results = rewards.score(
+        [
+            RewardRequest(
+                data_source=r.prompt.data_source,
+                solution=text,
+                ground_truth=r.prompt.ground_truth,
+                extra_info=r.prompt.extra_info,
+                prompt=r.prompt.text,
+                response_length=len(r.tokens),
+            )
+            for r, text in zip(responses, texts, strict=True)
+        ]
+    )
+    n = config.num_samples
+    scored = []
+    for i, prompt in enumerate(prompts):
+        span = slice(i * n, (i + 1) * n)
+        scored.append(Scored(prompt, texts[span], [r.score for r in results[span]]))
+    return state, scored
+
+
+def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:
+    """verl's names, over the prompts of all processes: every process gets the same numbers.
+
+    val-core/{data_source}/reward/{mean@N, best@N/mean, maj@N/mean}, the number of prompts, and the
+    standard error of mean@N over the prompts.
+    """
+    n = num_samples
+    local = collections.defaultdict(list)
+    for s in scored:
+        local[s.prompt.data_source].append(
+            (float(np.mean(s.scores)), max(s.scores), vote(s.texts, s.scores))
+        )
+    names = sorted(
+        {x for text in processes.all_gather_text("\n".join(local)) for x in text.split("\n") if x}
+    )
+    metrics: dict[str, float] = {}
+    for name in names:
+        rows = np.array(local.get(name, []), np.float64).reshape(-1, 3)
+        counts = processes.all_gather_ints(np.array(len(rows)))
+        padded = np.zeros((int(counts.max()), 3))
+        padded[: len(rows)] = rows
+        table = processes.all_gather_ints(padded)
+        values = np.concatenate([t[:c] for t, c in zip(table, counts, strict=True)])
+        mean, best, majority = values.mean(axis=0)
+        prefix = f"val-core/{name}/reward"
+        metrics |= {
+            f"{prefix}/mean@{n}": float(mean),
+            f"val-aux/{name}/num_prompts": len(values),
+            f"val-aux/{name}/reward/stderr@{n}": float(
+                values[:, 0].std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            ),
+        }
+        if n > 1:
+            metrics |= {
+                f"{prefix}/best@{n}/mean": float(best),
+                f"{prefix}/maj@{n}/mean": float(majority),
+            }
+    return metrics
+
+
+def records(scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    """One JSON-able record per prompt."""
+    return [
+        {
+            "row": s.prompt.row,
+            "data_source": s.prompt.data_source,
+            "prompt": s.prompt.text,
+            "ground_truth": s.prompt.ground_truth,
+            "responses": s.texts,
+            "scores": s.scores,
+        }
+        for s in scored
+    ]

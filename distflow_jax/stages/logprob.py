@@ -1,0 +1,28 @@
+"""Log-probs of responses under a fixed model: the reference, or the policy before its update."""
+
+import jax.numpy as jnp
+
+from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.training.state import TrainState
+from distflow_jax.training.update import make_logp
+
+
+def build_old_logp(context: StageContext) -> Stage:
+    """response (Rows) -> old_logp [K, R, L] of the actor as it stands."""
+    return _build(context, "old_logp")
+
+
+def build_ref_logp(context: StageContext) -> Stage:
+    """response (Rows) -> ref_logp [K, R, L] of the frozen reference."""
+    return _build(context, "ref_logp")
+
+
+def _build(context: StageContext, field: str) -> Stage:
+    logp = make_logp(shape=context.shape, model=context.model, forward=context.forward)
+    temperature = jnp.float32(context.rollout.temperature)
+
+    def stage(state, fields, options):
+        params = state.params if isinstance(state, TrainState) else state
+        return state, {field: logp(params, fields["response"], temperature)}, {}
+
+    return stage

@@ -1,0 +1,88 @@
+"""Trainer's forward pass over packed rows: log-probs and entropies of response tokens.
+
+R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.batch import Rows
+from distflow_jax.models.attention import masked_attention, packed_mask
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.transformer import bind
+from distflow_jax.parallel.rules import constrain
+from distflow_jax.training.logprob import token_logp
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """How the trainer evaluates the network."""
+
+    compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
+    logp_chunk: int = 128  # positions per row whose logits exist at a time
+    remat: bool = True  # recompute each layer in the backward pass
+
+
+def sequence_index(segment_RL: jax.Array, num_sequences: int) -> jax.Array:
+    """Slot of the sequence each token belongs to, int32 [R, L]; 0 for padding and shared prompts
+    (use response_mask to leave these out)."""
+    index = segment_RL - 1
+    return jnp.where((index >= 0) & (index < num_sequences), index, 0)
+
+
+def per_token(sequence_RS: jax.Array, segment_RL: jax.Array) -> jax.Array:
+    """Spreads a per-sequence field over its tokens, [R, S] -> [R, L]."""
+    index = sequence_index(segment_RL, sequence_RS.shape[1])
+    return jnp.take_along_axis(sequence_RS, index, axis=1)
+
+
+def parent_segment(rows: Rows) -> jax.Array:
+    """Segment of the prompt each token continues, int32 [R, L]; its own segment where not shared."""
+    sequences = rows.parent.shape[1]
+    is_sequence = (rows.segment > 0) & (rows.segment <= sequences)
+    return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
+
+
+def packed_hidden(
+    params: Any, model: DecoderConfig, rows: Rows, config: ForwardConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden states [R, L, D] of packed rows, and the head's weight [V, D]."""
+    mask = packed_mask(rows.segment, parent_segment(rows))
+    dtype = jnp.dtype(config.compute_dtype)
+    decoder = bind(model, params)
+    hidden, _ = decoder.hidden(
+        rows.tokens,
+        rows.position,
+        lambda q, k, v, _: (masked_attention(q, k, v, mask), None),
+        dtype=dtype,
+        remat=config.remat,
+    )
+    return hidden, decoder.head_weight(dtype)
+
+
+def response_logp(
+    params: Any, model: DecoderConfig, rows: Rows, temperature: jax.Array, config: ForwardConfig
+) -> tuple[jax.Array, jax.Array]:
+    """(logp, entropy), float32 [R, L], of the tokens under response_mask; 0 elsewhere.
+
+    `rows` fields are [R, L] and [R, S]. Both are of softmax(logits / temperature). Only positions
+    that predict a response token meet the vocabulary.
+    """
+    hidden, weight = packed_hidden(params, model, rows, config)
+    mask = rows.response_mask
+    # response positions first, so that the vocabulary loop ends where the fullest row ends
+    order = jnp.argsort(~mask, axis=1, stable=True).astype(jnp.int32)
+    source = jnp.take_along_axis(rows.previous, order, axis=1)
+    gathered = jnp.take_along_axis(hidden, source[..., None], axis=1)
+    gathered = constrain(gathered, "batch", "length", "activation")
+    target = jnp.take_along_axis(rows.tokens, order, axis=1)
+    count = mask.sum(axis=1, dtype=jnp.int32)
+    logp, entropy = token_logp(gathered, weight, target, count, temperature, config.logp_chunk)
+    back = jnp.argsort(order, axis=1)
+    return (
+        jnp.take_along_axis(logp, back, axis=1),
+        jnp.take_along_axis(entropy, back, axis=1),
+    )

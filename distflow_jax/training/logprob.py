@@ -1,0 +1,111 @@
+"""Log-probability and entropy of chosen tokens without ever holding [R, L, V] logits.
+
+B rows, T positions, D hidden, V vocabulary, C chunk of positions.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def _chunk(x: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+
+
+def _chunk_logits(hidden_BCD: jax.Array, weight_VD: jax.Array, inverse_t: jax.Array) -> jax.Array:
+    logits = jnp.einsum("BCD,VD->BCV", hidden_BCD, weight_VD, preferred_element_type=jnp.float32)
+    return logits * inverse_t
+
+
+def _is_target(target_BC: jax.Array, vocab: int) -> jax.Array:
+    # a comparison instead of a gather: it stays local when the vocabulary is divided over devices
+    iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, vocab), 2)
+    return iota == target_BC[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def token_logp(
+    hidden_BTD: jax.Array,
+    weight_VD: jax.Array,
+    target_BT: jax.Array,
+    count_B: jax.Array,
+    temperature: jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(logp, entropy), each float32 [B, T], of softmax(hidden weight^T / temperature).
+
+    Only the first `count_B[b]` positions of a row are wanted; chunks of `chunk` positions are worked
+    off until the fullest row is done, so positions behind it cost nothing and come back as 0. `T`
+    must be divisible by `chunk`. Gradients flow to hidden and weight; logits are computed again in
+    the backward pass, chunk by chunk.
+    """
+    return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk)[0]
+
+
+def _num_chunks(count_B: jax.Array, chunk: int) -> jax.Array:
+    return (jnp.max(count_B) + chunk - 1) // chunk
+
+
+def _forward(hidden, weight, target, count, temperature, chunk):
+    batch, length, _ = hidden.shape
+    assert length % chunk == 0, (length, chunk)
+    inverse_t = 1.0 / temperature
+    vocab = weight.shape[0]
+
+    def body(index, carry):
+        logp, entropy, lse = carry
+        logits = _chunk_logits(_chunk(hidden, index, chunk), weight, inverse_t)
+        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        exp = jnp.exp(logits - top)
+        total = exp.sum(-1)
+        mean_logit = jnp.sum(exp * logits, -1) / total
+        part_lse = jnp.log(total) + top[..., 0]
+        chosen = jnp.sum(
+            jnp.where(_is_target(_chunk(target, index, chunk), vocab), logits, 0.0), -1
+        )
+        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+        return (
+            update(logp, chosen - part_lse, start_index=index * chunk),
+            update(entropy, part_lse - mean_logit, start_index=index * chunk),
+            update(lse, part_lse, start_index=index * chunk),
+        )
+
+    zeros = jnp.zeros((batch, length), jnp.float32)
+    logp, entropy, lse = jax.lax.fori_loop(0, _num_chunks(count, chunk), body, (zeros,) * 3)
+    wanted = jnp.arange(length, dtype=jnp.int32)[None] < count[:, None]
+    out = (jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0))
+    return out, (hidden, weight, target, count, temperature, lse, entropy)
+
+
+def _backward(chunk, residuals, cotangents):
+    hidden, weight, target, count, temperature, lse, entropy = residuals
+    wanted = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    d_logp, d_entropy = (jnp.where(wanted, g, 0.0) for g in cotangents)
+    inverse_t = 1.0 / temperature
+    vocab = weight.shape[0]
+
+    def body(index, carry):
+        d_hidden, d_weight = carry
+        part = _chunk(hidden, index, chunk)
+        logits = _chunk_logits(part, weight, inverse_t)
+        log_p = logits - _chunk(lse, index, chunk)[..., None]
+        p = jnp.exp(log_p)
+        g = _chunk(d_logp, index, chunk)[..., None]
+        e = _chunk(d_entropy, index, chunk)[..., None]
+        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+        onehot = _is_target(_chunk(target, index, chunk), vocab)
+        h = _chunk(entropy, index, chunk)[..., None]
+        d_logits = jnp.where(onehot, g, 0.0) - p * (g + e * (log_p + h))
+        d_logits = (d_logits * inverse_t).astype(hidden.dtype)
+        d_part = jnp.einsum("BCV,VD->BCD", d_logits, weight)
+        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_part, index * chunk, axis=1)
+        d_weight += jnp.einsum("BCV,BCD->VD", d_logits, part, preferred_element_type=jnp.float32)
+        return d_hidden, d_weight
+
+    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    d_hidden, d_weight = jax.lax.fori_loop(0, _num_chunks(count, chunk), body, start)
+    return d_hidden, d_weight.astype(weight.dtype), None, None, None
+
+
+token_logp.defvjp(_forward, _backward)

@@ -1,0 +1,76 @@
+"""The optimizer: AdamW with warm-up, constant or cosine schedule, and global-norm clipping."""
+
+import dataclasses
+
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
+
+    lr: float = 1e-6  # peak learning rate
+    schedule: str = "constant"  # after the warm-up: constant, or cosine to min_lr_ratio * lr
+    warmup_steps: int = 0  # optimizer steps over which lr rises linearly; the first is lr/(n+1)
+    min_lr_ratio: float = 0.0  # end of the cosine as a share of lr
+    b1: float = 0.9
+    b2: float = 0.95  # 0.95, not 0.999: RL runs are short and gradients noisy
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # on matrices only, not on norms
+    clip_norm: float = 1.0  # global norm of the gradient; 0 = off
+
+    def __post_init__(self):
+        if self.lr < 0:
+            raise ValueError(f"optimizer.lr must not be negative, got {self.lr}")
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(
+                f"optimizer.schedule must be 'constant' or 'cosine', got {self.schedule!r}"
+            )
+        for name in ("warmup_steps", "min_lr_ratio", "eps", "weight_decay", "clip_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"optimizer.{name} must not be negative, got {getattr(self, name)}"
+                )
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Step -> learning rate; `total_steps` optimizer steps make one run."""
+    warm = config.warmup_steps
+
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(
+            config.lr, max(1, total_steps - warm), config.min_lr_ratio
+        )
+    else:
+        after = optax.constant_schedule(config.lr)
+    # the first step already learns: a first rate of 0 would throw a whole batch away
+    rise = optax.linear_schedule(config.lr / (warm + 1), config.lr, max(1, warm))
+    return optax.join_schedules([rise, after], [warm]) if warm else after
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """The chain clip -> AdamW. Weight decay skips arrays that are vectors per layer (norms)."""
+    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    adamw = optax.adamw(
+        learning_rate(config, total_steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=_decayed if config.weight_decay else None,
+    )
+    return optax.chain(*clip, adamw)
+
+
+def _decayed(params):
+    """True for matrices. A stacked norm scale is [layers, D], so the name decides, not the rank."""
+
+    def walk(tree, name):
+        if isinstance(tree, dict):
+            return {key: walk(value, key) for key, value in tree.items()}
+        return "norm" not in name
+
+    return walk(params, "")

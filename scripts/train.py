@@ -1,0 +1,35 @@
+"""Trains a model by reinforcement learning, or goes on with a run.
+
+Example:
+  python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/first \
+      --config.training.optimizer.lr=2e-6
+
+Exit code 0: done. 75: stopped by SIGTERM with a checkpoint, start again to go on. 2: a mistake that
+you can mend, said in one line.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from distflow_jax import run
+from distflow_jax.command_line import run_main
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.parallel import processes
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; the same one resumes it.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(argv: list[str]) -> int:
+    """Joins the job, if there is one, and trains."""
+    config = from_config_dict(Config, CONFIG.value)
+    processes.initialize_from_env()
+    code = run.train(config, WORKDIR.value)
+    processes.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,237 @@
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+
+INFO = {"loader": {"position": 12, "epoch": 0.25}, "coefficients": [1e-3, 2.0]}
+
+
+def mesh(shape):
+    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("fsdp", "tensor"))
+
+
+def state(shape=(4, 2), *, scale=1.0, width=8):
+    """Parameters and the state of a real optimizer, laid out over a mesh of `shape`."""
+    params = {
+        "embed": {"embedding": scale * jnp.arange(16.0 * width).reshape(16, width)},
+        "norm": jnp.full((width,), scale, jnp.bfloat16),
+    }
+    tree = {
+        "params": params,
+        "optimizer": optax.adamw(1e-3).init(params),
+        "count": jnp.int32(scale * 7),
+    }
+    sharding = {2: P("fsdp", "tensor"), 1: P("tensor"), 0: P()}
+    return jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh(shape), sharding[x.ndim])), tree
+    )
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture
+def open_checkpointer(tmp_path):
+    opened = []
+
+    def open_one(folder=tmp_path / "checkpoints", **options):
+        opened.append(Checkpointer(folder, CheckpointConfig(**options)))
+        return opened[-1]
+
+    yield open_one
+    for checkpointer in opened:
+        checkpointer.close()
+
+
+def save_two(checkpointer):
+    for step in (1, 2):
+        checkpointer.save(step, state(scale=float(step)), {"step": step})
+    checkpointer.wait()
+
+
+def test_what_was_saved_comes_back(open_checkpointer):
+    checkpointer = open_checkpointer()
+    assert checkpointer.latest() is None
+    tree = state()
+    checkpointer.save(3, tree, INFO)
+    checkpointer.wait()
+    assert checkpointer.latest() == 3
+    step, restored, info = open_checkpointer().restore(None, abstract(tree))
+    assert (step, info) == (3, INFO)
+    assert_same(restored, tree)
+
+
+@pytest.mark.parametrize("there, back", [((1, 1), (4, 2)), ((4, 2), (1, 1)), ((8, 1), (2, 4))])
+def test_a_checkpoint_fits_any_mesh(open_checkpointer, there, back):
+    tree = state(there)
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, tree, {})
+    target = state(back, scale=0.0)
+    _, restored, _ = checkpointer_after(checkpointer).restore(None, abstract(target))
+    assert_same(restored, tree)
+    for array, like in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        assert array.sharding == like.sharding
+
+
+def checkpointer_after(checkpointer):
+    checkpointer.wait()
+    return checkpointer
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
+def test_arrays_may_be_donated_right_after_save(open_checkpointer, shape):
+    tree = state(shape)
+    want = jax.tree.map(np.array, tree)
+    like = abstract(tree)
+    overwrite = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 - 1, t), donate_argnums=0)
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, tree, {})
+    for _ in range(4):
+        tree = overwrite(tree)
+    jax.block_until_ready(tree)
+    _, restored, _ = checkpointer_after(checkpointer).restore(None, like)
+    assert_same(restored, want)
+
+
+def test_only_the_newest_stay(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer(keep=2)
+    for step in (5, 9, 10, 100):
+        checkpointer.save(step, state(), {})
+    checkpointer.wait()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "100"]
+    assert checkpointer.latest() == 100
+
+
+def test_an_older_step_can_be_asked_for(open_checkpointer):
+    checkpointer = open_checkpointer()
+    save_two(checkpointer)
+    step, restored, info = checkpointer.restore(1, abstract(state()))
+    assert (step, info) == (1, {"step": 1})
+    assert_same(restored, state(scale=1.0))
+    with pytest.raises(FileNotFoundError, match=r"step 7.*\[1, 2\]"):
+        checkpointer.restore(7, abstract(state()))
+
+
+def test_a_step_is_saved_once(open_checkpointer):
+    checkpointer = open_checkpointer()
+    save_two(checkpointer)
+    with pytest.raises(ValueError, match="step 2"):
+        checkpointer.save(2, state(), {})
+
+
+def damage(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "zeros":
+        path.write_bytes(bytes(path.stat().st_size))
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "half", "zeros"])
+def test_damage_is_never_restored(open_checkpointer, tmp_path, caplog, how):
+    """Whatever file of the newest checkpoint is lost, either its true content or the one before."""
+    original = tmp_path / "original"
+    checkpointer = open_checkpointer(original)
+    save_two(checkpointer)
+    files = sorted(p.relative_to(original) for p in (original / "2").rglob("*") if p.is_file())
+    assert len(files) > 5
+    fell_back = []
+    for number, file in enumerate(files):
+        folder = tmp_path / f"copy{number}"
+        shutil.copytree(original, folder)
+        damage(folder / file, how)
+        caplog.clear()
+        step, restored, info = open_checkpointer(folder).restore(None, abstract(state()))
+        assert info == {"step": step}, file
+        assert_same(restored, state(scale=float(step)))
+        warnings = [r.getMessage() for r in caplog.records if r.name == "distflow_jax"]
+        if step == 1:
+            fell_back.append(file)
+            assert len(warnings) == 1 and "checkpoint 2" in warnings[0], file
+            assert "continuing from checkpoint 1" in warnings[0]
+            assert how == "zeros" or file.name in warnings[0]
+        else:
+            assert not warnings
+    contents = {file for file in files if file.parts[1] in ("arrays", "record")}
+    assert how == "zeros" or contents <= set(fell_back)
+
+
+def test_the_step_of_an_unreadable_checkpoint_can_be_saved_again(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer()
+    save_two(checkpointer)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "arrays")
+    step, restored, _ = checkpointer.restore(None, abstract(state()))
+    assert step == 1
+    assert (tmp_path / "checkpoints" / "2.unreadable").exists()
+    checkpointer.save(2, restored, {"again": True})
+    checkpointer.wait()
+    assert checkpointer.restore(None, abstract(state()))[2] == {"again": True}
+
+
+def test_an_interrupted_save_is_ignored_and_removed(open_checkpointer, tmp_path):
+    save_two(open_checkpointer())
+    folder = tmp_path / "checkpoints"
+    half = folder / "3.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "2", half)
+    damage(half / "record" / "metadata", "missing")
+    checkpointer = open_checkpointer()
+    assert checkpointer.latest() == 2
+    assert not half.exists()
+
+
+def test_nothing_readable_is_an_error_and_not_a_fresh_start(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer()
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        checkpointer.restore(None, abstract(state()))
+    save_two(checkpointer)
+    for step in "12":
+        shutil.rmtree(tmp_path / "checkpoints" / step / "arrays")
+    with pytest.raises(ValueError, match=r"can be read \(step 2: .*step 1: "):
+        checkpointer.restore(None, abstract(state()))
+
+
+def test_a_checkpoint_of_another_model_is_an_error(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer()
+    save_two(checkpointer)
+    with pytest.raises(ValueError, match=r"embedding \(saved float32\[16,8\], here float32\[16,4"):
+        checkpointer.restore(None, abstract(state(width=4)))
+    other = state()
+    other["params"]["head"] = other["params"].pop("norm")
+    with pytest.raises(ValueError, match=r"only in the checkpoint: params.norm; not in .*head"):
+        checkpointer.restore(None, abstract(other))
+    assert checkpointer.latest() == 2
+
+
+def test_orbax_is_quiet_but_for_warnings(open_checkpointer, caplog):
+    caplog.set_level(logging.DEBUG, logger="absl")
+    save_two(open_checkpointer())
+    assert not [r for r in caplog.records if "orbax" in r.pathname and r.levelno < logging.WARNING]
+    logging.getLogger("absl").info("of another package")
+    assert "of another package" in caplog.text
+
+
+def test_sizes_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="checkpoint.every .* 0"):
+        CheckpointConfig(every=0)
+    with pytest.raises(ValueError, match="checkpoint.keep .* 0"):
+        CheckpointConfig(keep=0)

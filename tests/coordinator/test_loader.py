@@ -1,0 +1,188 @@
+"""The loader's order is one for any number of processes, and goes on where it was."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from distflow_jax.coordinator.dataset import open_dataset
+from distflow_jax.coordinator.loader import DataConfig, Loader
+
+
+class ByteTokenizer:
+    """One token per byte of the last message."""
+
+    def encode_prompt(self, prompt):
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        return text, np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def data_of(tmp_path, rows=24, length=lambda i: 1):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}" * length(i)}) + "\n" for i in range(rows)))
+    return open_dataset(str(path))
+
+
+def loader_of(dataset, *, seed=0, process_index=0, process_count=1, start=0, **config):
+    config = DataConfig(**{"prompts_per_step": 4, "max_prompt_length": 64} | config)
+    return Loader(
+        dataset,
+        ByteTokenizer(),
+        config,
+        seed=seed,
+        process_index=process_index,
+        process_count=process_count,
+        start=start,
+    )
+
+
+def rows_of(loader, steps):
+    return [[p.row for p in prompts] for prompts in itertools.islice(loader, steps)]
+
+
+def flat(steps):
+    return [row for step in steps for row in step]
+
+
+def test_every_prompt_once_per_epoch_in_a_new_order(tmp_path):
+    steps = rows_of(loader_of(data_of(tmp_path)), 18)
+    epochs = [flat(steps[i : i + 6]) for i in (0, 6, 12)]
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    assert list(range(24)) not in epochs
+
+
+def test_epochs_need_not_end_with_a_step(tmp_path):
+    rows = flat(rows_of(loader_of(data_of(tmp_path, rows=10)), 5))
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+
+
+def test_the_seed_decides_the_order(tmp_path):
+    dataset = data_of(tmp_path)
+    orders = [flat(rows_of(loader_of(dataset, seed=seed), 12)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    # nor is one seed's second epoch the next one's first
+    assert orders[0][24:] != orders[2][:24]
+
+
+def test_without_shuffle_the_order_is_the_files(tmp_path):
+    assert flat(rows_of(loader_of(data_of(tmp_path), shuffle=False), 12)) == [*range(24)] * 2
+
+
+@pytest.mark.parametrize("process_count", [2, 4])
+def test_the_global_order_does_not_know_the_number_of_processes(tmp_path, process_count):
+    dataset = data_of(tmp_path)
+    alone = loader_of(dataset, prompts_per_step=8)
+    shares = [
+        loader_of(dataset, prompts_per_step=8, process_index=i, process_count=process_count)
+        for i in range(process_count)
+    ]
+    for _ in range(5):
+        whole = next(alone)
+        parts = [next(share) for share in shares]
+        assert {len(part) for part in parts} == {8 // process_count}
+        together = [p for part in parts for p in part]
+        assert [(p.counter, p.row) for p in together] == [(p.counter, p.row) for p in whole]
+
+
+def test_prompts_carry_their_counter_and_row(tmp_path):
+    loader = loader_of(data_of(tmp_path), start=40)
+    prompts = next(loader)
+    assert [p.counter for p in prompts] == [40, 41, 42, 43]
+    for prompt in prompts:
+        assert prompt.text == f"{prompt.row}" == bytes(prompt.tokens.tolist()).decode()
+        assert prompt.tokens.dtype == np.int32
+        assert prompt.data_source == "data"
+    assert loader.position == 44
+    assert loader.epoch(36) == 1.5
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 6, 11])
+def test_resumed_at_any_step_equals_uninterrupted(tmp_path, step):
+    dataset = data_of(tmp_path)
+    whole = rows_of(loader_of(dataset, seed=5), 12)
+    first = loader_of(dataset, seed=5)
+    rows_of(first, min(step + 1, 12))  # one step further was prefetched
+    state = json.loads(json.dumps(first.state(step * 4)))
+    resumed = loader_of(data_of(tmp_path), seed=5)
+    resumed.restore(state)
+    assert rows_of(resumed, 12 - step) == whole[step:]
+
+
+def test_restore_refuses_other_data(tmp_path):
+    state = loader_of(data_of(tmp_path)).state(8)
+    with pytest.raises(ValueError, match="trained on other data: fingerprint was .* and is"):
+        loader_of(data_of(tmp_path, rows=25)).restore(state)
+    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+        loader_of(data_of(tmp_path), seed=1).restore(state)
+    with pytest.raises(ValueError, match="shuffle was True and is False"):
+        loader_of(data_of(tmp_path), shuffle=False).restore(state)
+
+
+def test_overlong_prompts(tmp_path):
+    dataset = data_of(tmp_path, rows=10, length=lambda i: 9 if i in (3, 7) else 1)
+    with pytest.raises(ValueError, match=r"data.jsonl, row 4: .* 9 tokens, more .* 5 \(2 of 10"):
+        loader_of(dataset, max_prompt_length=5)
+
+    dropping = loader_of(dataset, max_prompt_length=5, overlong="drop")
+    assert dropping.dropped == 2
+    assert sorted(flat(rows_of(dropping, 2))) == [0, 1, 2, 4, 5, 6, 8, 9]
+
+    cutting = loader_of(dataset, max_prompt_length=5, overlong="truncate_left", shuffle=False)
+    prompt = next(cutting)[3]
+    assert bytes(prompt.tokens.tolist()).decode() == "3" * 5
+    assert cutting.dropped == 0
+
+    with pytest.raises(ValueError, match="all 10 prompts have more tokens .* the shortest 2"):
+        loader_of(data_of(tmp_path, 10, lambda i: 2), max_prompt_length=1, overlong="drop")
+
+
+def test_every_process_drops_the_same_rows(tmp_path):
+    dataset = data_of(tmp_path, rows=10, length=lambda i: 9 if i < 4 else 1)
+    loaders = [
+        loader_of(
+            dataset,
+            max_prompt_length=5,
+            overlong="drop",
+            epochs=2,
+            process_index=i,
+            process_count=2,
+        )
+        for i in range(2)
+    ]
+    steps = [list(loader) for loader in loaders]
+    assert len(steps[0]) == len(steps[1]) == loaders[0].num_steps == 3
+
+
+def test_finite_epochs_end_and_leave_out_what_fills_no_step(tmp_path):
+    dataset = data_of(tmp_path, rows=10)
+    loader = loader_of(dataset, epochs=1)
+    assert len(list(loader)) == loader.num_steps == 2
+    assert len(loader.take(8)) == 2  # though `take` reaches them
+    assert loader.take(12) == []
+    assert loader_of(dataset).num_steps is None
+    with pytest.raises(ValueError, match="10 prompts in 1 epochs, fewer .* 16"):
+        loader_of(dataset, epochs=1, prompts_per_step=16)
+
+
+def test_take_covers_any_stretch(tmp_path):
+    dataset = data_of(tmp_path)
+    loaders = [loader_of(dataset, process_index=i, process_count=2) for i in range(2)]
+    counters = [p.counter for loader in loaders for p in loader.take(3, 7)]
+    assert counters == list(range(3, 10))
+    assert loaders[0].position == 0
+
+
+def test_sizes_that_do_not_divide(tmp_path):
+    with pytest.raises(ValueError, match="prompts_per_step 10 .* 4 processes; 8 or 12 would be"):
+        loader_of(data_of(tmp_path), prompts_per_step=10, process_count=4)
+    with pytest.raises(ValueError, match="overlong must be one of error, drop, truncate_left"):
+        DataConfig(overlong="cut")
+    with pytest.raises(ValueError, match="prompts_per_step must be at least 1, got 0"):
+        DataConfig(prompts_per_step=0)
+
+
+def test_one_row_is_enough(tmp_path):
+    assert rows_of(loader_of(data_of(tmp_path, rows=1)), 2) == [[0] * 4] * 2

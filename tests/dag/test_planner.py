@@ -1,0 +1,281 @@
+"""A plan is the same however the graph is listed, and refuses what would depend on luck."""
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
+from distflow_jax.dag.pipelines import grpo
+from distflow_jax.dag.planner import plan
+from distflow_jax.types import Layout, move_between
+
+HOST = Layout("host")
+MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))
+WIDE = Layout("mesh", (("fsdp", 8),))
+LAYOUTS = {"ACTOR": MESH, "CRITIC": WIDE, "REFERENCE": MESH, "REWARD": HOST, "ROLLOUT": HOST}
+
+
+def compute(name, deps=(), reads=(), writes=(), role="ACTOR", **more):
+    return Node(name, role, "COMPUTE", deps, reads, writes, **more)
+
+
+def planned(*nodes, layouts=LAYOUTS, given=("prompt",)):
+    return plan(Graph("g", nodes), layouts, given)
+
+
+def random_graph(rng):
+    """A valid graph: each node reads what nodes upstream write, under names of its own."""
+    nodes, upstream = [], {}
+    for i in range(rng.randint(1, 12)):
+        deps = [node.id for node in nodes if rng.random() < 0.3]
+        above = set(deps).union(*(upstream[dep] for dep in deps))
+        readable = ["prompt"] + [f for n in nodes if n.id in above for f in n.writes.values()]
+        nodes.append(
+            compute(
+                f"n{rng.randint(0, 10**6)}_{i}",
+                deps,
+                reads=rng.sample(readable, rng.randint(0, len(readable))),
+                writes=[f"f{i}_{k}" for k in range(rng.randint(0, 2))],
+                role=rng.choice(ROLES),
+                scope=rng.choice(SCOPES),
+            )
+        )
+        upstream[nodes[-1].id] = above
+    return nodes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_plan_does_not_depend_on_the_order_of_listing(seed):
+    rng = random.Random(seed)
+    nodes = random_graph(rng)
+    first = planned(*nodes)
+    for _ in range(3):
+        rng.shuffle(nodes)
+        again = planned(*nodes, layouts=dict(rng.sample(sorted(LAYOUTS.items()), len(LAYOUTS))))
+        assert again == first
+        assert again.digest == first.digest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_reader_comes_after_its_writer_and_before_the_value_is_freed(seed):
+    nodes = random_graph(random.Random(seed))
+    tasks = planned(*nodes).tasks
+    assert sorted(task.node.id for task in tasks) == sorted(node.id for node in nodes)
+    alive, done = {(None, "prompt")}, set()
+    for task in tasks:
+        assert set(task.node.deps) <= done
+        assert {edge.field for edge in task.edges_in} == set(task.node.reads.values())
+        for edge in task.edges_in:
+            assert (edge.source, edge.field) in alive
+            assert edge.move == move_between(edge.source_layout, edge.target_layout)
+        done.add(task.node.id)
+        alive |= {(task.node.id, field) for field in task.node.writes.values()}
+        alive -= set(task.frees)
+    assert not alive
+    assert sorted((e.source, e.field, e.target) for t in tasks for e in t.edges_out) == sorted(
+        (e.source, e.field, e.target) for t in tasks for e in t.edges_in if e.source
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segments_are_adjacent_device_tasks_of_one_layout(seed):
+    result = planned(*random_graph(random.Random(seed)))
+    device_tasks = [task for task in result.tasks if task.layout.kind == "mesh"]
+    assert [task for segment in result.segments for task in segment] == device_tasks
+    for segment in result.segments:
+        places = [result.tasks.index(task) for task in segment]
+        assert places == list(range(places[0], places[0] + len(places)))
+        assert len({task.layout for task in segment}) == 1
+        scopes = [SCOPES.index(task.node.scope) for task in segment]
+        assert scopes == sorted(scopes, reverse=True)
+
+
+def test_the_digest_does_not_depend_on_the_hash_seed():
+    code = (
+        "from distflow_jax.dag import pipelines, planner\n"
+        "from distflow_jax.types import Layout\n"
+        "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
+        "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
+        "print(planner.plan(pipelines.grpo(True, True), layouts, {'prompt'}).digest)"
+    )
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    ]
+    assert digests == [plan(grpo(True, True), LAYOUTS, {"prompt"}).digest] * 2
+
+
+def test_whatever_matters_changes_the_digest():
+    def digest(layouts=LAYOUTS, given=("prompt",), **changes):
+        first = compute("first", writes=["x"], role="ROLLOUT")
+        last = compute("last", ["first"], ["x"], ["y"], when={"every": 1})
+        return planned(
+            first, dataclasses.replace(last, **changes), layouts=layouts, given=given
+        ).digest
+
+    digests = [
+        digest(),
+        digest(id="other"),
+        digest(role="CRITIC"),
+        digest(type="MODEL_INFERENCE"),
+        digest(reads={"inside": "x"}),
+        digest(reads=["x", "prompt"]),
+        digest(writes=["z"]),
+        digest(model="second"),
+        digest(scope="batch"),
+        digest(when={"every": 2}),
+        digest(fn="a:b"),
+        digest(options={"a": 1}),
+        digest(options={"a": 2}),
+        digest(layouts={**LAYOUTS, "ACTOR": WIDE}),
+        digest(layouts={**LAYOUTS, "ROLLOUT": MESH}),
+        digest(given=("prompt", "answer")),
+        digest(given={"prompt": MESH}),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest() == digests[0]
+    assert digest(when=None) == digests[0]  # always, said in two ways
+
+
+A = compute("a", writes=["x"])
+TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
+
+
+@pytest.mark.parametrize(
+    "nodes, message",
+    [
+        ([A, compute("b", ["a"], ["xx"])], "node 'b': reads 'xx', which neither the loader nor"),
+        ([A, compute("b", ["a"], ["promt"])], "did you mean 'prompt'?"),
+        ([compute("a", [], ["x"]), compute("b", ["a"], [], ["x"])], "written only later, by 'b'"),
+        ([A, compute("b", [], ["x"])], "node 'b': reads 'x', which node 'a' writes, and no dep"),
+        ([A, compute("b", [], [], ["x"])], "writes 'x', which node"),
+        (
+            [A, compute("b", ["a"], [], ["x"]), compute("c", ["a"], ["x"])],
+            "node 'c': reads 'x', which node 'b' writes, and no dep says which comes first",
+        ),
+        (
+            [compute("a", writes=["x"], when={"after": 3}), compute("b", ["a"], ["x"])],
+            "node 'b': reads 'x' also in steps in which node 'a' does not run",
+        ),
+        (
+            [
+                compute("a", writes=["x"], when={"every": 2}),
+                compute("b", ["a"], ["x"], when={"every": 3}),
+            ],
+            "give both the same 'when'",
+        ),
+        ([TRAIN, Node("infer", "ACTOR", "MODEL_INFERENCE")], "add a dep between them"),
+        ([TRAIN, compute("actor")], "node 'actor': its id is also the name of the model"),
+        (
+            [compute("a", model="m"), compute("b", role="CRITIC", model="m")],
+            "model 'm' would lie on",
+        ),
+    ],
+)
+def test_what_would_depend_on_luck_is_refused(nodes, message):
+    for order in (nodes, nodes[::-1]):
+        with pytest.raises(ValueError) as caught:
+            planned(*order)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_role_without_a_layout_is_refused():
+    with pytest.raises(ValueError, match="node 'a': no layout for CRITIC .*did you mean 'CRITC'"):
+        planned(compute("a", role="CRITIC"), layouts={"CRITC": MESH, "ACTOR": MESH})
+
+
+def test_the_layout_of_a_model_wins_over_that_of_its_role():
+    second = compute("b", model="second")
+    result = planned(A, second, layouts={**LAYOUTS, "second": WIDE})
+    assert {task.node.id: task.layout for task in result.tasks} == {"a": MESH, "b": WIDE}
+
+
+def test_states_are_keyed_by_model_then_role_then_node():
+    result = planned(
+        Node("infer", "CRITIC", "MODEL_INFERENCE"),
+        Node("judge", "REWARD", "MODEL_INFERENCE", model="strict"),
+        compute("whiten"),
+    )
+    keys = {task.node.id: task.state_key for task in result.tasks}
+    assert keys == {"infer": "critic", "judge": "strict", "whiten": "whiten"}
+
+
+def test_a_conditional_reader_may_run_more_rarely_than_its_writer():
+    planned(
+        compute("a", writes=["x"], when={"every": 2}),
+        compute("b", ["a"], ["x"], when={"every": 4, "after": 6}),
+    )
+
+
+def test_a_reader_gets_the_last_version_upstream():
+    result = planned(
+        A,
+        compute("b", ["a"], ["x"], ["x"]),
+        compute("c", ["b"], ["x"]),
+    )
+    assert [edge.source for task in result.tasks for edge in task.edges_in] == ["a", "b"]
+    assert [task.frees for task in result.tasks] == [
+        ((None, "prompt"),),
+        (("a", "x"),),
+        (("b", "x"),),
+    ]
+
+
+def test_grpo_has_the_segments_that_one_expects():
+    result = plan(grpo(use_reference=True, recompute_old_logp=True), LAYOUTS, {"prompt"})
+    assert [task.node.id for task in result.tasks] == [
+        *("rollout", "old_logp", "reference", "reward", "advantage", "actor_train")
+    ]
+    # score enters from the host at advantage; actor_train needs the whole batch
+    assert [[task.node.id for task in segment] for segment in result.segments] == [
+        ["old_logp", "reference"],
+        ["advantage"],
+        ["actor_train"],
+    ]
+    moves = {(e.field, e.target): e.move for task in result.tasks for e in task.edges_in}
+    assert moves["prompt", "rollout"] == "stay"
+    assert moves["response", "old_logp"] == "pack"
+    assert moves["advantage", "actor_train"] == "stay"
+
+
+@pytest.mark.parametrize(
+    "change, segments",
+    [
+        ({}, [["a", "b"]]),
+        ({"scope": "group"}, [["a"], ["b"]]),
+        ({"role": "CRITIC"}, [["a"], ["b"]]),
+        ({"when": {"every": 2}}, [["a"], ["b"]]),
+        ({"reads": ["x", "prompt"]}, [["a", "b"]]),  # a has brought it to the devices
+        ({"reads": ["x", "answer"]}, [["a"], ["b"]]),  # enters from the host
+    ],
+)
+def test_where_a_segment_ends(change, segments):
+    first = compute("a", [], ["prompt"], ["x"])
+    second = dataclasses.replace(compute("b", ["a"], ["x"]), **change)
+    result = planned(first, second, given=("prompt", "answer"))
+    assert [[task.node.id for task in segment] for segment in result.segments] == segments
+
+
+def test_the_text_form_names_every_node_field_and_move():
+    result = plan(grpo(use_reference=True, recompute_old_logp=True), LAYOUTS, {"prompt"})
+    text = result.describe()
+    for task in result.tasks:
+        for word in (task.node.id, task.node.role, task.node.type, str(task.layout)):
+            assert word in text
+        for field in (*task.node.reads, *task.node.writes):
+            assert field in text
+    assert "pack: host -> fsdp 4 x tensor 2" in text
+    assert result.digest[:12] in text
+    assert json.loads(result.to_json())["segments"][0] == ["old_logp", "reference"]

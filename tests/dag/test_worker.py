@@ -1,0 +1,144 @@
+"""The loop hands each stage what it reads, keeps what it declares, and nothing else."""
+
+import contextlib
+
+import pytest
+
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.planner import plan
+from distflow_jax.dag.worker import run_step
+from distflow_jax.types import Layout
+
+HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
+LAYOUTS = {"ACTOR": MESH, "ROLLOUT": HOST, "REWARD": HOST}
+
+
+class Shelf:
+    """Fields in a dict; a moved value shows how it moved."""
+
+    def __init__(self, **given):
+        self.values = {(None, field): value for field, value in given.items()}
+        self.most = 0
+
+    def put(self, source, field, value):
+        assert (source, field) not in self.values
+        self.values[source, field] = value
+        self.most = max(self.most, len(self.values))
+
+    def get(self, edge):
+        value = self.values[edge.source, edge.field]
+        return value if edge.move == "stay" else f"{edge.move}({value})"
+
+    def free(self, source, field):
+        del self.values[source, field]
+
+
+class Names:
+    def __init__(self):
+        self.names = []
+
+    @contextlib.contextmanager
+    def span(self, name, **args):
+        self.names.append(name)
+        yield
+
+
+def say(text):
+    def stage(state, fields, options):
+        words = ",".join(f"{key}={fields[key]}" for key in sorted(fields))
+        return state, {"out": f"{text}[{words}]"}, {f"seen/{text}": len(fields)}
+
+    return stage
+
+
+def count(state, fields, options):
+    return (state or 0) + options.get("by", 1), {}, {}
+
+
+def run(nodes, stages, step=1, states=None, shelf=None):
+    shelf = shelf or Shelf(prompt="p")
+    spans = Names()
+    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"})
+    states, metrics = run_step(built, step, stages, states or {}, shelf, spans)
+    return states, metrics, shelf, spans.names
+
+
+def chain():
+    return [
+        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "prompt"}, {"out": "x"}),
+        Node("b", "ACTOR", "COMPUTE", ["a"], ["x", "prompt"], {"out": "y"}),
+        Node("c", "ACTOR", "COMPUTE", ["b"], {"left": "y", "right": "y"}, {"out": "z"}),
+    ]
+
+
+def test_fields_flow_under_the_names_of_each_side_and_are_freed_after_their_last_reader():
+    seen = {}
+
+    def last(state, fields, options):
+        seen.update(fields)
+        return state, {"out": None}, {}
+
+    stages = {"a": say("A"), "b": say("B"), "c": last}
+    states, metrics, shelf, spans = run(chain(), stages)
+    b = "B[prompt=pack(p),x=pack(A[text=p])]"
+    assert seen == {"left": b, "right": b}
+    assert shelf.values == {}
+    assert shelf.most == 3  # of four values; prompt and x are gone when z comes
+    assert metrics == {"seen/A": 1, "seen/B": 2}
+    assert spans == ["a", "b", "c"]
+    assert states == {}  # stages without a state leave none
+
+
+def test_nodes_of_one_model_share_its_state_and_the_callers_dict_stays():
+    nodes = [
+        Node("one", "ACTOR", "MODEL_INFERENCE", options={"by": 10}),
+        Node("two", "ACTOR", "MODEL_TRAIN", deps=["one"]),
+        Node("three", "ACTOR", "COMPUTE"),
+    ]
+    before = {"actor": 100, "elsewhere": 7}
+    states, *_ = run(nodes, dict.fromkeys(("one", "two", "three"), count), states=before)
+    assert states == {"actor": 111, "three": 1, "elsewhere": 7}
+    assert before == {"actor": 100, "elsewhere": 7}
+
+
+def test_a_conditional_node_runs_only_in_its_steps():
+    nodes = [
+        Node("a", "ROLLOUT", "COMPUTE", [], ["prompt"], {"out": "x"}, when={"every": 2}),
+        Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}, when={"every": 4}),
+        Node("c", "ACTOR", "COMPUTE", ["b"], ["prompt"], {"out": "z"}),
+    ]
+    stages = {"a": say("A"), "b": say("B"), "c": say("C")}
+    for step, ran in ((1, ["c"]), (2, ["a", "c"]), (4, ["a", "b", "c"])):
+        _, _, shelf, spans = run(nodes, stages, step=step)
+        assert spans == ran
+        assert shelf.values == {}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({}, "node 'a': .*missing .'out'.*not declared .."),
+        ({"out": 1, "more": 2}, "not declared .'more'."),
+        ({"x": 1}, "missing .'out'., not declared .'x'."),
+    ],
+)
+def test_a_stage_writes_exactly_what_its_node_declares(fields, message):
+    nodes = chain()[:1]
+    with pytest.raises(ValueError, match=message):
+        run(nodes, {"a": lambda state, *_: (state, fields, {})})
+
+
+def test_two_nodes_may_not_report_one_metric():
+    stages = {"a": say("same"), "b": say("same"), "c": say("C")}
+    with pytest.raises(ValueError, match="node 'b': .*seen/same"):
+        run(chain(), stages)
+
+
+def test_a_stage_cannot_change_the_options_of_its_node():
+    def greedy(state, fields, options):
+        options.clear()
+        return state, {}, {}
+
+    node = Node("a", "ACTOR", "COMPUTE", options={"by": 1})
+    run([node], {"a": greedy})
+    assert node.options == {"by": 1}

@@ -1,0 +1,244 @@
+"""Text to ids and back, chat templates, and what a tokenizer refuses."""
+
+import json
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from distflow_jax.models.tokenizer import Tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def gguf_fields(**changes):
+    """A byte-level BPE tokenizer of few tokens, as GGUF metadata; None takes a key away."""
+    tokens = ["<|end|>", "<tool>", *"abch012Ġ", "ab", "abc", "Ġa"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 4] + [1] * (len(tokens) - 2),
+        "tokenizer.ggml.merges": ["a b", "ab c", "Ġ a"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    fields |= {f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def hf_folder(path, settings=None, **files):
+    """A Hugging Face tokenizer folder: byte-level, with <s> and </s>."""
+    backend = Tokenizer.byte_level(300).backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "</s>"} if settings is None else settings
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+def test_prompt_ids_equal_the_golden_ones(smollm2):
+    for entry in json.loads(GOLDEN.read_text("utf-8"))["entries"]:
+        text, ids = smollm2.tokenizer.encode_prompt(entry["prompt"])
+        assert ids.dtype == np.int32
+        assert ids.tolist() == entry["prompt_ids"]
+        assert smollm2.tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_independent_tokenizer_agreed_when_the_golden_file_was_made():
+    golden = json.loads(GOLDEN.read_text("utf-8"))
+    assert golden["prompts_with_other_ids_in_transformers_tokenizer"] == []
+    assert golden["max_weight_difference_to_transformers_gguf_loader"] == 0
+    assert len(golden["entries"]) >= 12
+
+
+def test_smollm2_special_ids(smollm2):
+    tokenizer = smollm2.tokenizer
+    assert tokenizer.stop_ids == (2,)
+    assert tokenizer.vocab_size == smollm2.config.vocab_size == 49_152
+    assert tokenizer.decode([tokenizer.bos_id], skip_special=False) == "<|im_start|>"
+
+
+def test_digits_are_single_tokens(smollm2):
+    assert len(smollm2.tokenizer.encode("1234567")) == 7
+
+
+@pytest.mark.parametrize("which", ["smollm2", "bytes"])
+def test_decode_inverts_encode(which, smollm2):
+    tokenizer = smollm2.tokenizer if which == "smollm2" else Tokenizer.byte_level(400)
+    rng = random.Random(0)
+    alphabet = "ab z\n\t 09é你🌍\u200d'.<|>"
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(200)]
+    for text in ["", *texts]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("which", ["smollm2", "bytes"])
+def test_every_id_decodes(which, smollm2):
+    tokenizer = smollm2.tokenizer if which == "smollm2" else Tokenizer.byte_level(400)
+    for index in range(tokenizer.vocab_size):
+        assert isinstance(tokenizer.decode([index]), str)
+    # beyond the vocabulary too: a padded embedding has rows that no token owns
+    assert tokenizer.decode([tokenizer.vocab_size + 5, -1]) == ""
+
+
+def test_pickled_tokenizer_is_the_same(smollm2):
+    for tokenizer in (smollm2.tokenizer, Tokenizer.byte_level(300)):
+        copy = pickle.loads(pickle.dumps(tokenizer))
+        assert copy.encode_prompt(CHAT)[1].tolist() == tokenizer.encode_prompt(CHAT)[1].tolist()
+        assert copy.stop_ids == tokenizer.stop_ids
+
+
+def test_byte_level_ids_are_the_bytes():
+    tokenizer = Tokenizer.byte_level(259)
+    everything = bytes(range(256)).decode("latin-1")
+    assert tokenizer.encode(everything).tolist() == list(everything.encode("utf-8"))
+    assert tokenizer.encode("a<|im_end|>").tolist() == [97, 258]
+    assert (tokenizer.pad_id, tokenizer.stop_ids) == (256, (258,))
+    assert tokenizer.render(CHAT) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(ValueError, match="needs a vocabulary of 259, got 258"):
+        Tokenizer.byte_level(258)
+
+
+def test_string_prompt_is_not_changed(smollm2):
+    text = "  <|im_start|> raw\n"
+    assert smollm2.tokenizer.render(text) == text
+
+
+def test_generation_prompt_is_optional(smollm2):
+    with_prompt = smollm2.tokenizer.render(CHAT)
+    without = smollm2.tokenizer.render(CHAT, add_generation_prompt=False)
+    assert with_prompt == without + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("messages", [["Hi"], [{"role": "user"}], [{"content": "Hi"}]])
+def test_malformed_message_is_named(messages, smollm2):
+    with pytest.raises(ValueError, match="message 0 must be a dict with role and content"):
+        smollm2.tokenizer.render(messages)
+
+
+def test_gguf_merges_digits_and_special_tokens():
+    tokenizer = Tokenizer.from_gguf(gguf_fields())
+    spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("abc a<|end|>012")]
+    assert spelled == ["abc", "Ġa", "<|end|>", "0", "1", "2"]
+    assert tokenizer.decode(tokenizer.encode("ab<tool>c<|end|>")) == "ab<tool>c"
+    assert tokenizer.decode(tokenizer.encode("ab<|end|>"), skip_special=False) == "ab<|end|>"
+    assert tokenizer.pad_id == 0  # no padding token: the end token stands in
+    assert tokenizer.bos_id is None
+
+
+@pytest.mark.parametrize("pre", ["smollm", "default", "llama-bpe", "qwen2"])
+def test_gguf_pre_tokenizers_lose_nothing(pre):
+    fields = gguf_fields(ggml__pre=pre)
+    alphabet = pre_alphabet()
+    fields["tokenizer.ggml.tokens"] = ["<|end|>", *alphabet]
+    fields["tokenizer.ggml.token_type"] = [3] + [1] * len(alphabet)
+    fields["tokenizer.ggml.merges"] = []
+    tokenizer = Tokenizer.from_gguf(fields)
+    text = "It's 12345 o'clock,\r\n\n  né 你好!!  "
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def pre_alphabet():
+    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_llama3_cuts_numbers_in_threes():
+    fields = gguf_fields(ggml__pre="llama-bpe")
+    fields["tokenizer.ggml.tokens"] = ["<|end|>", *"012", "01", "012", "0120"]
+    fields["tokenizer.ggml.token_type"] = [3] + [1] * 6
+    fields["tokenizer.ggml.merges"] = ["0 1", "01 2", "012 0"]
+    assert Tokenizer.from_gguf(fields).encode("0120").tolist() == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ggml__model": "llama"}, "GGUF tokenizer 'llama' is not supported"),
+        ({"ggml__pre": "klingon"}, "pre-tokenizer 'klingon' is not known"),
+        ({"ggml__eos_token_id": None}, "names no end token"),
+        ({"ggml__tokens": None}, "lacks tokenizer.ggml.tokens"),
+        ({"ggml__merges": ["z z"]}, "no valid tokenizer: .*`z` out of vocabulary"),
+    ],
+)
+def test_gguf_tokenizer_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_gguf(gguf_fields(**change))
+
+
+def test_messages_without_a_template_are_refused():
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer.from_gguf(gguf_fields()).render(CHAT)
+
+
+def test_turn_end_of_the_template_stops_too():
+    fields = gguf_fields(chat_template="{{ messages[0].content }}<tool>")
+    assert Tokenizer.from_gguf(fields).stop_ids == (0,)
+    fields["tokenizer.ggml.eos_token_id"] = 2
+    fields["tokenizer.chat_template"] = "{{ messages[0].content }}<|end|>"
+    assert Tokenizer.from_gguf(fields).stop_ids == (2, 0)
+
+
+def test_folder_gives_specials_stops_and_template(tmp_path):
+    folder = hf_folder(
+        tmp_path,
+        {
+            "bos_token": {"content": "<s>"},
+            "eos_token": "</s>",
+            "chat_template": [
+                {"name": "tool_use", "template": "no"},
+                {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
+            ],
+        },
+        generation_config__json='{"eos_token_id": [260, 258]}',
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.bos_id == 259
+    assert tokenizer.stop_ids == (260, 258)
+    assert tokenizer.render(CHAT) == "<s>Hi"
+    assert tokenizer.encode_prompt(CHAT)[1].tolist() == [259, ord("H"), ord("i")]
+
+
+def test_template_file_wins_over_the_config(tmp_path):
+    folder = hf_folder(
+        tmp_path,
+        {"eos_token": "</s>", "chat_template": "old"},
+        chat_template__jinja="{%- for m in messages %}\n    {% if m.role == 'x' %}{% break %}"
+        "{% endif %}\n{{ m.content | tojson }}\n{%- endfor %}",
+    )
+    messages = [{"role": "user", "content": "é<"}, {"role": "x", "content": "b"}]
+    assert Tokenizer.from_folder(folder).render(messages) == '"é<"'
+
+
+def test_template_errors_are_the_users(tmp_path):
+    def render(template):
+        settings = {"eos_token": "</s>", "chat_template": template}
+        return Tokenizer.from_folder(hf_folder(tmp_path, settings)).render(CHAT)
+
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="template is not valid"):
+        render("{% if %}")
+    with pytest.raises(ValueError, match="refuses the messages"):
+        render("{{ messages[0].content + 1 }}")
+    # the template comes with the model, from anyone: no way out of it into Python
+    with pytest.raises(ValueError, match="refuses the messages"):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+
+
+def test_folder_refusals(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+    hf_folder(tmp_path, tokenizer_config__json="{")
+    with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer.json is not readable"):
+        Tokenizer.from_folder(tmp_path)

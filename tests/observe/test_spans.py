@@ -1,0 +1,84 @@
+import json
+import threading
+import time
+
+import pytest
+
+from distflow_jax.observe.spans import Spans, read_trace
+
+
+def complete(events):
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_times_add_up_by_name_and_start_anew_after_take():
+    spans = Spans()
+    for _ in range(2):
+        with spans.span("gen"):
+            time.sleep(0.02)
+    spans.add("reward", 1_000_000_000, 3_500_000_000)
+    seconds = spans.take()
+    assert 0.04 <= seconds["gen"] < 1
+    assert seconds["reward"] == 2.5
+    assert spans.take() == {}
+
+
+def test_a_span_ends_with_an_exception():
+    spans = Spans()
+    with pytest.raises(KeyError), spans.span("gen"):
+        raise KeyError
+    assert "gen" in spans.take()
+
+
+def test_trace_is_chrome_json(tmp_path):
+    path = tmp_path / "trace.json"
+    spans = Spans(path, process_index=3)
+    with spans.span("outer", step=1), spans.span("inner"):
+        pass
+    before = time.time() * 1e6
+    spans.close()
+    inner, outer = complete(json.loads(path.read_text()))
+    assert (inner["name"], outer["name"], outer["args"]) == ("inner", "outer", {"step": 1})
+    assert outer["pid"] == 3
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+    assert before - 60e6 < outer["ts"] < before + 60e6
+
+
+def test_each_thread_has_its_own_row(tmp_path):
+    spans = Spans(tmp_path / "trace.json")
+
+    def work():
+        for _ in range(50):
+            with spans.span("work"):
+                pass
+
+    threads = [threading.Thread(target=work, name=f"reader {i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans.close()
+    events = read_trace(tmp_path / "trace.json")
+    assert len(complete(events)) == 200
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    # The system may give an ended thread's number to the next.
+    assert names and set(names) <= {f"reader {i}" for i in range(4)}
+
+
+def test_a_killed_run_leaves_a_readable_trace_that_goes_on(tmp_path):
+    path = tmp_path / "trace.json"
+    spans = Spans(path)
+    with spans.span("first"):
+        pass
+    spans.take()  # and no close
+    with path.open("a") as file:
+        file.write('{"name": "torn", "ph"')
+    assert [e["name"] for e in complete(read_trace(path))] == ["first"]
+    for name in ("second", "third"):
+        spans = Spans(path)
+        with spans.span(name):
+            pass
+        spans.close()
+    names = [event["name"] for event in complete(json.loads(path.read_text()))]
+    assert names == ["first", "second", "third"]

@@ -1,0 +1,141 @@
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from distflow_jax.observe.writers import RunWriter, read_metrics, write_atomic
+
+
+def steps(folder):
+    return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_floats_read_back_exactly(tmp_path):
+    writer = RunWriter(tmp_path)
+    values = {f"a/{i}": x for i, x in enumerate(np.random.default_rng(0).normal(size=50) ** 21)}
+    values |= {"a/third": np.float32(1) / np.float32(3), "a/device": jnp.float32(0.1), "a/n": 7}
+    writer.metrics(1, values)
+    writer.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row == {"step": 1} | {name: float(value) for name, value in values.items()}
+    assert isinstance(row["a/n"], int)
+
+
+def test_nan_and_infinity_are_valid_json(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, {"a/nan": math.nan, "a/up": math.inf, "a/down": np.float32(-math.inf)})
+    writer.samples(1, [{"score": math.nan, "tokens": np.array([1, 2])}])
+    writer.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "a/nan": "NaN", "a/up": "Infinity", "a/down": "-Infinity"}
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["a/nan"]) and row["a/up"] == math.inf and row["a/down"] == -math.inf
+    sample = json.loads((tmp_path / "samples" / "1.jsonl").read_text(), parse_constant=refuse)
+    assert sample == {"score": "NaN", "tokens": [1, 2]}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "a/b": 0.', '{"step": 6}'])
+def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
+    writer = RunWriter(tmp_path)
+    for step in range(1, 6):
+        writer.metrics(step, {"a/b": step / 7})
+        writer.samples(step, [{"text": "früher"}])
+    writer.close()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)  # what a kill in the middle of a write leaves
+    writer = RunWriter(tmp_path, resume_step=3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
+        "1.jsonl",
+        "2.jsonl",
+        "3.jsonl",
+    ]
+    for step in (4, 5):
+        writer.metrics(step, {"a/b": step / 7})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_fresh_start_drops_the_steps_of_a_run_without_a_checkpoint(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.metrics(0, {"a/b": 1})
+    writer.metrics(1, {"a/b": 2})
+    writer.close()
+    RunWriter(tmp_path).close()
+    assert steps(tmp_path) == []
+
+
+def test_lines_are_on_disk_at_once(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, {"a/b": 1.5})
+    assert steps(tmp_path) == [1]
+    writer.close()
+
+
+def test_steps_go_forward(tmp_path):
+    writer = RunWriter(tmp_path, resume_step=3)
+    with pytest.raises(ValueError, match="step 3 after those of step 3"):
+        writer.metrics(3, {})
+    with pytest.raises(ValueError, match="'a/b' must be a number"):
+        writer.metrics(4, {"a/b": np.zeros(2)})
+    writer.close()
+
+
+def test_only_the_enabled_process_writes(tmp_path):
+    writer = RunWriter(tmp_path / "run", enabled=False)
+    writer.config({"seed": 1})
+    writer.plan("1. rollout")
+    writer.metrics(1, {"a/b": 1})
+    writer.samples(1, [{}])
+    writer.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_config_and_plan(tmp_path):
+    writer = RunWriter(tmp_path / "run")
+    writer.config({"training": {"lr": 1e-6}, "names": ["ä"]})
+    writer.plan("1. rollout")
+    writer.close()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config == {"training": {"lr": 1e-6}, "names": ["ä"]}
+    assert (tmp_path / "run" / "plan.txt").read_text() == "1. rollout\n"
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, {"critic/score/mean": 0.25})
+    writer.metrics(2, {"critic/score/mean": 0.5})
+    writer.close()
+    (path,) = (tmp_path / "tensorboard").glob("events.*")
+    scalars = [(e.step, v.tag, v.simple_value) for e in events(path) for v in e.summary.value]
+    assert scalars == [(1, "critic/score/mean", 0.25), (2, "critic/score/mean", 0.5)]
+
+
+def events(path):
+    """TFRecord: length (8 bytes), checksum (4), content, checksum (4)."""
+    data = path.read_bytes()
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        yield event_pb2.Event.FromString(data[12 : 12 + size])
+        data = data[12 + size + 4 :]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "plan.txt"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "new \ud800")
+    assert path.read_text() == "old"
+
+
+def test_an_object_store_is_refused():
+    with pytest.raises(ValueError, match="gs://bucket/run"):
+        RunWriter("gs://bucket/run")

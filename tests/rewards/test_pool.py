@@ -1,0 +1,254 @@
+"""The pool keeps its deadlines and its order, whatever the functions do."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest, error_counts
+
+FILE = Path(__file__).parent / "user_rewards.py"
+
+
+def request(solution, **fields):
+    return RewardRequest(**{"data_source": "s", "ground_truth": "47"} | fields, solution=solution)
+
+
+def requests(*solutions):
+    return [request(solution) for solution in solutions]
+
+
+def scores(results):
+    return [result.score for result in results]
+
+
+def pool_of(function, **options):
+    return RewardPool(
+        RewardConfig(**{"function": f"{FILE}:{function}", "num_workers": 2} | options)
+    )
+
+
+@pytest.fixture(scope="module")
+def row_pool():
+    with pool_of("row", timeout_seconds=1.0, on_error=-1.0) as pool:
+        yield pool
+
+
+def test_a_hanging_call_ends_at_the_deadline_and_costs_only_itself(row_pool):
+    row_pool.check(request("1"))  # the workers are there, the clock runs for the calls alone
+    start = time.monotonic()
+    results = row_pool.score(requests("1", "2", "hang", "4", "5", "6"))
+    assert 1.0 <= time.monotonic() - start < 4.0
+    assert scores(results) == [1, 2, -1, 4, 5, 6]
+    assert [result.error for result in results] == [None, None, "timeout", None, None, None]
+
+
+@pytest.mark.parametrize("death", ["exit", "crash"])
+def test_a_dying_worker_is_replaced_and_costs_only_its_request(row_pool, death):
+    results = row_pool.score(requests("1", death, "3", "4"))
+    assert scores(results) == [1, -1, 3, 4]
+    assert (
+        results[1].error
+        == f"exception: the worker process ended with exit code {7 if death == 'exit' else -11}"
+    )
+    assert scores(row_pool.score(requests("5", "6", "7"))) == [5, 6, 7]
+
+
+def test_errors_are_counted_and_keep_their_place(row_pool):
+    results = row_pool.score(requests("raise", "2", "text", "nan", "sys.exit", "hang", "7"))
+    assert scores(results) == [-1, 2, -1, -1, -1, -1, 7]
+    assert error_counts(results) == {"reward/errors": 4, "reward/timeouts": 1}
+    assert "KeyError: 'no such answer'" in results[0].error
+    assert "user_rewards.py, line" in results[0].error.split("\n")[0]
+    assert "Traceback" in results[0].error
+    assert "returned 'good' (str)" in results[2].error
+    assert "score of nan" in results[3].error
+    assert "SystemExit: 3" in results[4].error
+
+
+def test_order_and_permutation(row_pool):
+    solutions = [str(i) for i in range(200)]
+    assert scores(row_pool.score(requests(*solutions))) == list(range(200))
+    random.Random(0).shuffle(solutions)
+    assert scores(row_pool.score(requests(*solutions))) == [float(s) for s in solutions]
+
+
+def test_submitted_rewards_overlap_and_mix(row_pool):
+    futures = [row_pool.submit(request(str(i))) for i in range(20)]
+    assert scores(row_pool.score(requests("7", "8"))) == [7, 8]
+    assert [future.result().score for future in futures] == list(range(20))
+
+
+def test_check_names_what_is_wrong(row_pool):
+    assert row_pool.check(request("3")).score == 3
+    with pytest.raises(
+        ValueError, match=r"failed on the first row: KeyError.*user_rewards.py, line"
+    ):
+        row_pool.check(request("raise"))
+    with pytest.raises(ValueError, match="timeout_seconds 1.0"):
+        row_pool.check(request("hang"))
+    with pytest.raises(ValueError, match=r"returned 'good' \(str\); expected a number or a dict"):
+        row_pool.check(request("text"))
+
+
+def test_error_rate(row_pool):
+    results = row_pool.score(requests("raise", *map(str, range(9))))
+    row_pool.check_error_rate(results)  # 1 of 10 is allowed
+    with pytest.raises(RuntimeError, match=r"(?s)1 of 9 rewards failed.*0\.1.*Traceback.*KeyError"):
+        row_pool.check_error_rate(results[:9])
+    row_pool.check_error_rate([])
+
+
+def test_workers_do_not_import_jax_nor_the_main_script():
+    with pool_of("loaded_jax", num_workers=1) as pool:
+        assert pool.check(request("")).score == 0
+
+
+def test_kwargs_and_logged_numbers():
+    with pool_of("verl_style") as pool:
+        results = pool.score(requests("47", "4"))
+    assert scores(results) == [1, 0]
+    assert [result.logged for result in results] == [{"length": 2.0}, {"length": 1.0}]
+    with pool_of("by_length", kwargs={"scale": 0.5}, num_workers=1) as pool:
+        assert pool.check(request("", response_length=3)).score == 1.5
+
+
+def test_batch_function_sees_columns_and_contiguous_parts():
+    rows = [request("47" if i % 3 else "4", extra_info={"weight": i}) for i in range(9)]
+    with pool_of("trl_style") as pool:
+        assert scores(pool.score(rows)) == [i if i % 3 else 0 for i in range(9)]
+    with pool_of("trl_batch_size") as pool:
+        assert scores(pool.score(rows)) == [5] * 5 + [4] * 4
+        assert pool.check(rows[0]).score == 1
+
+
+def test_one_bad_row_of_a_batch_does_not_cost_the_others():
+    with pool_of("trl_acts", timeout_seconds=1.0, num_workers=1) as pool:
+        results = pool.score(requests("1", "raise", "3", "exit", "hang", "6"))
+    assert scores(results) == [1, 0, 3, 0, 0, 6]
+    assert error_counts(results) == {"reward/errors": 2, "reward/timeouts": 1}
+
+
+def test_coroutines_wait_together_and_each_has_the_deadline():
+    with pool_of("patient", timeout_seconds=1.5, num_workers=1) as pool:
+        pool.check(request("1"))
+        start = time.monotonic()
+        results = pool.score(requests(*map(str, range(20)), "hang"))
+        assert time.monotonic() - start < 3.5  # one after the other: 4 s and the hanging one
+    assert scores(results) == [*range(20), 0]
+    assert results[-1].error == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (f"{FILE}:rwo", "has no 'rwo'; did you mean 'row'"),
+        (f"{FILE}:NOT_A_FUNCTION", "cannot be called"),
+        (f"{FILE}:nonsense", r"nonsense\(x, y\) must take .*nothing is there to give for x, y"),
+        (
+            str(FILE).replace("user_rewards", "user_reward") + ":row",
+            "did you mean .*user_rewards.py",
+        ),
+        ("gsm9k:row", "no module named 'gsm9k'"),
+        ("json:dump_it", "has no 'dump_it'; did you mean 'dump"),
+    ],
+)
+def test_missing_functions_are_named_with_the_nearest(function, message):
+    with RewardPool(RewardConfig(function=function, num_workers=1)) as pool:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            pool.check(request("1"))
+
+
+def test_unknown_built_in_and_bad_kwargs():
+    with RewardPool(RewardConfig(function="gsm8", num_workers=1)) as pool:
+        with pytest.raises(ValueError, match="did you mean gsm8k"):
+            pool.check(request("1"))
+    with pytest.raises(ValueError, match="takes no 'methid'; did you mean 'method'"):
+        RewardPool(RewardConfig(kwargs={"methid": "strict"}))
+    with pytest.raises(ValueError, match="num_workers 0 is for exact, format, gsm8k; 'math'"):
+        RewardConfig(function="math", num_workers=0)
+
+
+def test_broken_and_hanging_modules(tmp_path):
+    broken = tmp_path / "broken_rewards.py"
+    broken.write_text("def f(solution_str):\n    return 1\n\nf(1, 2)\n")
+    with RewardPool(RewardConfig(function=f"{broken}:f", num_workers=1)) as pool:
+        with pytest.raises(ValueError, match=r"raised TypeError: .*broken_rewards.py, line 4\)"):
+            pool.check(request("1"))
+    broken.write_text("import time\ntime.sleep(600)\n")
+    config = RewardConfig(function=f"{broken}:f", num_workers=1, start_seconds=0.5)
+    with RewardPool(config) as pool:
+        with pytest.raises(ValueError, match="took more than reward.start_seconds 0.5"):
+            pool.check(request("1"))
+
+
+def test_quick_built_ins_need_no_processes():
+    with RewardPool(RewardConfig()) as pool:
+        results = pool.score(requests("47", "so 47.", "48"))
+        assert scores(results) == [1, 1, 0]
+        assert pool.submit(request("47")).result().score == 1
+        with pytest.raises(
+            ValueError, match="failed on the first row: ValueError: gsm8k needs a num"
+        ):
+            pool.check(request("47", ground_truth="north"))
+
+
+def test_math_gives_up_on_its_own_inside_a_worker():
+    with RewardPool(RewardConfig(function="math", num_workers=1)) as pool:
+        results = pool.score(requests(r"\boxed{47}", r"\boxed{94/2}", r"\boxed{9^{9^{9^{9}}}}"))
+    assert scores(results) == [1, 1, 0]
+    assert error_counts(results) == {"reward/errors": 0, "reward/timeouts": 0}
+
+
+def test_close_ends_hanging_calls_and_their_children(tmp_path):
+    pids = tmp_path / "pids"
+    pool = pool_of("row", num_workers=1, timeout_seconds=600)
+    future = pool.submit(request(f"spawn {pids}"))
+    waiting = pool.submit(request("1"))
+    started = wait_for(lambda: pids.exists() and pids.read_text().split())
+    pool.close()
+    pool.close()
+    assert "ended with exit code -9" in future.result().error
+    assert waiting.cancelled()
+    assert wait_for(lambda: not any(alive(int(pid)) for pid in started))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(request("1"))
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    pids = tmp_path / "pids"
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest\n"
+        f"pool = RewardPool(RewardConfig(function={f'{FILE}:row'!r}, num_workers=1,"
+        " timeout_seconds=600))\n"
+        f"pool.submit(RewardRequest('s', {f'spawn {pids}'!r}, '')).result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, script])
+    started = wait_for(lambda: pids.exists() and pids.read_text().split())
+    parent.kill()
+    parent.wait()
+    assert wait_for(lambda: not any(alive(int(pid)) for pid in started))
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    return condition()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # killed but not yet collected by whoever inherited it is dead enough
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")

@@ -1,0 +1,75 @@
+"""Reward functions as a user might write them, good and bad; workers load this file by its path."""
+
+import asyncio
+import os
+import subprocess
+import time
+
+
+def verl_style(data_source, solution_str, ground_truth, extra_info=None):
+    score = float(solution_str == ground_truth)
+    return {"score": score, "length": len(solution_str), "note": "kept out of the numbers"}
+
+
+def by_length(solution_str, response_length, scale=1.0, **_):
+    return response_length * scale
+
+
+def trl_style(prompts, completions, weight, **columns):
+    assert len(prompts) == len(completions) == len(columns["ground_truth"])
+    return [
+        float(c == t) * w
+        for c, t, w in zip(completions, columns["ground_truth"], weight, strict=True)
+    ]
+
+
+def trl_batch_size(completions, **_):
+    return [float(len(completions))] * len(completions)
+
+
+def trl_acts(completions, **_):
+    return [row(data_source="", solution_str=c, ground_truth="") for c in completions]
+
+
+async def patient(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(60 if solution_str == "hang" else 0.2)
+    return float(solution_str)
+
+
+def row(data_source, solution_str, ground_truth, extra_info=None):
+    """Does what the response says; otherwise the response is the score."""
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "exit":
+        os._exit(7)
+    if solution_str == "sys.exit":
+        raise SystemExit(3)
+    if solution_str == "raise":
+        raise KeyError("no such answer")
+    if solution_str == "text":
+        return "good"
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "crash":
+        os.kill(os.getpid(), 11)
+    if solution_str == "pid":
+        return os.getpid()
+    if solution_str.startswith("spawn "):
+        child = subprocess.Popen(["sleep", "600"])
+        with open(solution_str.removeprefix("spawn "), "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    return float(solution_str)
+
+
+def loaded_jax(data_source, solution_str, ground_truth, extra_info=None):
+    import sys
+
+    return float("jax" in sys.modules)
+
+
+def nonsense(x, y):
+    return x + y
+
+
+NOT_A_FUNCTION = 3
