@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     config.data.max_prompt_length = 64
     config.rollout.num_samples = 8
     config.rollout.max_response_length = 16
-    config.reward.function = "exact"
+    config.reward.function = "gsm8k"  # the last number of the response counts
     config.algorithm.clip_high = 0.28  # clip-higher (DAPO): leaves room for rare good answers
     config.training.steps = 20
     config.training.optimizer.lr = 1e-5

@@ -19,7 +19,8 @@ from distflow_jax.coordinator.dataset import open_dataset
 from distflow_jax.coordinator.loader import Loader
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import Plan, plan
-from distflow_jax.models.transformer import init_params, param_shardings, place_params
+from distflow_jax.inference import load_or_init_params
+from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
@@ -198,15 +199,6 @@ def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEng
         seed=config.seed,
         tokenizer=source.tokenizer,
     )
-
-
-def load_or_init_params(source: ModelSource, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """Parameters from the source, or random ones where it is `random:`; born sharded."""
-    shardings = param_shardings(source.config, mesh)
-    arrays = source.params()
-    if arrays is None:
-        return init_params(source.config, seed, shardings)
-    return place_params(source.config, arrays, shardings)
 
 
 def initial_states(

@@ -30,10 +30,11 @@ def download(spec: str) -> tuple[str, list[Path]]:
             allow_patterns=split_patterns(subset, split),
         )
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError) as e:
-        raise ValueError(f"cannot open {spec!r}: {e}") from e
+        raise ValueError(f"cannot open {spec!r}: {str(e).splitlines()[0]}") from e
     except huggingface_hub.errors.LocalEntryNotFoundError as e:
         raise FileNotFoundError(
-            f"cannot open {spec!r}: it is not in the cache and the hub is not reachable ({e})"
+            f"cannot open {spec!r}: it is not in the cache and the hub is not reachable "
+            f"({str(e).splitlines()[0]})"
         ) from e
     files = [p.relative_to(folder).as_posix() for p in Path(folder).rglob("*.parquet")]
     return repo, [Path(folder) / file for file in split_files(files, subset, split, spec)]

@@ -82,7 +82,8 @@ class RunWriter:
         self._file.flush()  # a SIGKILL then costs nothing
         self._last_step = step
         for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+            # TensorBoard takes no @: mean@8 goes as mean_8
+            self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
         self._tensorboard.flush()
 
     def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:

@@ -1,0 +1,46 @@
+# make train: sets up a virtual environment and runs the main job. make test: sets up and tests.
+# PYTHON chooses the interpreter that makes the environment (3.11 or later).
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKDIR ?= runs/grpo_smollm2
+CONFIG ?= configs/grpo_smollm2.py
+BIN := $(VENV)/bin
+INPUTS := requirements.txt pyproject.toml $(wildcard third_party/seqio/*.toml third_party/seqio/seqio/*.py)
+
+.PHONY: train test test-all test-soak lint clean setup setup-dev
+
+train: $(VENV)/installed
+	$(BIN)/python scripts/train.py --config=$(CONFIG) --workdir=$(WORKDIR)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not soak and not gpu and not tpu"
+
+test-soak: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m soak
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(VENV)/installed
+
+setup-dev: $(VENV)/installed-dev
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python $(INPUTS)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

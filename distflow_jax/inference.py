@@ -1,0 +1,77 @@
+"""A model that answers, without training: what evaluate.py and generate.py share."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.models.transformer import init_params, param_shardings, place_params
+from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.training.optimizer import make_optimizer
+from distflow_jax.training.state import abstract_state
+
+
+@dataclasses.dataclass
+class Answerer:
+    """An engine with weights, ready to answer."""
+
+    source: ModelSource
+    engine: RolloutEngine
+    state: SamplerState
+    step: int  # training step of the weights; 0: the source's own
+
+
+def load_or_init_params(source: ModelSource, seed: int, mesh: jax.sharding.Mesh) -> Any:
+    """Parameters from the source, or random ones where it is `random:`; born sharded."""
+    shardings = param_shardings(source.config, mesh)
+    arrays = source.params()
+    if arrays is None:
+        return init_params(source.config, seed, shardings)
+    return place_params(source.config, arrays, shardings)
+
+
+def open_answerer(config: Config, run: str = "") -> Answerer:
+    """The model of `config`, with the newest checkpoint's weights of the run in folder `run`.
+
+    Raises FileNotFoundError if that folder holds no checkpoint.
+    """
+    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    sizes = derive_sizes(config, source.config, Machine.current())
+    mesh = mesh_lib.training_mesh(sizes.mesh)
+    step = 0
+    if run:
+        step, params = _trained_params(config, source, mesh, pathlib.Path(run))
+    else:
+        params = load_or_init_params(source, config.seed, mesh)
+    local = mesh_lib.sampler_mesh(sizes.mesh)
+    replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.mesh))
+    engine = RolloutEngine(
+        source.config,
+        sizes.engine,
+        local,
+        stop_ids=source.tokenizer.stop_ids,
+        seed=config.seed,
+        tokenizer=source.tokenizer,
+    )
+    weights = WeightSync(replica, local, sizes.engine.dtype)(params)
+    return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
+
+
+def _trained_params(
+    config: Config, source: ModelSource, mesh: jax.sharding.Mesh, run: pathlib.Path
+) -> tuple[int, Any]:
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
+    checkpointer = Checkpointer(folder, CheckpointConfig())
+    optimizer = make_optimizer(config.training.optimizer, config.training.steps)
+    step, state, _ = checkpointer.restore(None, abstract_state(source.config, optimizer, mesh))
+    checkpointer.close()
+    return step, state.params

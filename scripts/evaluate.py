@@ -1,0 +1,74 @@
+"""Evaluates a model, or what a run has trained, on a data set; writes JSON.
+
+Examples:
+  python scripts/evaluate.py --config=configs/grpo_smollm2.py --out=base.json
+  python scripts/evaluate.py --config=configs/grpo_smollm2.py --run=runs/first --out=trained.json \
+      --config.eval.num_samples=8 --config.eval.temperature=1.0
+
+The data set is config.eval.dataset; the JSON holds mean@N (accuracy where scores are 0 or 1), its
+standard error, best@N, maj@N, and every response.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+from ml_collections import config_flags
+
+from distflow_jax.command_line import run_main
+from distflow_jax.config import Config, Machine
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.inference import open_answerer
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.observe.writers import write_atomic
+from distflow_jax.parallel import processes
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.setup import load_eval_prompts, trial_request
+from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
+OUT = flags.DEFINE_string("out", "", "JSON file to write; empty: print the numbers only.")
+flags.mark_flag_as_required("config")
+
+
+def main(argv: list[str]) -> int:
+    """Samples, scores, and reports."""
+    config = from_config_dict(Config, CONFIG.value)
+    if not config.eval.dataset:
+        raise ValueError("config.eval.dataset is empty: name a data set, e.g. a .jsonl file")
+    processes.initialize_from_env()
+    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    prompts = load_eval_prompts(config, source, Machine.current())
+    with RewardPool(config.reward) as rewards:
+        rewards.check(trial_request(prompts[0]))
+        model = open_answerer(config, RUN.value)
+        _, scored = evaluate(
+            model.engine,
+            model.state,
+            source.tokenizer,
+            rewards,
+            prompts,
+            config.eval,
+            limit=config.rollout.max_response_length,
+        )
+        metrics = validation_metrics(scored, config.eval.num_samples)
+    for name, value in metrics.items():
+        print(f"{name} {value:.4f}")
+    if OUT.value and processes.process_index() == 0:
+        pathlib.Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "model": config.model.source,
+            "run": RUN.value,
+            "step": model.step,
+            "dataset": config.eval.dataset,
+            "metrics": metrics,
+            "records": records(scored),
+        }
+        write_atomic(OUT.value, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    processes.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,83 @@
+"""Answers a prompt, or every line of a file.
+
+Examples:
+  python scripts/generate.py --config=configs/grpo_smollm2.py --prompt="What is 12 + 35?"
+  python scripts/generate.py --config=configs/grpo_smollm2.py --run=runs/first --file=questions.txt
+
+Each prompt goes through the model's chat template as a user's message, unless --raw.
+"""
+
+import pathlib
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from distflow_jax.batch import Prompt
+from distflow_jax.command_line import run_main
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.inference import open_answerer
+from distflow_jax.rollout.sampler import respond
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
+PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
+FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
+RAW = flags.DEFINE_boolean("raw", False, "Continue the text itself, without the chat template.")
+SAMPLES = flags.DEFINE_integer("samples", 1, "Responses to each prompt.", 1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.", 0.0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "1: off.", 0.0, 1.0)
+flags.mark_flag_as_required("config")
+
+
+def main(argv: list[str]) -> int:
+    """Reads the prompts, answers them, prints."""
+    config = from_config_dict(Config, CONFIG.value)
+    texts = _prompts()
+    if config.rollout.num_samples < SAMPLES.value:
+        raise ValueError(
+            f"--samples={SAMPLES.value} is above config.rollout.num_samples="
+            f"{config.rollout.num_samples}; raise that too"
+        )
+    model = open_answerer(config, RUN.value)
+    prompts = []
+    for i, text in enumerate(texts):
+        asked = text if RAW.value else [{"role": "user", "content": text}]
+        rendered, tokens = model.source.tokenizer.encode_prompt(asked)
+        if len(tokens) > config.data.max_prompt_length:
+            raise ValueError(
+                f"prompt {i + 1} has {len(tokens)} tokens, above config.data.max_prompt_length="
+                f"{config.data.max_prompt_length}"
+            )
+        prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
+    _, responses, _ = respond(
+        model.engine,
+        model.state,
+        prompts,
+        num_samples=SAMPLES.value,
+        limit=config.rollout.max_response_length,
+        temperature=TEMPERATURE.value,
+        top_p=TOP_P.value,
+    )
+    for response in responses:
+        if len(responses) > 1:
+            print(f"--- {texts[response.prompt.counter]} [{response.sample}]")
+        print(model.source.tokenizer.decode(response.tokens))
+    return 0
+
+
+def _prompts() -> list[str]:
+    if (PROMPT.value is None) == (FILE.value is None):
+        raise ValueError("give either --prompt or --file")
+    if PROMPT.value is not None:
+        return [PROMPT.value]
+    lines = pathlib.Path(FILE.value).read_text(encoding="utf-8").splitlines()
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise ValueError(f"{FILE.value} holds no prompt")
+    return texts
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,51 @@
+"""Prints what a run would do: order, roles, reads and writes, layouts and sizes. Starts no training.
+
+Example:
+  python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from distflow_jax.command_line import run_main
+from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.observe import progress
+from distflow_jax.setup import make_plan
+from distflow_jax.stages.table import resolve
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+DEVICES = flags.DEFINE_integer(
+    "devices", 0, "Plan for so many devices, whatever this machine has; 0: this machine's.", 0
+)
+PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
+flags.mark_flag_as_required("config")
+
+
+def main(argv: list[str]) -> int:
+    """Checks the config as a run does, and prints the plan."""
+    config = from_config_dict(Config, CONFIG.value)
+    machine = Machine.current()
+    if DEVICES.value:
+        if DEVICES.value % PROCESSES.value:
+            raise ValueError(
+                f"--devices={DEVICES.value} is not divisible by --processes={PROCESSES.value}"
+            )
+        machine = Machine(
+            PROCESSES.value,
+            DEVICES.value,
+            DEVICES.value // PROCESSES.value,
+            machine.platform,
+        )
+    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    sizes = derive_sizes(config, source.config, machine)
+    plan = make_plan(config, sizes)
+    resolve(task.node for task in plan.tasks)
+    progress.table(f"{source.spec}", sizes.table(config, source.config, machine))
+    print(plan.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
