@@ -1,53 +1,105 @@
-"""Functions that a user names: "module:function" or "path/to/file.py:function"."""
+"""Functions that a user names: "module:function" or "path/to/file.py:function".
+
+Imports nothing but the standard library: workers that must start fast use it too.
+"""
 
 import difflib
 import importlib
 import importlib.util
 import inspect
 import pathlib
+import pkgutil
 import sys
+import traceback
+import zlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
+
+_MAX_LISTED = 8  # functions named in an error
 
 
-def load_function(spec: str, what: str) -> Callable:
+def load_function(spec: str, what: str) -> Callable[..., Any]:
     """The function called `spec`; `what` says in errors what it was wanted for.
 
-    Raises FileNotFoundError for a missing file and ValueError for a missing module or function, with
-    the nearest name. What the user's file itself raises on import goes through.
+    The part after the colon may be dotted ("module:Class.method").
+
+    Raises:
+      FileNotFoundError: no such file; the nearest is named.
+      ValueError: no such module or function (the nearest is named), not callable, or importing it
+        raised (what, and in which line).
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"{what} {spec!r} must be module:function or file.py:function")
-    module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(name, public, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(public) or 'none'}"
-        raise ValueError(f"{what} {spec!r}: {place} has no function {name!r}; {hint}")
-    return function
+    place, _, attribute = spec.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{what} {spec!r} must be module:function or path/to/file.py:function")
+    found: Any = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{what} {spec!r}: {place} has no {part!r}{_nearest(part, found)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{what} {spec!r} is {found!r}, which cannot be called")
+    return found
+
+
+def _nearest(name: str, place: Any) -> str:
+    near = difflib.get_close_matches(name, dir(place), 1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    own = [
+        key
+        for key, value in vars(place).items()
+        if inspect.isfunction(value) and value.__module__ == getattr(place, "__name__", None)
+    ]
+    return f"; it has {', '.join(own[:_MAX_LISTED])}" if own else ""
 
 
 def _load_file(path: str, what: str) -> ModuleType:
-    file = pathlib.Path(path)
+    file = pathlib.Path(path).expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"{what}: file {path!r} does not exist")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], 1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
+        raise FileNotFoundError(f"{what}: file {path} does not exist{hint}")
+    name = _module_name(file)
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    # under its name, so that dataclasses and pickle find the module of what it defines
-    sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        del sys.modules[name]
+        raise _broken(path, what, error) from error
     return module
 
 
+def _module_name(file: pathlib.Path) -> str:
+    """The file's stem, or a longer name where a module of another file has that one already."""
+    other = sys.modules.get(file.stem)
+    if other is None or getattr(other, "__file__", None) == str(file):
+        return file.stem
+    return f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+
+
 def _load_module(name: str, what: str) -> ModuleType:
-    top = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != top:
-            raise  # something that the user's module needs, not the module itself
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken(name, what, error) from error  # something that the user's module needs
+        near = difflib.get_close_matches(error.name, [m.name for m in pkgutil.iter_modules()], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{what}: no module {name!r}; is its folder on PYTHONPATH? A file goes as file.py:function"
-        ) from None
+            f"{what}: no module named {error.name!r}{hint}. It is looked for in the installed "
+            "packages and PYTHONPATH; path/to/file.py:function works too"
+        ) from error
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise _broken(name, what, error) from error
+
+
+def _broken(place: str, what: str, error: BaseException) -> ValueError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = (str(error).splitlines() or [""])[0]
+    return ValueError(
+        f"{what}: importing {place} raised {type(error).__name__}: {reason} "
+        f"({frame.filename}, line {frame.lineno})"
+    )

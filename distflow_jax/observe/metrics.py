@@ -4,18 +4,12 @@ A mean travels as (numerator, denominator) until all parts are in, because the m
 means is not the mean. Names are verl's, `group/name`; docs/metrics.md lists them.
 """
 
-import math
-import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 Ratio = tuple[ArrayLike, ArrayLike]  # numerator and denominator, scalars
-
-# actor/pg_loss, perf/mfu/actor, val-core/gsm8k/acc/mean@8, val-core/my data.v1/reward/best@4/mean
-_NAME = re.compile(r"[a-z][a-z0-9_-]*(/[^/\s]([^/\n]*[^/\s])?)+")
-
 
 def merge(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
     """Sum of numerators over sum of denominators, by name, in float64.
@@ -41,18 +35,3 @@ def summarize(prefix: str, values: ArrayLike) -> dict[str, float]:
         f"{prefix}/max": float(array.max()),
         f"{prefix}/min": float(array.min()),
     }
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is not of the form group/name."""
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"metric {name!r} must be 'group/name', such as 'reward/format': "
-                "TensorBoard and other dashboards group by the first part"
-            )
-
-
-def non_finite(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the metrics that are NaN or infinite."""
-    return [name for name, value in metrics.items() if not math.isfinite(value)]

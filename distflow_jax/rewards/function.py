@@ -1,18 +1,11 @@
 """Finding a reward function by its name, and telling its signature."""
 
-import contextlib
 import difflib
-import importlib
-import importlib.util
 import inspect
-import pkgutil
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from distflow_jax import plugins
 from distflow_jax.rewards.table import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -27,26 +20,15 @@ def load_function(name: str) -> Callable[..., Any]:
       ValueError, FileNotFoundError: nothing by that name (the nearest is named), or importing its
         module raises.
     """
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        if name not in REWARDS:
-            near = difflib.get_close_matches(name, REWARDS, 1) or REWARDS
-            raise ValueError(
-                f"unknown reward function {name!r}; did you mean {', '.join(near)}? "
-                "A function of your own is named my_module:my_function"
-            )
-        return REWARDS[name]
-    module = _module_of_file(place) if place.endswith(".py") else _module(place)
-    function = module
-    for part in attribute.split("."):
-        if not hasattr(function, part):
-            near = difflib.get_close_matches(part, dir(function), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"reward function {name!r}: {place} has no {part!r}{hint}")
-        function = getattr(function, part)
-    if not callable(function):
-        raise ValueError(f"reward function {name!r} is {function!r}, which cannot be called")
-    return function
+    if ":" in name:
+        return plugins.load_function(name, "reward function")
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, 1) or REWARDS
+        raise ValueError(
+            f"unknown reward function {name!r}; did you mean {', '.join(near)}? A function of your "
+            "own is named my_module:my_function or path/to/file.py:my_function"
+        )
+    return REWARDS[name]
 
 
 def is_batch(function: Callable[..., Any]) -> bool:
@@ -91,47 +73,3 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
             "or (prompts, completions, **columns) as TRL's do"
             + (f"; nothing is there to give for {', '.join(sorted(unknown))}" if unknown else "")
         )
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, error) from error
-        near = difflib.get_close_matches(error.name, [m.name for m in pkgutil.iter_modules()], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"no module named {error.name!r} for the reward function{hint}. It is looked for in "
-            "the current folder and PYTHONPATH; path/to/file.py:function works too"
-        ) from error
-    except Exception as error:
-        raise _broken(name, error) from error
-
-
-def _module_of_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        names = [p.name for p in file.parent.glob("*.py")]
-        near = difflib.get_close_matches(file.name, names, 1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
-        raise FileNotFoundError(f"reward file {path} does not exist{hint}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses and pickle look their module up there
-    with contextlib.ExitStack() as undo:
-        undo.callback(sys.modules.pop, file.stem, None)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise _broken(path, error) from error
-        undo.pop_all()
-    return module
-
-
-def _broken(name: str, error: Exception) -> ValueError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return ValueError(
-        f"importing {name} for the reward function raised {type(error).__name__}: {error} "
-        f"({frame.filename}, line {frame.lineno})"
-    )

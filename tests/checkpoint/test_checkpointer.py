@@ -147,6 +147,8 @@ def damage(path, how):
         path.write_bytes(content[: len(content) // 2])
 
 
+# Zeros keep a file's size, so Orbax meets them; its other reads then find their event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "zeros"])
 def test_damage_is_never_restored(open_checkpointer, tmp_path, caplog, how):
     """Whatever file of the newest checkpoint is lost, either its true content or the one before."""

@@ -44,7 +44,7 @@ def test_a_graph_comes_from_a_file_or_a_function(tmp_path):
     assert load_graph("distflow_jax.dag.pipelines:grpo", **PARAMS) == expected
     with pytest.raises(ValueError, match="must return a Graph, got int"):
         load_graph(f"{code}:wrong")
-    with pytest.raises(ValueError, match="has no function 'mime' .*'mine'"):
+    with pytest.raises(ValueError, match="has no 'mime'; did you mean 'mine'"):
         load_graph(f"{code}:mime")
 
 
@@ -63,8 +63,10 @@ def test_what_cannot_be_found_is_named(name, error, message):
         load_graph(name)
 
 
-def test_a_module_that_fails_to_import_something_keeps_its_own_error(tmp_path, monkeypatch):
-    (tmp_path / "broken_pipeline.py").write_text("import surely_not_installed_anywhere\n")
+def test_a_module_that_cannot_be_imported_says_why_and_where(tmp_path, monkeypatch):
+    (tmp_path / "broken_pipeline.py").write_text("\nimport surely_not_installed_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="surely_not_installed_anywhere"):
-        load_graph("broken_pipeline:f")
+    for place in ("broken_pipeline", tmp_path / "broken_pipeline.py"):
+        with pytest.raises(ValueError, match="surely_not_installed_anywhere.*py, line 2") as caught:
+            load_graph(f"{place}:f")
+        assert "\n" not in str(caught.value)

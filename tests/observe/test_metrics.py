@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.observe.metrics import check_names, merge, non_finite, summarize
+from distflow_jax.observe.metrics import merge, summarize
 
 
 def test_merge_does_not_depend_on_how_the_data_were_divided():
@@ -26,14 +26,3 @@ def test_summarize():
         "critic/score/min": 1.0,
     }
     assert summarize("critic/score", []) == {}
-
-
-def test_names():
-    check_names(["actor/pg_loss", "val-core/gsm8k/acc/mean@8", "perf/mfu/actor", "val-core/a b/x"])
-    for name in ("loss", "actor/", "/loss", "actor//loss", "actor/loss\n", "", "actor/ loss"):
-        with pytest.raises(ValueError, match="group/name"):
-            check_names([name])
-
-
-def test_non_finite():
-    assert non_finite({"a/a": 1.0, "a/b": float("nan"), "a/c": float("-inf")}) == ["a/b", "a/c"]

@@ -1,0 +1,120 @@
+"""One step of configs/tiny.py on whatever devices and processes it finds; run by test_parity.py.
+
+    python tests/parallel/parity_worker.py --out=DIR --batch=recorded.pkl [--override=mesh.tensor=2]
+
+Samples, then updates on the recorded batch, which the first run writes. Process 0 writes DIR/grads.npz
+(whole gradients by parameter), DIR/metrics.json and, like every process, DIR/responses-P.pkl.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from configs import tiny
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.coordinator.statistics import batch_metrics
+from distflow_jax.dag.worker import run_step
+from distflow_jax.observe.spans import Spans
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.rollout.sampler import SamplerState, columns, respond
+from distflow_jax.setup import build, initial_states, prepare
+from distflow_jax.training.loss import MicroBatch, step_denominators
+from distflow_jax.training.update import accumulate_gradients
+from distflow_jax.types import flatten_dict
+
+OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
+
+
+def score(counter: int, sample: int) -> float:
+    """A score that every layout gives alike."""
+    return float((counter * 31 + sample * 17) % 7) / 6
+
+
+def main():
+    """Runs the step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--batch", type=pathlib.Path, required=True)
+    parser.add_argument("--override", action="append", default=[])
+    args = parser.parse_args()
+    processes.initialize_from_env()
+    config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
+    setup = prepare(config)
+    machinery = build(setup)
+    states = initial_states(setup, machinery, None)
+    engine = machinery.context.engine
+    weights = machinery.sync(states["actor"].params)
+    sampler = SamplerState(weights, 0, engine.init_decode_state())
+    prompts = next(setup.loader)
+    args.out.mkdir(parents=True, exist_ok=True)
+    _, responses, _ = respond(
+        engine, sampler, prompts, num_samples=config.rollout.num_samples,
+        limit=config.rollout.max_response_length, temperature=1.0,
+    )
+    sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
+    mine = args.out / f"responses-{processes.process_index()}.pkl"
+    mine.write_bytes(pickle.dumps(sampled))
+    if not args.batch.exists():
+        args.batch.write_bytes(pickle.dumps({(r.prompt.counter, r.sample): r for r in responses}))
+    recorded = pickle.loads(args.batch.read_bytes())
+
+    gradients = {}
+
+    def rollout(state, fields, options):
+        wanted = [recorded[p.counter, i % config.rollout.num_samples]
+                  for i, p in enumerate(fields["prompt"])]
+        return state, columns(wanted, 0), {}
+
+    def reward(state, fields, options):
+        n = config.rollout.num_samples
+        scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
+        return state, {"score": np.array(scores, np.float32)}, {}
+
+    update = machinery.stages["actor_train"]
+    context = machinery.context
+
+    @jax.jit
+    def gradient(params, batch):
+        with use_mesh(machinery.mesh):
+            batch = jax.tree.map(lambda x: x[0], batch)
+            return accumulate_gradients(
+                params, batch, step_denominators(context.algorithm, batch.rows, 16),
+                jnp.float32(1.0), shape=context.shape, model=context.model,
+                algorithm=context.algorithm, forward=context.forward,
+            )[0]
+
+    def train(state, fields, options):
+        batch = MicroBatch(
+            fields["response"], fields["advantage"], fields["rollout_logp"], None,
+            fields["ref_logp"],
+        )
+        gradients.update(gradient(state.params, batch))
+        return update(state, fields, options)
+
+    stages = machinery.stages | {"rollout": rollout, "reward": reward, "actor_train": train}
+    machinery.coordinator.begin(prompts, config.rollout.num_samples)
+    _, metrics = run_step(setup.plan, 1, stages, states, machinery.coordinator, Spans())
+    metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    metrics |= batch_metrics(
+        machinery.coordinator.samples(), machinery.coordinator.tokens_per_rank()
+    )
+    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+    whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients).items()}
+    if processes.process_index() == 0:
+        np.savez(args.out / "grads.npz", **{k.replace("/", "."): v for k, v in whole.items()})
+        (args.out / "metrics.json").write_text(json.dumps(metrics))
+    setup.rewards.close()
+    processes.shutdown()
+
+
+if __name__ == "__main__":
+    main()

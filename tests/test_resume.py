@@ -1,0 +1,94 @@
+"""A killed run, started again, ends where an undisturbed one does, bit for bit."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from distflow_jax.observe.writers import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+OVERRIDES = [
+    "--config.training.steps=6",
+    "--config.checkpoint.every=2",
+    "--config.eval.every=2",
+    "--config.training.mini_batches=2",  # old log-probs and two updates per batch
+    "--config.algorithm.kl_coef=0.01",
+]
+
+
+def start(workdir):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "scripts/train.py", "--config=configs/tiny.py"]
+    return subprocess.Popen(
+        [*command, f"--workdir={workdir}", *OVERRIDES],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(workdir):
+    process = start(workdir)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def kill_at(workdir, step):
+    """SIGKILL as soon as the step's metrics are written (its checkpoint is then under way)."""
+    process = start(workdir)
+    path = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not path.exists() or not any(row["step"] >= step for row in read_metrics(path)):
+        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+
+
+def lasting(row):
+    return {k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    finish(workdir)
+    return read_metrics(workdir / "metrics.jsonl")
+
+
+def check_same(workdir, undisturbed):
+    rows = read_metrics(workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(7))  # each once; 0 is the baseline
+    for row, wanted in zip(rows, undisturbed, strict=True):
+        assert lasting(row) == lasting(wanted)
+
+
+def test_killed_runs_end_as_the_undisturbed_one(undisturbed, tmp_path):
+    kill_at(tmp_path, 1)  # before any checkpoint
+    kill_at(tmp_path, 3)  # between two
+    kill_at(tmp_path, 4)  # while one is being written
+    finish(tmp_path)
+    check_same(tmp_path, undisturbed)
+    assert all(row["perf/compilations"] == 0 for row in undisturbed[2:])
+    assert undisturbed[-1]["actor/grad_norm"] > 0  # or equality would say nothing
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_damaged_newest_checkpoint_falls_back(undisturbed, tmp_path, damage):
+    kill_at(tmp_path, 5)
+    newest = max((p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()), key=str)
+    data = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    if damage == "truncated":
+        data.write_bytes(data.read_bytes()[:100])
+    else:
+        data.unlink()
+    output = finish(tmp_path)
+    assert f"checkpoint {newest.name}" in output and "continuing from checkpoint 2" in output
+    check_same(tmp_path, undisturbed)
