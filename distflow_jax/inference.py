@@ -9,7 +9,7 @@ import jax
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.transformer import init_params, param_shardings, place_params
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rollout.engine import RolloutEngine
@@ -37,12 +37,11 @@ def load_or_init_params(source: ModelSource, seed: int, mesh: jax.sharding.Mesh)
     return place_params(source.config, arrays, shardings)
 
 
-def open_answerer(config: Config, run: str = "") -> Answerer:
-    """The model of `config`, with the newest checkpoint's weights of the run in folder `run`.
+def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answerer:
+    """The model of `source`, with the newest checkpoint's weights of the run in folder `run`.
 
     Raises FileNotFoundError if that folder holds no checkpoint.
     """
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     sizes = derive_sizes(config, source.config, Machine.current())
     mesh = mesh_lib.training_mesh(sizes.mesh)
     step = 0

@@ -86,20 +86,24 @@ def _load_module(name: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, what, error) from error  # something that the user's module needs
-        near = difflib.get_close_matches(error.name, [m.name for m in pkgutil.iter_modules()], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        modules = [module.name for module in pkgutil.iter_modules()]
+        near = difflib.get_close_matches(error.name, modules, 1, 0.75)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
-            f"{what}: no module named {error.name!r}{hint}. It is looked for in the installed "
-            "packages and PYTHONPATH; path/to/file.py:function works too"
+            f"{what}: no module named {error.name!r}{hint} in the installed packages and "
+            "PYTHONPATH; path/to/file.py:function works too"
         ) from error
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise _broken(name, what, error) from error
 
 
 def _broken(place: str, what: str, error: BaseException) -> ValueError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, SyntaxError):  # its traceback ends before the file
+        reason, file, line = error.msg, error.filename, error.lineno
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason, file, line = str(error), frame.filename, frame.lineno
+    reason = (reason.splitlines() or [""])[0]
     return ValueError(
-        f"{what}: importing {place} raised {type(error).__name__}: {reason} "
-        f"({frame.filename}, line {frame.lineno})"
+        f"{what}: importing {place} raised {type(error).__name__}: {reason} ({file}, line {line})"
     )

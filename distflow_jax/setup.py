@@ -60,13 +60,29 @@ def make_plan(config: Config, sizes: Sizes) -> Plan:
         use_reference=config.algorithm.kl_coef > 0,
         recompute_old_logp=updates > 1,
     )
-    written = {field for node in graph.nodes for field in node.writes.values()}
-    for field, wanted, why in (
-        ("ref_logp", config.algorithm.kl_coef > 0, "algorithm.kl_coef is above 0"),
-        ("old_logp", updates > 1, f"a batch gets {updates} optimizer steps"),
+    trainers = [n for n in graph.nodes if (n.role, n.type) == ("ACTOR", "MODEL_TRAIN")]
+    if not trainers:
+        raise ValueError(f"dag {config.dag!r} trains nothing: it has no node ACTOR MODEL_TRAIN")
+    for field, wanted, why, otherwise in (
+        (
+            "ref_logp",
+            config.algorithm.kl_coef > 0,
+            "algorithm.kl_coef is above 0",
+            "set algorithm.kl_coef to 0",
+        ),
+        (
+            "old_logp",
+            updates > 1,
+            f"a batch gets {updates} optimizer steps",
+            "set training.mini_batches and training.epochs to 1",
+        ),
     ):
-        if wanted and field not in written:
-            raise ValueError(f"dag {config.dag!r} writes no {field!r}, but {why}")
+        for node in trainers:
+            if wanted and field not in node.reads:
+                raise ValueError(
+                    f"dag {config.dag!r}: node {node.id!r} reads no {field!r}, but {why}; add it "
+                    f"to its reads and a node that writes it, or {otherwise}"
+                )
     device = Layout("mesh", (("fsdp", sizes.mesh.fsdp), ("tensor", sizes.mesh.tensor)))
     layouts = {"ACTOR": device, "REFERENCE": device, "ROLLOUT": HOST, "REWARD": HOST}
     return plan(graph, layouts, {"prompt": HOST})
@@ -84,7 +100,7 @@ def prepare(config: Config) -> Setup:
         raise ValueError(
             f"data.epochs={config.data.epochs} give {loader.num_steps} steps of "
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
-            f"{config.training.steps}"
+            f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
     eval_prompts = load_eval_prompts(config, source, machine)
     rewards = RewardPool(config.reward)
@@ -142,6 +158,11 @@ def load_eval_prompts(config: Config, source: ModelSource, machine: Machine) -> 
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader.rows), len(loader.rows))
     index, total = processes.process_index(), machine.processes
+    if count < total:
+        raise ValueError(
+            f"{config.eval.dataset!r} gives {count} evaluation prompts for {total} processes; set "
+            f"config.eval.num_prompts to at least {total}"
+        )
     start, stop = count * index // total, count * (index + 1) // total
     return loader.take(start, stop - start)
 
@@ -174,6 +195,7 @@ def build(setup: Setup) -> Machinery:
         schedule=learning_rate(config.training.optimizer, updates),
         rollout=config.rollout,
         engine=engine,
+        reward=config.reward,
         rewards=setup.rewards,
         prompts_per_step=config.data.prompts_per_step,
         mini_batches=config.training.mini_batches,

@@ -2,7 +2,7 @@
 
 Examples:
   python scripts/evaluate.py --config=configs/grpo_smollm2.py --out=base.json
-  python scripts/evaluate.py --config=configs/grpo_smollm2.py --run=runs/first --out=trained.json \
+  python scripts/evaluate.py --config=configs/grpo_smollm2.py --run=runs/first --out=trained.json \\
       --config.eval.num_samples=8 --config.eval.temperature=1.0
 
 The data set is config.eval.dataset; the JSON holds mean@N (accuracy where scores are 0 or 1), its
@@ -11,6 +11,7 @@ standard error, best@N, maj@N, and every response.
 
 import json
 import pathlib
+import tempfile
 
 from absl import flags
 from ml_collections import config_flags
@@ -38,11 +39,13 @@ def main(argv: list[str]) -> int:
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, e.g. a .jsonl file")
     processes.initialize_from_env()
+    if OUT.value:
+        check_out(pathlib.Path(OUT.value))
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     prompts = load_eval_prompts(config, source, Machine.current())
     with RewardPool(config.reward) as rewards:
         rewards.check(trial_request(prompts[0]))
-        model = open_answerer(config, RUN.value)
+        model = open_answerer(config, source, RUN.value)
         _, scored = evaluate(
             model.engine,
             model.state,
@@ -56,7 +59,6 @@ def main(argv: list[str]) -> int:
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")
     if OUT.value and processes.process_index() == 0:
-        pathlib.Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
         report = {
             "model": config.model.source,
             "run": RUN.value,
@@ -68,6 +70,20 @@ def main(argv: list[str]) -> int:
         write_atomic(OUT.value, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     processes.shutdown()
     return 0
+
+
+def check_out(path: pathlib.Path) -> None:
+    """Raises ValueError where the report could not be written, before the work for it is done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write --out {str(path)!r} ({error.strerror}); choose another folder"
+        ) from error
+    if path.is_dir():
+        raise ValueError(f"--out {str(path)!r} is a folder; name a .json file")
 
 
 if __name__ == "__main__":

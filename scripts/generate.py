@@ -18,6 +18,7 @@ from distflow_jax.command_line import run_main
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.inference import open_answerer
+from distflow_jax.models.weights.source import open_model
 from distflow_jax.rollout.sampler import respond
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -40,17 +41,18 @@ def main(argv: list[str]) -> int:
             f"--samples={SAMPLES.value} is above config.rollout.num_samples="
             f"{config.rollout.num_samples}; raise that too"
         )
-    model = open_answerer(config, RUN.value)
+    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     prompts = []
     for i, text in enumerate(texts):
         asked = text if RAW.value else [{"role": "user", "content": text}]
-        rendered, tokens = model.source.tokenizer.encode_prompt(asked)
+        rendered, tokens = source.tokenizer.encode_prompt(asked)
         if len(tokens) > config.data.max_prompt_length:
             raise ValueError(
                 f"prompt {i + 1} has {len(tokens)} tokens, above config.data.max_prompt_length="
-                f"{config.data.max_prompt_length}"
+                f"{config.data.max_prompt_length}; raise that, or shorten it"
             )
         prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
+    model = open_answerer(config, source, RUN.value)
     _, responses, _ = respond(
         model.engine,
         model.state,
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
     for response in responses:
         if len(responses) > 1:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")
-        print(model.source.tokenizer.decode(response.tokens))
+        print(source.tokenizer.decode(response.tokens))
     return 0
 
 

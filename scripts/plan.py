@@ -1,4 +1,4 @@
-"""Prints what a run would do: order, roles, reads and writes, layouts and sizes. Starts no training.
+"""Prints what a run would do: order, roles, reads and writes, layouts, sizes. Trains nothing.
 
 Example:
   python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04

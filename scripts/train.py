@@ -1,7 +1,7 @@
 """Trains a model by reinforcement learning, or goes on with a run.
 
 Example:
-  python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/first \
+  python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/first \\
       --config.training.optimizer.lr=2e-6
 
 Exit code 0: done. 75: stopped by SIGTERM with a checkpoint, start again to go on. 2: a mistake that

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "distflow_jax"
-# from the top: users of the package, wiring, then what is built on what. Names in one set are siblings.
+# From the top: the wiring, then what is built on what. Names in one set are siblings.
 LAYERS = [
     {"run", "setup", "inference", "config", "command_line", "config_dict"},
     {"dag"},
@@ -72,6 +72,16 @@ def test_no_import_hides_in_a_function(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
             assert not inner, f"{path}:{inner[0].lineno} imports inside {node.name}"
+
+
+def test_users_of_the_package_need_no_other_framework():
+    for folder in ("scripts", "configs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            # kept scripts that make golden numbers run beside torch, in an environment of their own
+            if "golden" in path.relative_to(ROOT).parts:
+                continue
+            found = {module.split(".")[0] for module in imports(path)} & FORBIDDEN
+            assert not found, f"{path} imports {found}"
 
 
 def test_only_processes_joins_a_job():

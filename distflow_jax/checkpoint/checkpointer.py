@@ -1,10 +1,11 @@
 """Checkpoints of a run: arrays and a JSON record per step, written by Orbax in the background.
 
     FOLDER/STEP/             a finished checkpoint, readable on any mesh and number of processes
-    FOLDER/STEP.*-tmp*       one that was being written when the run ended; removed at next start
+    FOLDER/STEP.*-tmp*       one that was being written when the run ended
     FOLDER/STEP.unreadable   one that could not be read, set aside so that its step can be redone
 
-The only file that knows Orbax.
+Who only reads, from the folder of a live run for instance, changes nothing in it: what is left over
+is removed or set aside by the first save. The only file that knows Orbax.
 """
 
 import dataclasses
@@ -54,14 +55,10 @@ class Checkpointer:
         self._folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0
-        if self._is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name:
-                    path.rmtree()
+        self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
+        self._saving: epath.Path | None = None  # the last one saved here; None: has only read
         # The callback runs in process 0 before a checkpoint gets its final name.
-        self._saving: epath.Path | None = None
         self._writer = ocp.AsyncCheckpointer(
             _handler(options),
             async_options=ocp.AsyncOptions(
@@ -87,10 +84,12 @@ class Checkpointer:
 
         Raises ValueError if there is a checkpoint of this step already.
         """
+        if self._saving is None or self._unreadable:
+            self._tidy_up()
         self.wait()
-        self._saving = self._folder / str(step)
-        if self._saving.exists():
+        if (self._folder / str(step)).exists():
             raise ValueError(f"there is a checkpoint of step {step} in {self._folder} already")
+        self._saving = self._folder / str(step)
         flat = _flatten(arrays)
         record = {"arrays": _table(flat), "info": dict(info)}
         self._writer.save(
@@ -101,9 +100,9 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Returns when the save under way is complete; removes checkpoints beyond `keep`."""
+        """Returns when the save under way is complete; after one, removes those beyond `keep`."""
         self._writer.wait_until_finished()
-        if self._is_first:
+        if self._is_first and self._saving is not None:
             for step in self._steps_on_disk()[: -self._keep]:
                 (self._folder / str(step)).rmtree()
 
@@ -117,8 +116,8 @@ class Checkpointer:
 
         `abstract` is a pytree of jax.ShapeDtypeStruct with shardings; the arrays come back in its
         structure and layout, whatever the layout they were saved in. With `step` None the newest
-        checkpoint is read, or, with a warning, the newest one that can be read; the unreadable ones
-        are renamed to STEP.unreadable.
+        checkpoint is read, or, with a warning, the newest one that can be read; the next save
+        renames the unreadable ones to STEP.unreadable.
 
         Raises FileNotFoundError if there is none, and ValueError if the checkpoint holds other
         arrays than `abstract` (another model or optimizer), or if none can be read.
@@ -143,7 +142,7 @@ class Checkpointer:
                     "or another --workdir"
                 )
             if not any(failures):
-                self._set_aside(unreadable, candidate)
+                self._report(unreadable, candidate)
                 return candidate, *result
             unreadable[candidate] = "; ".join(
                 f"process {index}: {text}" if len(failures) > 1 else text
@@ -169,6 +168,8 @@ class Checkpointer:
         return [int(word) for word in agreed.split(",") if word]
 
     def _steps_on_disk(self) -> list[int]:
+        if not self._folder.exists():
+            return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
 
     def _read(self, path: epath.Path, abstract: Any) -> tuple[Any, str, str]:
@@ -193,20 +194,29 @@ class Checkpointer:
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return (arrays, record["info"]), "", ""
 
-    def _set_aside(self, unreadable: Mapping[int, str], fallback: int) -> None:
-        for step, reason in unreadable.items():
-            if self._is_first:
+    def _report(self, unreadable: Mapping[int, str], fallback: int) -> None:
+        self._unreadable = set(unreadable)
+        if self._is_first:
+            for step, reason in unreadable.items():
                 log.warning(
-                    "checkpoint %d in %s cannot be read (%s); continuing from checkpoint %d. "
-                    "It is kept as %d.unreadable",
-                    *(step, self._folder, reason, fallback, step),
+                    "checkpoint %d in %s cannot be read (%s); continuing from checkpoint %d",
+                    *(step, self._folder, reason, fallback),
                 )
+
+    def _tidy_up(self) -> None:
+        """Before the first save: removes half-written checkpoints, sets unreadable ones aside."""
+        if self._is_first:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.iterdir():
+                if ".orbax-checkpoint-tmp" in path.name:
+                    path.rmtree()
+            for step in self._unreadable:
                 target = self._folder / f"{step}.unreadable"
                 if target.exists():
                     target.rmtree()
                 (self._folder / str(step)).rename(target)
-        if unreadable:
-            processes.all_gather_text("set aside")  # nobody saves a step whose name is still taken
+        self._unreadable = set()
+        processes.all_gather_text("tidy")  # nobody saves a step whose name is still taken
 
 
 def quiet_orbax() -> None:

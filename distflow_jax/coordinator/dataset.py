@@ -1,9 +1,13 @@
 """Opening a data set by its name in the config."""
 
+import difflib
+
 from distflow_jax.coordinator import files, hub, reasoning, tasks
 from distflow_jax.coordinator.example import Dataset, Example
 
 __all__ = ["Dataset", "Example", "open_dataset"]
+
+SCHEMES = ("hf", "task", "reasoning_gym")
 
 
 def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:
@@ -31,4 +35,7 @@ def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "")
     if colon and kind == "hf":
         repo, paths = hub.download(spec)
         return files.FileDataset(paths, spec, data_source=repo, **wording)
+    near = difflib.get_close_matches(kind, SCHEMES, 1, 0.6)
+    if near and colon:
+        raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near[0]}:?")
     return files.FileDataset(files.find_files(spec), spec, **wording)

@@ -73,7 +73,7 @@ class JsonLinesReader:
 
     def _parse(self, row: int, text: bytes) -> Any:
         try:
-            return json.loads(text)
+            return json.loads(text.decode("utf-8-sig"))  # of bytes it would guess the encoding
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.place(row)}: not UTF-8 text: {error}") from error
         except json.JSONDecodeError as error:

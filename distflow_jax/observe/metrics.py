@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 Ratio = tuple[ArrayLike, ArrayLike]  # numerator and denominator, scalars
 
+
 def merge(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
     """Sum of numerators over sum of denominators, by name, in float64.
 

@@ -56,8 +56,8 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
             raise ValueError(f"reward.kwargs: {key!r} is an argument that the run itself gives")
         if key not in names and not takes_any:
             near = difflib.get_close_matches(key, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"reward.kwargs: {shown} takes no {key!r}{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else "take it out of reward.kwargs"
+            raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
     if is_batch(function):
         return  # columns of the data may fill any other parameter
     required = {

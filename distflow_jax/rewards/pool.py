@@ -126,7 +126,8 @@ class RewardPool:
         if result.error == "timeout":
             raise ValueError(
                 f"reward function {self._config.function!r} did not return within "
-                f"reward.timeout_seconds {self._config.timeout_seconds} on the first row"
+                f"reward.timeout_seconds {self._config.timeout_seconds} on the first row; mend it, "
+                "or raise that"
             )
         if result.error is not None:
             summary = result.error.removeprefix("exception: ").split("\n")[0]

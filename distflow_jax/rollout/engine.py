@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jetstream.engine import engine_api, tokenizer_pb2
+from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.attention import cached_attention, masked_attention
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.models.transformer import Decoder, bind
+from distflow_jax.models.transformer import Decoder, bind, param_shardings
 from distflow_jax.parallel.rules import sharding, use_mesh
 from distflow_jax.rollout import cache as cache_lib
+from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key
 
 
@@ -147,6 +148,7 @@ class RolloutEngine(engine_api.Engine):
         self._tokenizer = tokenizer
 
         jit = functools.partial(jax.jit, static_argnums=0)
+        self._init = jax.jit(self._empty_state, out_shardings=self._state_shardings())
         self._prefill = functools.partial(jit(RolloutEngine._prefill_program), self)
         self._insert = functools.partial(jit(RolloutEngine._insert_program, donate_argnums=2), self)
         self._generate = functools.partial(
@@ -156,10 +158,10 @@ class RolloutEngine(engine_api.Engine):
     # -- what JetStream asks for ------------------------------------------------------------------
 
     def load_params(self, params: Any, **kwargs) -> Any:
-        """Puts a parameter tree on the engine's mesh, in its dtype."""
+        """Puts a parameter tree on the engine's mesh, in its dtype and the layout it decodes in."""
         dtype = jnp.dtype(self.config.dtype)
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.device_put(x.astype(dtype), replicated), params)
+        layout = param_shardings(self.model, self._mesh)
+        return jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
 
     def prefill(
         self,
@@ -169,15 +171,17 @@ class RolloutEngine(engine_api.Engine):
         padded_tokens: jax.Array,
         true_length: int,
     ) -> Prefix:
-        """Reads one prompt. `padded_tokens` int32 [T], T one of `buckets`; 1 <= true_length <= T."""
+        """Reads one prompt, the first `true_length` >= 1 of `padded_tokens` int [T].
+
+        Whatever T the caller pads to (JetStream has lengths of its own), the prompt is padded anew
+        to one of `buckets`. A prompt that was cut to its last T tokens is read as these.
+        """
         if existing_prefix is not None:
             raise ValueError(
                 "this engine reads a prompt in one piece: existing_prefix must be None"
             )
-        if len(padded_tokens) not in self.buckets:
-            raise ValueError(f"pad the prompt to one of {self.buckets}, got {len(padded_tokens)}")
-        tokens = np.asarray(padded_tokens, np.int32)
-        return self._prefill(params, tokens, np.int32(true_length))
+        tokens, length = self.pad(np.asarray(padded_tokens, np.int32)[: int(true_length)])
+        return self._prefill(params, tokens, np.int32(length))
 
     def insert(
         self,
@@ -238,29 +242,7 @@ class RolloutEngine(engine_api.Engine):
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState:
         """All slots free."""
-        c, b = self.config, self.config.slots
-        key_shape, value_shape = self._cache_shapes()
-
-        def make():
-            return DecodeState(
-                cache=cache_lib.Cache(
-                    jnp.zeros(key_shape, c.dtype), jnp.zeros(value_shape, c.dtype)
-                ),
-                logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
-                length=jnp.zeros(b, jnp.int32),
-                emitted=jnp.zeros(b, jnp.int32),
-                limit=jnp.zeros(b, jnp.int32),
-                active=jnp.zeros(b, bool),
-                counter=jnp.zeros(b, jnp.int32),
-                sample=jnp.zeros(b, jnp.int32),
-                temperature=jnp.ones(b, jnp.float32),
-                top_k=jnp.zeros(b, jnp.int32),
-                top_p=jnp.ones(b, jnp.float32),
-                seed=jax.random.key(self._seed),
-                exit_below=jnp.zeros((), jnp.int32),
-            )
-
-        return jax.jit(make, out_shardings=self._state_shardings())()
+        return self._init()
 
     def get_prefix_destination_sharding(self) -> Any:
         """A prefix is whole on every device of the mesh."""
@@ -270,9 +252,13 @@ class RolloutEngine(engine_api.Engine):
         """JetStream's descriptor; the vocabulary itself comes with the model (build_tokenizer)."""
         return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
 
-    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> Tokenizer | None:
-        """The model's own tokenizer."""
-        return self._tokenizer
+    def build_tokenizer(
+        self, metadata: tokenizer_pb2.TokenizerParameters
+    ) -> tokenizer_api.Tokenizer:
+        """The model's own tokenizer, as JetStream calls it. ValueError if the engine got none."""
+        if self._tokenizer is None:
+            raise ValueError("this engine was made without a tokenizer: pass tokenizer=...")
+        return JetStreamTokenizer(self._tokenizer, self.stop_ids)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -319,9 +305,8 @@ class RolloutEngine(engine_api.Engine):
         """Runs every program once, so that nothing compiles after the first request."""
         state = self.init_decode_state()
         for bucket in self.buckets:
-            prefix = self.prefill(
-                params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1
-            )
+            tokens = np.zeros(min(bucket, self.config.max_prompt), np.int32)
+            prefix = self.prefill(params=params, padded_tokens=tokens, true_length=len(tokens))
             state = self.insert(prefix, state, 0, SlotRequest(0, 0, 1))
         state = self.set_exit_below(state, 0)
         _, result = self.generate(params, state)
@@ -352,6 +337,25 @@ class RolloutEngine(engine_api.Engine):
         c = self.config
         tokens = c.max_prompt + c.max_response
         return cache_lib.cache_shapes(self.model, slots=c.slots, tokens=tokens, block=c.cache_block)
+
+    def _empty_state(self) -> DecodeState:
+        c, b = self.config, self.config.slots
+        key_shape, value_shape = self._cache_shapes()
+        return DecodeState(
+            cache=cache_lib.Cache(jnp.zeros(key_shape, c.dtype), jnp.zeros(value_shape, c.dtype)),
+            logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
+            length=jnp.zeros(b, jnp.int32),
+            emitted=jnp.zeros(b, jnp.int32),
+            limit=jnp.zeros(b, jnp.int32),
+            active=jnp.zeros(b, bool),
+            counter=jnp.zeros(b, jnp.int32),
+            sample=jnp.zeros(b, jnp.int32),
+            temperature=jnp.ones(b, jnp.float32),
+            top_k=jnp.zeros(b, jnp.int32),
+            top_p=jnp.ones(b, jnp.float32),
+            seed=jax.random.key(self._seed),
+            exit_below=jnp.zeros((), jnp.int32),
+        )
 
     def _pinned(self, state: DecodeState) -> DecodeState:
         # a state that changed its layout between two programs would recompile them

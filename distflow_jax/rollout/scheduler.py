@@ -1,6 +1,6 @@
 """Continuous batching: which response runs in which slot, and when a slot is refilled.
 
-The order depends on the requests and on what was sampled, never on time, so a rerun schedules alike.
+The order depends on the requests and on what was sampled, never on time: a rerun schedules alike.
 """
 
 import collections
@@ -49,6 +49,7 @@ class RolloutStats:
 
 @dataclasses.dataclass
 class _Running:
+    index: int  # of the request
     prompt: Prompt
     sample: int
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
@@ -64,9 +65,9 @@ def run_requests(
 ) -> tuple[DecodeState, list[Response], RolloutStats]:
     """Decodes all requests; responses come back ordered by (request, sample).
 
-    All slots of `state` must be free; it is donated and comes back free. A prompt is prefilled once,
-    when the first slot for it is free, and its responses take slots as they fall free, longest limit
-    first. `on_response` is called as soon as a response ends.
+    All slots of `state` must be free; it is donated and comes back free. A prompt is prefilled
+    once, when the first slot for it is free, and its responses take slots as they fall free, longest
+    limit first. `on_response` is called as soon as a response ends.
     """
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
     waiting = collections.deque(
@@ -76,7 +77,6 @@ def run_requests(
     running: dict[int, _Running] = {}
     prefixes: dict[int, Prefix] = {}
     done: dict[tuple[int, int], Response] = {}
-    place = {id(r.prompt): i for i, r in enumerate(requests)}
     stats = RolloutStats()
     stops = set(engine.stop_ids)
 
@@ -96,12 +96,12 @@ def run_requests(
             entry = running[slot]
             entry.parts.append((data.tokens[0, :count], logp[slot, :count], margin[slot, :count]))
             stats.tokens += count
-            request = requests[place[id(entry.prompt)]]
+            request = requests[entry.index]
             ended = count > 0 and int(data.tokens[0, count - 1]) in stops
             if ended or int(data.lengths[0]) >= request.limit:
                 tokens, logps, margins = (np.concatenate(x) for x in zip(*entry.parts, strict=True))
                 response = Response(entry.prompt, entry.sample, tokens, logps, margins, ended)
-                done[place[id(entry.prompt)], entry.sample] = response
+                done[entry.index, entry.sample] = response
                 del running[slot]
                 free.append(slot)
                 if on_response is not None:
@@ -133,7 +133,7 @@ def _fill(engine, params, state, requests, waiting, free, running, prefixes, sta
                 request.top_p,
             )
         )
-        running[slot] = _Running(request.prompt, sample)
+        running[slot] = _Running(index, request.prompt, sample)
     state = engine.bulk_insert(prefixes[index], state, slots, slot_requests)
     if not waiting or waiting[0][0] != index:
         del prefixes[index]

@@ -8,7 +8,7 @@ import optax
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
@@ -32,6 +32,7 @@ class StageContext:
     schedule: optax.Schedule
     rollout: RolloutConfig
     engine: RolloutEngine
+    reward: RewardConfig
     rewards: RewardPool
     prompts_per_step: int
     mini_batches: int  # optimizer steps per pass over a batch

@@ -1,14 +1,27 @@
-"""Reward: a score for every response, from functions in the reward pool."""
+"""Reward: a score for every response, from functions in the reward pool.
+
+N responses of this process.
+"""
+
+import json
+from collections.abc import Sequence
 
 import numpy as np
 
-from distflow_jax.rewards.pool import RewardRequest
+from distflow_jax.observe.metrics import merge
+from distflow_jax.parallel import processes
+from distflow_jax.rewards.pool import RewardRequest, RewardResult, error_counts
+from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.stages.context import Stage, StageContext
 
 
 def build_reward(context: StageContext) -> Stage:
-    """prompt, response, finished -> score, float32 [N]."""
-    pool, tokenizer = context.rewards, context.tokenizer
+    """prompt, response, finished -> score, float32 [N]. Collective: metrics are of all processes.
+
+    The length penalty of `reward.overlong_*` is part of the score. Evaluation leaves it out.
+    """
+    config, pool, tokenizer = context.reward, context.rewards, context.tokenizer
+    limit = context.rollout.max_response_length
 
     def reward(state, fields, options):
         requests = [
@@ -24,9 +37,35 @@ def build_reward(context: StageContext) -> Stage:
         ]
         results = pool.score(requests)
         pool.check_error_rate(results)
-        timeouts = sum(r.error == "timeout" for r in results)
-        errors = sum(r.error is not None for r in results) - timeouts
-        metrics = {"reward/errors": errors, "reward/timeouts": timeouts}
-        return state, {"score": np.array([r.score for r in results], np.float32)}, metrics
+        score_N = np.array([result.score for result in results], np.float32)
+        numbers = [result.logged for result in results]
+        if config.overlong_buffer:
+            penalty_N = overlong_penalty(
+                np.array([len(response) for response in fields["response"]]),
+                max_response_length=limit,
+                buffer=config.overlong_buffer,
+                factor=config.overlong_penalty,
+                cap=config.overlong_cap,
+            )
+            score_N += penalty_N
+            numbers += [{"overlong_penalty": float(penalty)} for penalty in penalty_N]
+        return state, {"score": score_N}, _metrics(results, numbers)
 
     return reward
+
+
+def _metrics(
+    results: Sequence[RewardResult], numbers: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Counts of errors, and the mean of each of `numbers`, over all processes."""
+    sums: dict[str, tuple[float, int]] = {}
+    for entry in numbers:
+        for name, value in entry.items():
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = total + value, count + 1
+    # as text: a function may return other numbers for other rows, so the names may differ
+    texts = processes.all_gather_text(json.dumps([sums, error_counts(results)]))
+    parts = [json.loads(text) for text in texts]
+    means = merge(part[0] for part in parts)
+    counts = {name: sum(part[1][name] for part in parts) for name in error_counts([])}
+    return {f"reward/{name}": mean for name, mean in means.items()} | counts

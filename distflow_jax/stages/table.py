@@ -1,7 +1,7 @@
 """Which stage a node runs: by its role and type, or the function it names."""
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from distflow_jax.plugins import load_function
 from distflow_jax.stages.advantage import build_advantage
@@ -11,13 +11,30 @@ from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
 from distflow_jax.stages.update import build_update
 
-STAGES: dict[tuple[str, str], Callable[[StageContext], Stage]] = {
-    ("ROLLOUT", "MODEL_INFERENCE"): build_rollout,
-    ("REWARD", "COMPUTE"): build_reward,
-    ("ACTOR", "COMPUTE"): build_advantage,
-    ("ACTOR", "MODEL_INFERENCE"): build_old_logp,
-    ("ACTOR", "MODEL_TRAIN"): build_update,
-    ("REFERENCE", "MODEL_INFERENCE"): build_ref_logp,
+Builder = Callable[[StageContext], Stage]
+
+
+class StageKind(NamedTuple):
+    """A default stage, and the fields that it cannot do without, by their names inside it."""
+
+    build: Builder
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+def _kind(build: Builder, reads: str, writes: str) -> StageKind:
+    return StageKind(build, frozenset(reads.split()), frozenset(writes.split()))
+
+
+STAGES: dict[tuple[str, str], StageKind] = {
+    ("ROLLOUT", "MODEL_INFERENCE"): _kind(
+        build_rollout, "prompt", "response response_mask rollout_logp version finished"
+    ),
+    ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score"),
+    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage"),
+    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_update, "response advantage", ""),
+    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
 }
 
 
@@ -28,12 +45,17 @@ class NodeLike(Protocol):
     role: str
     type: str
     fn: str | None
+    reads: Mapping[str, str]
+    writes: Mapping[str, str]
 
 
-def resolve(nodes: Iterable[NodeLike]) -> dict[str, Callable[[StageContext], Stage]]:
-    """Node id -> what builds its stage. ValueError for a node that no stage belongs to.
+def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
+    """Node id -> what builds its stage.
 
     A node's own `fn` is a stage itself: (state, fields, options) -> (state, fields, metrics).
+
+    Raises ValueError for a node that no stage belongs to, or that does not name the fields that its
+    stage reads and writes.
     """
     builders = {}
     for node in nodes:
@@ -41,7 +63,9 @@ def resolve(nodes: Iterable[NodeLike]) -> dict[str, Callable[[StageContext], Sta
             stage = load_function(node.fn, f"stage of node {node.id!r}")
             builders[node.id] = lambda context, stage=stage: stage
         elif (node.role, node.type) in STAGES:
-            builders[node.id] = STAGES[node.role, node.type]
+            kind = STAGES[node.role, node.type]
+            _check_fields(node, kind)
+            builders[node.id] = kind.build
         else:
             known = ", ".join(f"{role} {kind}" for role, kind in STAGES)
             raise ValueError(
@@ -49,3 +73,15 @@ def resolve(nodes: Iterable[NodeLike]) -> dict[str, Callable[[StageContext], Sta
                 f"{known}; or name your own in `fn`"
             )
     return builders
+
+
+def _check_fields(node: NodeLike, kind: StageKind) -> None:
+    what = f"node {node.id!r}: the stage of {node.role} {node.type}"
+    if missing := sorted(kind.reads - set(node.reads)):
+        raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")
+    if missing := sorted(kind.writes - set(node.writes)):
+        raise ValueError(f"{what} writes {', '.join(missing)}: add that to the node's writes")
+    if extra := sorted(set(node.writes) - kind.writes):
+        raise ValueError(
+            f"{what} does not write {', '.join(extra)}: take that out of the node's writes"
+        )

@@ -13,6 +13,13 @@ def _chunk(x: jax.Array, index: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
 
 
+def _wanted_chunk(hidden_BTD: jax.Array, count_B: jax.Array, index: jax.Array, size: int):
+    # 0 behind the count: what lies there must not reach the weight's gradient as 0 * nan
+    position = index * size + jnp.arange(size, dtype=jnp.int32)
+    wanted = position[None] < count_B[:, None]
+    return jnp.where(wanted[..., None], _chunk(hidden_BTD, index, size), 0.0)
+
+
 def _chunk_logits(hidden_BCD: jax.Array, weight_VD: jax.Array, inverse_t: jax.Array) -> jax.Array:
     logits = jnp.einsum("BCD,VD->BCV", hidden_BCD, weight_VD, preferred_element_type=jnp.float32)
     return logits * inverse_t
@@ -55,7 +62,7 @@ def _forward(hidden, weight, target, count, temperature, chunk):
 
     def body(index, carry):
         logp, entropy, lse = carry
-        logits = _chunk_logits(_chunk(hidden, index, chunk), weight, inverse_t)
+        logits = _chunk_logits(_wanted_chunk(hidden, count, index, chunk), weight, inverse_t)
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         exp = jnp.exp(logits - top)
         total = exp.sum(-1)
@@ -87,7 +94,7 @@ def _backward(chunk, residuals, cotangents):
 
     def body(index, carry):
         d_hidden, d_weight = carry
-        part = _chunk(hidden, index, chunk)
+        part = _wanted_chunk(hidden, count, index, chunk)
         logits = _chunk_logits(part, weight, inverse_t)
         log_p = logits - _chunk(lse, index, chunk)[..., None]
         p = jnp.exp(log_p)

@@ -184,9 +184,11 @@ def test_the_step_of_an_unreadable_checkpoint_can_be_saved_again(open_checkpoint
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "arrays")
     step, restored, _ = checkpointer.restore(None, abstract(state()))
     assert step == 1
-    assert (tmp_path / "checkpoints" / "2.unreadable").exists()
+    checkpointer = open_checkpointer()
+    checkpointer.restore(None, abstract(state()))
     checkpointer.save(2, restored, {"again": True})
     checkpointer.wait()
+    assert (tmp_path / "checkpoints" / "2.unreadable").exists()
     assert checkpointer.restore(None, abstract(state()))[2] == {"again": True}
 
 
@@ -198,7 +200,29 @@ def test_an_interrupted_save_is_ignored_and_removed(open_checkpointer, tmp_path)
     damage(half / "record" / "metadata", "missing")
     checkpointer = open_checkpointer()
     assert checkpointer.latest() == 2
+    checkpointer.save(3, state(), {})
+    checkpointer.wait()
     assert not half.exists()
+    assert checkpointer.latest() == 3
+
+
+def test_who_only_reads_changes_nothing(open_checkpointer, tmp_path):
+    """Answering from the checkpoints of a live run must not touch the one it is writing."""
+    folder = tmp_path / "checkpoints"
+    writer = open_checkpointer(keep=3)
+    for step in (1, 2, 3):
+        writer.save(step, state(scale=float(step)), {"step": step})
+    writer.wait()
+    damage(folder / "3" / "record" / "metadata", "empty")
+    shutil.copytree(folder / "2", folder / "4.orbax-checkpoint-tmp")
+    before = sorted(folder.rglob("*"))
+    reader = open_checkpointer(keep=1)
+    assert reader.restore(None, abstract(state()))[0] == 2
+    reader.wait()
+    reader.close()
+    assert sorted(folder.rglob("*")) == before
+    assert open_checkpointer(tmp_path / "nowhere").latest() is None
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_nothing_readable_is_an_error_and_not_a_fresh_start(open_checkpointer, tmp_path):

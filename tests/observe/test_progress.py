@@ -45,11 +45,10 @@ def test_other_processes_are_silent():
 
 def test_table_shows_names_and_values_as_they_are():
     out = console()
-    table(
-        "sizes", [("rows", 1234567), ("mesh", "fsdp 4 [x] tensor 2"), ("fused", True)], console=out
-    )
+    rows = [("rows", 1234567, "packed"), ("mesh", "fsdp 4 [x] tensor 2", ""), ("fused", True, "")]
+    table("sizes", rows, console=out)
     text = out.file.getvalue()
-    for part in ("sizes", "1,234,567", "fsdp 4 [x] tensor 2", "True"):
+    for part in ("sizes", "1,234,567", "packed", "fsdp 4 [x] tensor 2", "True"):
         assert part in text
 
 

@@ -117,11 +117,19 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
         heads = values.get("num_heads", DecoderConfig.num_heads)
         if heads < 1 or hidden % heads:
-            raise ValueError(f"{spec}: hidden {hidden} is not divisible by heads {heads}")
+            fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
+            near = min(fits, key=lambda n: abs(n - heads))
+            raise ValueError(
+                f"{spec}: hidden {hidden} is not divisible by heads {heads}; use heads={near}"
+            )
         values["head_dim"] = hidden // heads
-    config = DecoderConfig(**values)
+    try:
+        config = DecoderConfig(**values)
+        tokenizer = Tokenizer.byte_level(config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{spec}: {error}") from error
     fingerprint = hashlib.sha256(repr(config).encode()).hexdigest()
-    return ModelSource(spec, config, Tokenizer.byte_level(config.vocab_size), fingerprint)
+    return ModelSource(spec, config, tokenizer, fingerprint)
 
 
 def _option_value(spec: str, option: str, text: str) -> int | float | bool:

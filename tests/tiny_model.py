@@ -1,0 +1,81 @@
+"""A network and a batch small enough for tests, with weights that make sharp predictions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from distflow_jax.batch import Prompt, Rows, RowShape, Samples, pack, to_rows
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.transformer import param_specs
+from distflow_jax.types import unflatten_dict
+
+# 320 tokens: not a multiple of the sampler's block of 128, but of 8 devices
+TINY = DecoderConfig(
+    vocab_size=320,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=128,
+    max_position=256,
+)
+
+
+def random_params(config: DecoderConfig, seed: int = 0) -> dict:
+    """Float32 NumPy parameters. Larger than at birth, and norms that are not all one: with tiny
+    weights every prediction is uniform, and most mistakes would hide."""
+    rng = np.random.default_rng(seed)
+    flat = {}
+    for path, spec in param_specs(config).items():
+        noise = rng.standard_normal(spec.shape)
+        value = 1 + 0.2 * noise if spec.stddev is None else 0.15 * noise
+        flat[path] = value.astype(np.float32)
+    return unflatten_dict(flat)
+
+
+def mesh_of(fsdp: int, tensor: int, names=("fsdp", "tensor")) -> Mesh:
+    devices = np.array(jax.devices()[: fsdp * tensor], dtype=object)
+    return Mesh(devices.reshape(fsdp, tensor), names)
+
+
+def prompt_of(counter: int, tokens) -> Prompt:
+    return Prompt(counter, counter, np.asarray(tokens, np.int32), "", "test", None, {})
+
+
+def random_samples(
+    seed: int,
+    *,
+    groups: int,
+    size: int,
+    prompt: tuple[int, int] = (3, 20),
+    response: tuple[int, int] = (1, 14),
+    vocab: int = TINY.vocab_size,
+) -> Samples:
+    """`groups` prompts with `size` responses each; every tenth response token is masked out."""
+    rng = np.random.default_rng(seed)
+    prompts, responses, masks = [], [], []
+    for counter in range(groups):
+        p = prompt_of(counter, rng.integers(0, vocab, rng.integers(*prompt, endpoint=True)))
+        for _ in range(size):
+            length = rng.integers(*response, endpoint=True)
+            prompts.append(p)
+            responses.append(rng.integers(0, vocab, length).astype(np.int32))
+            masks.append(rng.random(length) < 0.9)
+    sample = np.tile(np.arange(size, dtype=np.int32), groups)
+    return Samples(prompts, sample, responses, masks)
+
+
+def rows_of(samples: Samples, shape: RowShape, *, shared: bool, ranks: int = 1):
+    """(Rows, Placement) of samples whose prompts are numbered from 0."""
+    count = max(p.counter for p in samples.prompt) + 1
+    placement = pack(
+        samples, shape, ranks=ranks, prompts_per_step=count, attention_cost=0.0, shared=shared
+    )
+    return to_rows(samples, placement, prompts_per_step=count), placement
+
+
+def mini_batch(rows: Rows, index: int = 0) -> Rows:
+    """One mini-batch's rows as device arrays, [R, L] and [R, S]."""
+    return jax.tree.map(lambda x: jnp.asarray(x[index]), rows)
