@@ -16,8 +16,8 @@ import numpy as np
 class Prompt:
     """One prompt as the loader issues it.
 
-    `counter` is its place in the global order of the run (the first half of every uid made from it).
-    `row` is its place in the data set. `tokens` int32 [P].
+    `counter` is its place in the global order of the run (the first half of every uid made from
+    it). `row` is its place in the data set. `tokens` int32 [P].
     """
 
     counter: int
@@ -33,9 +33,9 @@ class Prompt:
 class Samples:
     """Responses of this process, one entry per response in every column.
 
-    `response` and `response_mask` hold one array per sample. `sample` is the index within the group,
-    so that uid = (counter, sample) is unique over the run. `fields` holds every other host column by
-    its name in the DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
+    `response` and `response_mask` hold one array per sample. `sample` is the index within the
+    group, so that uid = (counter, sample) is unique over the run. `fields` holds every other host
+    column by its name in the DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
     """
 
     prompt: list[Prompt]
@@ -103,9 +103,9 @@ def first_fit_decreasing(
 ) -> list[list[int]]:
     """Packs sequences into as few rows as first-fit finds, longest groups first.
 
-    All arguments int [N]. With `shared` a sequence whose prompt already lies in a row costs only its
-    response there; such rows are tried first, and a whole group goes into one row where it fits. A row
-    is opened only when no other has room, so every row but the last holds at least
+    All arguments int [N]. With `shared` a sequence whose prompt already lies in a row costs only
+    its response there; such rows are tried first, and a whole group goes into one row where it
+    fits. A row is opened only when no other has room, so every row but the last holds at least
     min(S, L // longest sequence) sequences: the bound behind `rows_needed`.
     """
     order: dict[int, list[int]] = {}
@@ -155,7 +155,7 @@ def first_fit_decreasing(
 
 
 def rows_needed(num_sequences: int, longest: int, row_tokens: int, row_sequences: int) -> int:
-    """Upper bound on the rows that first_fit_decreasing opens, whatever the lengths up to `longest`."""
+    """Upper bound on the rows that first_fit_decreasing opens for lengths up to `longest`."""
     per_row = max(1, min(row_sequences, row_tokens // longest))
     return -(-num_sequences // per_row)
 
@@ -280,7 +280,7 @@ def to_rows(samples: Samples, placement: Placement, *, prompts_per_step: int) ->
 
 
 def token_field(samples: Samples, placement: Placement, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Per-token values of the responses (one array per sample) as float32 [K, R, L], 0 elsewhere."""
+    """Per-token values of the responses (one array per sample): float32 [K, R, L], else 0."""
     s = placement.shape
     out = np.zeros((s.mini_batches, s.rows, s.tokens), np.float32)
     for k, mini in enumerate(placement.sample_at):

@@ -291,7 +291,7 @@ def _due(step: int, every: int) -> bool:
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM sets; outside the main thread (a notebook's worker) it never is."""
+    """Yields an event that SIGTERM sets; never, outside the main thread (a notebook's worker)."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

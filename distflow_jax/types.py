@@ -1,4 +1,5 @@
-"""Records that several layers share: where data lies, and how it gets from one stage to the next."""
+"""Records that several layers share: where data lies, and how it gets from one stage to the
+next."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ class Layout:
     """Where a stage keeps its fields.
 
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
-    `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor", 2)).
-    Two stages whose layouts compare equal hand fields on without moving a byte.
+    `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
+    2)). Two stages whose layouts compare equal hand fields on without moving a byte.
     """
 
     kind: str
@@ -33,9 +34,9 @@ class Layout:
 class Edge:
     """One field on its way from the node that writes it to a node that reads it.
 
-    `source` is None for a field that the loader gives. `move` is decided by the planner from the two
-    layouts alone: "stay" (equal layouts), "pack" (host to mesh), "unpack" (mesh to host) or "reshard"
-    (mesh to another mesh).
+    `source` is None for a field that the loader gives. `move` is decided by the planner from the
+    two layouts alone: "stay" (equal layouts), "pack" (host to mesh), "unpack" (mesh to host) or
+    "reshard" (mesh to another mesh).
     """
 
     field: str

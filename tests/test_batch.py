@@ -140,8 +140,8 @@ def test_fields_come_back_as_they_went_in(shared, ranks):
 @BOTH
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_sequence_can_be_read_back_from_its_row(shared, ranks):
-    """Walks back along `previous` from a response's last token: that must give the response and then
-    its prompt, whoever else shares it; positions count down to 0."""
+    """Walks back along `previous` from a response's last token: that must give the response and
+    then its prompt, whoever else shares it; positions count down to 0."""
     for seed in range(20):
         samples = random_samples(seed, groups=6, size=4)
         rows, placement = rows_of(samples, SHAPE, shared=shared, ranks=ranks)

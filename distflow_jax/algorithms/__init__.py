@@ -1,0 +1,1 @@
+"""Advantages, losses, KL: pure functions."""

@@ -36,8 +36,8 @@ def grpo(score: jax.Array, group: jax.Array, valid: jax.Array, *, num_groups: in
     """(s - mean) / (sd + 1e-6) within the group, sd with ddof 1.
 
     `score` float32, `group` int32 in [0, num_groups), `valid` bool: any equal shape. A group of one
-    has mean 0 and sd 1. A group whose scores are all equal gets exactly 0: rounding of the mean must
-    not make an advantage up. Shao et al. 2024 (arxiv.org/abs/2402.03300), sec. 4.1.2.
+    has mean 0 and sd 1. A group whose scores are all equal gets exactly 0: rounding of the mean
+    must not make an advantage up. Shao et al. 2024 (arxiv.org/abs/2402.03300), sec. 4.1.2.
     """
     count, mean, squares, equal = group_statistics(score, group, valid, num_groups)
     sd = jnp.sqrt(squares / jnp.maximum(count - 1.0, 1.0))

@@ -25,7 +25,7 @@ def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """Value of k3, gradient of k2 (straight-through): the gradient of the true KL in expectation."""
+    """Value of k3, gradient of k2 (straight-through): in expectation that of the true KL."""
     straight = k2(logp, ref_logp)
     return straight + jax.lax.stop_gradient(k3(logp, ref_logp) - straight)
 

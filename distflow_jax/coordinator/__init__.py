@@ -1,0 +1,1 @@
+"""Data: where they come from and how they move between stages."""

@@ -1,0 +1,1 @@
+"""The network, its tokenizer, and weights in."""

@@ -1,6 +1,6 @@
 """Attention over packed rows and over a block-wise key/value cache.
 
-B batch or slots, T query tokens, S key tokens, N heads, K key/value heads, G = N / K query heads per
+B batch or slots, T query tokens, S key tokens, N heads, K key/value heads, G = N / K heads per
 key/value head, H head dim, C cache blocks, W tokens per cache block.
 """
 
@@ -13,8 +13,8 @@ _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of
 def packed_mask(segment_BT: jax.Array, parent_BT: jax.Array) -> jax.Array:
     """Which token sees which, bool [B, T, T].
 
-    A token sees earlier tokens of its own segment and of its parent segment (the prompt that several
-    responses share; equal to the own segment where the prompt is not shared). 0 is padding.
+    A token sees earlier tokens of its own segment and of its parent segment (the prompt that
+    several responses share; equal to the own segment where the prompt is not shared). 0 is padding.
     """
     length = segment_BT.shape[1]
     query, key = segment_BT[:, :, None], segment_BT[:, None, :]
@@ -58,8 +58,8 @@ def cached_attention(
     """One query token per slot against its cached tokens and itself. Returns [B, N, H].
 
     `cache_k` [layers, C, B, K, H, W] and `cache_v` [layers, C, B, K, W, H] are read block by block,
-    only the first `used_blocks` (traced) of them, and merged by running log-sum-exp. Keys are stored
-    head dim first: on CPU the score product then runs twice as fast.
+    only the first `used_blocks` (traced) of them, and merged by running log-sum-exp. Keys are
+    stored head dim first: on CPU the score product then runs twice as fast.
     """
     _, _, slots, kv_heads, head_dim, width = cache_k.shape
     q = q_BNH.reshape(slots, kv_heads, -1, head_dim)

@@ -1,0 +1,1 @@
+"""Metrics, progress, spans: what people see of a run."""

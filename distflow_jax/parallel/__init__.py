@@ -1,0 +1,1 @@
+"""Meshes, sharding rules, processes, transfers."""

@@ -1,0 +1,1 @@
+"""Scores for responses, and the processes that compute them."""

@@ -1,0 +1,1 @@
+"""Sampling: JetStream's engine over our network, and who decodes when."""

@@ -66,8 +66,8 @@ def run_requests(
     """Decodes all requests; responses come back ordered by (request, sample).
 
     All slots of `state` must be free; it is donated and comes back free. A prompt is prefilled
-    once, when the first slot for it is free, and its responses take slots as they fall free, longest
-    limit first. `on_response` is called as soon as a response ends.
+    once, when the first slot for it is free, and its responses take slots as they fall free,
+    longest limit first. `on_response` is called as soon as a response ends.
     """
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
     waiting = collections.deque(

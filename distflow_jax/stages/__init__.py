@@ -1,0 +1,1 @@
+"""What one node of a graph does."""

@@ -9,8 +9,10 @@ from distflow_jax.training.update import make_update
 
 
 def build_update(context: StageContext) -> Stage:
-    """response (Rows), rollout_logp, advantage, and where the plan has them old_logp and ref_logp ->
-    metrics. Number of updates: mini_batches * epochs, from the config alone."""
+    """response (Rows), rollout_logp, advantage, old_logp and ref_logp where planned -> metrics.
+
+    Number of updates: mini_batches * epochs, from the config alone.
+    """
     update = make_update(
         context.optimizer,
         context.schedule,

@@ -1,0 +1,1 @@
+"""The update: forward pass, loss, optimizer, gradient accumulation."""

@@ -40,7 +40,7 @@ def per_token(sequence_RS: jax.Array, segment_RL: jax.Array) -> jax.Array:
 
 
 def parent_segment(rows: Rows) -> jax.Array:
-    """Segment of the prompt each token continues, int32 [R, L]; its own segment where not shared."""
+    """Segment of the prompt each token continues, its own where not shared; int32 [R, L]."""
     sequences = rows.parent.shape[1]
     is_sequence = (rows.segment > 0) & (rows.segment <= sequences)
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)

@@ -42,10 +42,10 @@ def token_logp(
 ) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy), each float32 [B, T], of softmax(hidden weight^T / temperature).
 
-    Only the first `count_B[b]` positions of a row are wanted; chunks of `chunk` positions are worked
-    off until the fullest row is done, so positions behind it cost nothing and come back as 0. `T`
-    must be divisible by `chunk`. Gradients flow to hidden and weight; logits are computed again in
-    the backward pass, chunk by chunk.
+    Only the first `count_B[b]` positions of a row are wanted; chunks of `chunk` positions are
+    worked off until the fullest row is done, so positions behind it cost nothing and come back as
+    0. `T` must be divisible by `chunk`. Gradients flow to hidden and weight; logits are computed
+    again in the backward pass, chunk by chunk.
     """
     return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk)[0]
 

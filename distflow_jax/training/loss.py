@@ -47,7 +47,7 @@ class AlgorithmConfig:
                 )
         if self.kl_coef and self.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_estimator='k1' has zero expected gradient as a loss; use k2, k3 or k3+"
+                "algorithm.kl_estimator='k1' has zero expected gradient as a loss; use k2, k3, k3+"
             )
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ValueError(
@@ -98,8 +98,8 @@ def policy_objective(
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
     """Share of this micro-batch in the loss, and its share in the metrics.
 
-    Metrics come as {"sum": {...}, "max": {...}}: sums are already divided by the step's denominators,
-    so that adding them up over micro-batches gives the step's value.
+    Metrics come as {"sum": {...}, "max": {...}}: sums are already divided by the step's
+    denominators, so that adding them up over micro-batches gives the step's value.
     """
     rows = batch.rows
     mask = rows.response_mask

@@ -1,6 +1,6 @@
 """Walking over the micro-batches of a step inside one compiled program.
 
-Rows lie rank-major: [R, ...] = [ranks, steps, micro, ...]; a micro-batch takes `micro` rows of every
+Rows lie rank-major: [R, ...] = [ranks, steps, micro, ...]; a micro-batch takes `micro` rows of each
 rank, so that nothing moves between ranks. How many are worked off is a traced number, the same on
 every device: empty rows cost nothing and nothing recompiles.
 """
@@ -14,7 +14,8 @@ from distflow_jax.parallel.rules import constrain
 
 
 def split(tree: Any, ranks: int, micro: int) -> Any:
-    """[R, ...] -> [ranks, steps, micro, ...] on every leaf; R must be divisible by ranks * micro."""
+    """[R, ...] -> [ranks, steps, micro, ...] on every leaf; R must be divisible by ranks *
+    micro."""
 
     def one(x):
         return x.reshape(ranks, x.shape[0] // (ranks * micro), micro, *x.shape[1:])

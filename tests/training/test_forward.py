@@ -1,0 +1,254 @@
+"""Packed rows give what plain sequences give: log-probs, and gradients of the whole objective.
+
+N sequences, T tokens of the longest one. The yardstick is the same layers over one sequence per row,
+with a full softmax and the loss written out. Tolerances are float32 sums in another order: 1e-5 of a
+gradient's norm is some hundred roundings, while a token that sees its neighbour's is off by percents.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.batch import RowShape, from_token_field, sequence_field, token_field
+from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.transformer import bind
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.forward import ForwardConfig, per_token, response_logp
+from distflow_jax.training.loss import AlgorithmConfig, MicroBatch, step_denominators
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+from distflow_jax.types import flatten_dict
+
+PARAMS = random_params(TINY)
+SAMPLES = random_samples(0, groups=4, size=4)
+TEMPERATURE = np.float32(0.8)
+ALGORITHM = AlgorithmConfig(
+    clip_high=0.28, aggregation="seq-mean-token-mean", kl_coef=0.05, entropy_coef=0.01
+)
+FORWARD = ForwardConfig(logp_chunk=16)
+WIDE, NARROW = RowShape(1, 8, 128, 8), RowShape(1, 16, 64, 4)
+
+
+def distance(a, b):
+    """|a - b| / |b| over all leaves."""
+    a, b = flatten_dict(a), flatten_dict(b)
+    assert a.keys() == b.keys()
+    gap = sum(np.sum((np.asarray(a[k], np.float64) - b[k]) ** 2) for k in a)
+    return np.sqrt(gap / sum(np.sum(np.asarray(b[k], np.float64) ** 2) for k in b))
+
+
+@pytest.fixture(scope="module")
+def fields():
+    """Per-token fields that exercise every term: ratios on both sides of the clip, a reference."""
+    rng = np.random.default_rng(1)
+    plain = unpacked_logp()
+    near = [x + rng.normal(0, 0.3, len(x)) for x in plain]
+    return {
+        "old_logp": [x.astype(np.float32) for x in near],
+        "ref_logp": [(x + rng.normal(0, 0.5, len(x))).astype(np.float32) for x in plain],
+        "rollout_logp": [(x + rng.normal(0, 0.1, len(x))).astype(np.float32) for x in plain],
+        "score": rng.normal(size=len(SAMPLES)).astype(np.float32),
+    }
+
+
+# -- one sequence per row ---------------------------------------------------------------------------
+
+
+def pad_sequences():
+    """(tokens [N, T], first response position, length) of prompt + response, padded right."""
+    whole = [
+        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
+    ]
+    longest = max(map(len, whole))
+    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
+    return tokens, [len(p.tokens) for p in SAMPLES.prompt], [len(x) for x in whole]
+
+
+def log_softmax_all(params, tokens):
+    """log_softmax(logits / temperature) of the next token, [N, T, V]."""
+    count, length = tokens.shape
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length))
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+    decoder = bind(TINY, params)
+    hidden, _ = decoder.hidden(
+        tokens, position, lambda q, k, v, _: (masked_attention(q, k, v, causal), None)
+    )
+    logits = jnp.einsum("NTD,VD->NTV", hidden, decoder.head_weight())
+    return jax.nn.log_softmax(logits / TEMPERATURE, axis=-1)
+
+
+def unpacked_logp():
+    """Log-probs of the responses, one float32 array per sample."""
+    tokens, starts, ends = pad_sequences()
+    log_p = np.asarray(jax.jit(log_softmax_all)(PARAMS, tokens))
+    return [
+        np.array([log_p[i, t - 1, tokens[i, t]] for t in range(starts[i], ends[i])])
+        for i in range(len(tokens))
+    ]
+
+
+def unpacked_gradient(fields):
+    """Gradient of the objective, term by term from its definition."""
+    tokens, starts, ends = pad_sequences()
+    count, length = tokens.shape
+
+    def spread(values):
+        out = np.zeros((count, length), np.float32)
+        for i, value in enumerate(values):
+            out[i, starts[i] : ends[i]] = value
+        return out[:, 1:]
+
+    mask = spread(SAMPLES.response_mask)
+    old, ref, advantage = (spread(fields[k]) for k in ("old_logp", "ref_logp", "score"))
+    per_sequence = mask.sum(1, keepdims=True)
+    sequences = np.float32((per_sequence > 0).sum())
+    weight = mask / np.maximum(per_sequence, 1) / sequences
+
+    def objective(params):
+        log_p = log_softmax_all(params, tokens)[:, :-1]
+        logp = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        ratio = jnp.exp(logp - old)
+        clipped = jnp.clip(ratio, 1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
+        loss = jnp.maximum(-advantage * ratio, -advantage * clipped)
+        capped = jnp.minimum(loss, -advantage * ALGORITHM.dual_clip)
+        loss = jnp.where(advantage < 0, capped, loss)
+        d = logp - ref
+        loss += ALGORITHM.kl_coef * (jnp.exp(-d) + d - 1) - ALGORITHM.entropy_coef * entropy
+        return jnp.sum(loss * weight)
+
+    return jax.jit(jax.value_and_grad(objective))(PARAMS)
+
+
+# -- packed -----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def packed_logp(params, rows):
+    return response_logp(params, TINY, rows, TEMPERATURE, FORWARD)
+
+
+def packed_batch(fields, row_shape, *, shared):
+    rows, placement = rows_of(SAMPLES, row_shape, shared=shared)
+    rows = mini_batch(rows)
+    token = {k: token_field(SAMPLES, placement, v)[0] for k, v in fields.items() if k != "score"}
+    score = sequence_field(placement, fields["score"])[0]
+    advantage = np.where(rows.response_mask, per_token(jnp.asarray(score), rows.segment), 0)
+    return MicroBatch(rows=rows, advantage=advantage, **token)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "micro"))
+def packed_gradient(batch, params, *, mesh, micro):
+    with use_mesh(mesh):
+        denominators = step_denominators(ALGORITHM, batch.rows, 14)
+        return accumulate_gradients(
+            params,
+            batch,
+            denominators,
+            TEMPERATURE,
+            shape=UpdateShape(mesh, micro, 14),
+            model=TINY,
+            algorithm=ALGORITHM,
+            forward=FORWARD,
+        )
+
+
+@pytest.fixture(scope="module")
+def narrow(fields):
+    batch = packed_batch(fields, NARROW, shared=True)
+    return batch, packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=1)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
+@pytest.mark.parametrize("row_shape", [NARROW, WIDE], ids=["64 tokens", "128 tokens"])
+def test_log_probs_of_packed_rows(row_shape, shared):
+    rows, placement = rows_of(SAMPLES, row_shape, shared=shared)
+    assert shared == (rows.parent.max() > row_shape.sequences)
+    logp, entropy = (np.asarray(x) for x in packed_logp(PARAMS, mini_batch(rows)))
+    got = from_token_field(SAMPLES, placement, logp[None])
+    for mine, plain, mask in zip(got, unpacked_logp(), SAMPLES.response_mask, strict=True):
+        np.testing.assert_allclose(mine[mask], plain[mask], atol=1e-4)
+    outside = ~rows.response_mask[0]
+    np.testing.assert_array_equal(logp[outside], 0)
+    np.testing.assert_array_equal(entropy[outside], 0)
+    assert (entropy[~outside] > 0).all() and (entropy < np.log(TINY.vocab_size)).all()
+
+
+def test_gradient_of_the_objective(fields, narrow):
+    loss, expected = unpacked_gradient(fields)
+    _, (grads, metrics) = narrow
+    np.testing.assert_allclose(metrics["actor/loss"], loss, rtol=1e-5)
+    assert distance(grads, expected) < 1e-5
+    assert 0 < metrics["actor/pg_clipfrac"] < 1 and metrics["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "shared"), [(NARROW, False), (WIDE, True)], ids=["own prompts", "wide rows"]
+)
+def test_gradient_does_not_depend_on_packing(fields, narrow, row_shape, shared):
+    batch = packed_batch(fields, row_shape, shared=shared)
+    grads, metrics = packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=1)
+    assert distance(grads, narrow[1][0]) < 1e-5
+    assert metrics.keys() == narrow[1][1].keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_micro_batch_changes_rounding_only(narrow):
+    batch, (grads, metrics) = narrow
+    other, more = packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=4)
+    assert distance(other, grads) < 1e-6
+    for name, value in metrics.items():
+        np.testing.assert_allclose(more[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_padding_does_not_matter(narrow):
+    """Tokens, positions and fields of places that hold nothing may be anything."""
+    batch, (grads, metrics) = narrow
+    rng = np.random.default_rng(7)
+    rows = jax.tree.map(np.array, batch.rows)
+    empty = rows.segment == 0
+    assert empty.sum() > 100
+    # the first of them: a place that others look at by mistake
+    rows.tokens[empty] = rng.integers(0, TINY.vocab_size, empty.sum())
+    rows.position[empty] = rng.integers(0, 60, empty.sum())
+    rows.previous[empty] = rng.integers(0, rows.tokens.shape[1], empty.sum())
+    mask = rows.response_mask
+    poisoned = MicroBatch(
+        rows, *(np.where(mask, x, np.float32(p)) for x, p in zip(batch[1:], POISON, strict=True))
+    )
+    got, more = packed_gradient(poisoned, PARAMS, mesh=mesh_of(1, 1), micro=1)
+    for mine, clean in zip(jax.tree.leaves(got), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_array_equal(mine, clean)
+    for name, value in metrics.items():
+        np.testing.assert_array_equal(more[name], value, err_msg=name)
+
+
+POISON = (np.nan, np.inf, -np.inf, np.nan)
+
+
+def test_masked_response_tokens_teach_nothing(fields):
+    """A response token that the policy did not choose is read, but has no part in the loss."""
+    mine = dataclasses.replace(SAMPLES, response_mask=[m.copy() for m in SAMPLES.response_mask])
+    silent = [np.zeros_like(m) for m in mine.response_mask]
+    mine.response_mask[3:] = silent[3:]
+    rows, placement = rows_of(mine, NARROW, shared=True)
+    assert rows.response_mask.sum() == sum(m.sum() for m in mine.response_mask)
+    logp, _ = packed_logp(PARAMS, mini_batch(rows))
+    got = from_token_field(mine, placement, np.asarray(logp)[None])
+    for i, plain in enumerate(unpacked_logp()):
+        wanted = np.where(mine.response_mask[i], plain, 0)
+        np.testing.assert_allclose(got[i], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("axes", [(4, 2), (2, 4)], ids=["4 x 2", "2 x 4, copied key heads"])
+def test_gradient_does_not_depend_on_the_mesh(narrow, axes):
+    batch, (grads, metrics) = narrow
+    other, more = packed_gradient(batch, PARAMS, mesh=mesh_of(*axes), micro=1)
+    assert distance(other, grads) < 1e-5
+    for name, value in metrics.items():
+        np.testing.assert_allclose(more[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
