@@ -5,10 +5,12 @@ python benchmarks/grpo_step.py --compare --peer-python=/tmp/peer_venv/bin/python
 
 8 prompts x 8 samples, random prompts of exactly 32 ids, a 4.98 M-parameter model in float32 on one
 CPU device, one update per step. Case "fixed": 64 new tokens, nothing ends a response. Case "early":
-up to 256, and the last 2 % of the vocabulary end a response. Every step walks the grpo plan with the
-run's own engine, coordinator and stages; only prompts and reward are made here. --compare runs both
-cases with and without KL, both sides resident and one of them working at a time, and exits with 1 if
-a goal is missed: fixed 1.2x faster per step, early 3x more useful tokens per second.
+up to 256, and the last 2 % of the vocabulary end a response. Every step walks the grpo plan with
+the run's own engine, coordinator and stages; only prompts and reward are made here.
+
+--compare runs both cases with and without KL, both sides resident and one of them working at a
+time. It exits with 1 if a goal is missed: fixed 1.2x faster per step, early 3x more useful tokens
+per second.
 """
 
 import argparse

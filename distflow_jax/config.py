@@ -175,14 +175,7 @@ def _divides(what: str, value: int, by: dict[str, int]) -> int:
 
 def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Sizes:
     """Checks sizes against each other and the machine. ValueError names both sides and the fix."""
-    mesh = resolve_sizes(config.mesh, machine.devices, machine.local_devices)
-    if machine.local_devices % mesh.tensor:
-        raise ValueError(
-            f"mesh.tensor={mesh.tensor} does not divide the {machine.local_devices} devices of a "
-            "process; a tensor group must lie within one process"
-        )
-    for axis in ("fsdp", "tensor", "rollout_tensor"):
-        _check_model_divides(model, axis, getattr(mesh, axis))
+    mesh = _mesh_sizes(config.mesh, model, machine)
     data, rollout, training = config.data, config.rollout, config.training
     longest = data.max_prompt_length + rollout.max_response_length
     if longest > model.max_position:
@@ -254,15 +247,31 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
     )
 
 
-def _check_model_divides(model: DecoderConfig, axis: str, width: int) -> None:
-    names = {"fsdp": ("hidden_size",)}.get(axis, ("num_heads", "mlp_size", "vocab_size"))
-    for name in names:
-        size = getattr(model, name)
-        if size % width:
-            fits = [d for d in range(1, width + 1) if size % d == 0]
-            raise ValueError(
-                f"mesh.{axis}={width} does not divide the model's {name}={size}; use one of {fits}"
-            )
+def _mesh_sizes(config: MeshConfig, model: DecoderConfig, machine: Machine) -> MeshConfig:
+    # a tensor group lies within one process, and each of its devices takes a share of these
+    sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
+    all_sizes = {"devices of a process": machine.local_devices} | sizes
+    fits = [
+        width
+        for width in range(1, machine.local_devices + 1)
+        if not any(size % width for size in all_sizes.values())
+    ]
+    for axis in ("tensor", "rollout_tensor"):
+        width = getattr(config, axis)
+        for name, size in all_sizes.items():
+            if size % width:
+                what = "the model's " if name in sizes else ""
+                raise ValueError(
+                    f"mesh.{axis}={width} does not divide {what}{name}={size}; use one of {fits}"
+                )
+    mesh = resolve_sizes(config, machine.devices, machine.local_devices)
+    if model.hidden_size % mesh.fsdp:
+        fits = [n for n in range(1, mesh.fsdp + 1) if model.hidden_size % n == 0]
+        raise ValueError(
+            f"mesh.fsdp={mesh.fsdp} does not divide the model's hidden_size={model.hidden_size}; "
+            f"use one of {fits}, and as many devices"
+        )
+    return mesh
 
 
 def _attention_cost(model: DecoderConfig) -> float:

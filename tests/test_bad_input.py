@@ -151,7 +151,7 @@ def refusal(assignments, folder, compiled, start=prepare):
 KEYS_AND_TYPES = [
     ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
     ("training.stepz=3", "did you mean config.training.steps?"),
-    ("training.optimizer.learning_rate=1", "config.training.optimizer has: lr, "),
+    ("training.optimizer.learning_rate=1", "config.training.optimizer has: b1, b2, "),
     ("training.steps=many", "config.training.steps must be an integer, got 'many'"),
     ("training.steps=1.5", "config.training.steps must be an integer, got '1.5'"),
     ("rollout.temperature=hot", "config.rollout.temperature must be a number, got 'hot'"),
@@ -161,7 +161,10 @@ KEYS_AND_TYPES = [
     ("training.steps=0", "training.steps must be at least 1, got 0"),
     ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0"),
     ("algorithm.advantage=gae", "'gae' is unknown; choose one of ['dr_grpo', 'grpo', 'rloo']"),
-    ("algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1", "use k2, k3 or k3+"),
+    (
+        "algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1",
+        "has zero expected gradient as a loss; use k2",
+    ),
     ("training.compute_dtype=fp16", "must be auto, float32 or bfloat16, got 'fp16'"),
     ("eval.num_samples=4", "eval.num_samples=4 needs eval.temperature above 0"),
     ("data.overlong=dropp", "must be one of error, drop, truncate_left, got 'dropp'"),
@@ -177,16 +180,19 @@ SIZES = [
     ("rollout.num_slots=30", "rollout.num_slots=30 is not divisible by"),
     ("rollout.num_slots=30", "=8; use 24 or 32"),
     ("training.micro_batch_rows=5", "data ranks (mesh.fsdp)=8; use 8"),
-    ("mesh.tensor=3", "does not cover 8 devices; tensor must be one of [1, 2, 4, 8]"),
+    ("mesh.tensor=3", "mesh.tensor=3 does not divide devices of a process=8; use one of [1, 2, 4]"),
     ("mesh.fsdp=3", "mesh.fsdp=3 x mesh.tensor=1 does not cover 8 devices"),
     (
         "mesh.tensor=8",
         "mesh.tensor=8 does not divide the model's num_heads=4; use one of [1, 2, 4]",
     ),
-    ("mesh.rollout_tensor=3", "does not divide the 8 devices of a host; use one of [1, 2, 4, 8]"),
+    ("mesh.rollout_tensor=3", "does not divide devices of a process=8; use one of [1, 2, 4]"),
     ("mesh.rollout_tensor=8", "mesh.rollout_tensor=8 does not divide the model's num_heads=4"),
     ("training.logp_chunk=60", "does not divide training.row_tokens=256; use 64"),
-    ("training.row_tokens=128", "do not fit training.row_tokens=128; use at least 192"),
+    (
+        "training.logp_chunk=64 ; training.row_tokens=128",
+        "do not fit training.row_tokens=128; use at least 192",
+    ),
     ("data.max_prompt_length=1020", "exceed the model's 1024 positions"),
     ("eval.max_response_length=1000", "exceed the model's 1024 positions"),
     (
@@ -229,7 +235,7 @@ DATA_CASES = [
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
     ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
     ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),
-    ("data.train={dir}/no*.parquet", "no file matches {dir}/no*.parquet"),
+    ("data.train={dir}/x*.parquet", "no file matches {dir}/x*.parquet"),
     ("data.train={dir}/table.csv", "unknown ending; known: .jsonl, .json, .parquet"),
     ("data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid JSON at character 2"),
     ("data.train={dir}/latin.jsonl", "{dir}/latin.jsonl, row 1: not UTF-8 text"),
@@ -283,7 +289,7 @@ MODEL_CASES = [
     ("model.source=random:llama?vocab=100", "random:llama?vocab=100: a byte-level tokenizer needs"),
     (
         "model.source={dir}/misfit",
-        "model.embed_tokens.weight [300, 16] does not fit embed [300, 32], which needs [300, 32]",
+        "model.embed_tokens.weight [300, 16] does not fit embed/embedding [300, 32], which needs [300, 32]",
     ),
     ("model.source={dir}/misfit", "needs model.layers.0.self_attn.q_proj.weight [32, 32]"),
     ("model.source={dir}/misfit", "no parameter wants: model.layers.0.self_attn.q_norm.weight [8]"),
@@ -362,21 +368,13 @@ def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monk
 
 SCRIPT_CASES = [
     ("train", "--config.trainin.steps=3", "did you mean config.training.steps?"),
-    ("train", "--config.training.steps=many", "config.training.steps must be an integer"),
     ("train", "--config.data.prompts_per_step=15 --config.training.mini_batches=2", "use 14 or 16"),
-    ("train", "--config.data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid"),
-    ("train", "--config.dag={dir}/cycle.yaml", "remove one of these deps"),
-    ("train", "--config.model.source={dir}/misfit", "does not fit embed [300, 32]"),
     ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
     ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
-    ("evaluate", "--config.eval.dataset=", "config.eval.dataset is empty: name a data set"),
     ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
-    ("evaluate", "--run={dir}", "{dir} holds no checkpoints/: is it the --workdir of a run?"),
     ("generate", "", "give either --prompt or --file"),
-    ("generate", "--file={dir}/nowhere.txt", "{dir}/nowhere.txt"),
-    ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 52 tokens, above"),
-    ("generate", "--prompt=x --samples=9", "above config.rollout.num_samples=4; raise that too"),
+    ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),
 ]
 
 

@@ -13,7 +13,7 @@ from distflow_jax.observe.writers import read_metrics
 ROOT = pathlib.Path(__file__).parents[1]
 OVERRIDES = [
     "--config.training.steps=6",
-    "--config.checkpoint.every=2",
+    "--config.checkpoint.every=1",
     "--config.eval.every=2",
     "--config.training.mini_batches=2",  # old log-probs and two updates per batch
     "--config.algorithm.kl_coef=0.01",
@@ -70,25 +70,39 @@ def check_same(workdir, undisturbed):
         assert lasting(row) == lasting(wanted)
 
 
-def test_killed_runs_end_as_the_undisturbed_one(undisturbed, tmp_path):
-    kill_at(tmp_path, 1)  # before any checkpoint
-    kill_at(tmp_path, 3)  # between two
-    kill_at(tmp_path, 4)  # while one is being written
-    finish(tmp_path)
+def damage_newest(workdir, how):
+    """Damages the newest checkpoint; returns its step and that of the one before.
+
+    Two are always complete: a save waits for the one before it, and the run keeps two.
+    """
+    steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    files = (p for p in (workdir / "checkpoints" / str(steps[-1])).rglob("*") if p.is_file())
+    data = max(files, key=lambda p: p.stat().st_size)
+    if how == "truncated":
+        data.write_bytes(data.read_bytes()[:100])
+    else:
+        data.unlink()
+    return steps[-1], steps[-2]
+
+
+def test_killed_and_damaged_runs_end_as_the_undisturbed_one(undisturbed, tmp_path):
+    kill_at(tmp_path, 1)  # before or while the first checkpoint is written
+    kill_at(tmp_path, 3)
+    kill_at(tmp_path, 5)
+    newest, before = damage_newest(tmp_path, "truncated")
+    output = finish(tmp_path)
+    assert f"checkpoint {newest}" in output
+    assert f"continuing from checkpoint {before}" in output
     check_same(tmp_path, undisturbed)
     assert all(row["perf/compilations"] == 0 for row in undisturbed[2:])
     assert undisturbed[-1]["actor/grad_norm"] > 0  # or equality would say nothing
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_damaged_newest_checkpoint_falls_back(undisturbed, tmp_path, damage):
-    kill_at(tmp_path, 5)
-    newest = max((p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()), key=str)
-    data = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    if damage == "truncated":
-        data.write_bytes(data.read_bytes()[:100])
-    else:
-        data.unlink()
-    output = finish(tmp_path)
-    assert f"checkpoint {newest.name}" in output and "continuing from checkpoint 2" in output
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(1, 6))
+def test_killed_at_any_step(undisturbed, tmp_path, step):
+    kill_at(tmp_path, step)
+    if step == 5:
+        damage_newest(tmp_path, "missing")
+    finish(tmp_path)
     check_same(tmp_path, undisturbed)

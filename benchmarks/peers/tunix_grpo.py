@@ -1,4 +1,4 @@
-"""The work of benchmarks/grpo_step.py as google-tunix does it: GRPO, vanilla engine, one CPU device.
+"""The work of benchmarks/grpo_step.py as google-tunix does it, with its vanilla engine.
 
 python benchmarks/peers/tunix_grpo.py --steps=8 --beta=0.04
 

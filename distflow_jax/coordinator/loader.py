@@ -21,7 +21,7 @@ class DataConfig:
     # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
     prompts_per_step: int = 16  # over all processes
-    max_prompt_length: int = 512  # tokens, chat template included
+    max_prompt_length: int = 128  # tokens, chat template included
     overlong: str = "error"  # prompts above that: error, drop, or truncate_left (keep the end)
     shuffle: bool = True  # anew for every epoch
     epochs: int = 0  # times that every prompt is issued; 0 = until the steps are done

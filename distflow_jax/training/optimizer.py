@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import optax
 
 
@@ -62,7 +63,14 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         weight_decay=config.weight_decay,
         mask=_decayed if config.weight_decay else None,
     )
-    return optax.chain(*clip, adamw)
+    chain = optax.chain(*clip, adamw)
+
+    def update(grads, state, params):
+        # Adam's bias correction in optax raises a float to an int: an error under strict promotion
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(grads, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 def _decayed(params):

@@ -121,7 +121,7 @@ def make_update(
                 algorithm=algorithm,
                 forward=forward,
             )
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(metrics["actor/loss"])
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)

@@ -1,0 +1,150 @@
+"""Every config in configs/ is whole: it builds, is locked, goes there and back, and divides."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import re
+
+import pytest
+from ml_collections import config_dict
+
+from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.setup import make_plan
+from distflow_jax.stages.table import resolve
+from distflow_jax.types import flatten_dict
+
+NAMES = sorted(p.stem for p in pathlib.Path(__file__).parents[1].glob("configs/*.py"))
+ONE = Machine(processes=1, devices=1, local_devices=1, platform="cpu")
+EIGHT = Machine(processes=1, devices=8, local_devices=8, platform="cpu")
+TWO_PROCESSES = Machine(processes=2, devices=8, local_devices=4, platform="cpu")
+
+
+def config_of(name, *assignments):
+    edited = importlib.import_module(f"configs.{name}").get_config()
+    return from_config_dict(Config, override(edited, assignments))
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    """Model config by source: each is opened once."""
+    opened = {}
+
+    def model(config):
+        source = config.model.source
+        return opened.setdefault(source, open_model(source).config)
+
+    return model
+
+
+def test_there_are_configs():
+    assert {"base", "grpo_smollm2", "tiny"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_locked_and_goes_there_and_back(name):
+    edited = importlib.import_module(f"configs.{name}").get_config()
+    with pytest.raises(AttributeError):
+        edited.new_key = 1
+    for key in edited:
+        if isinstance(edited[key], config_dict.ConfigDict):
+            assert edited[key].is_locked, key
+    config = from_config_dict(Config, edited)
+    assert to_json(to_config_dict(config)) == to_json(edited)
+    assert from_config_dict(Config, json.loads(to_json(edited))) == config
+
+
+@pytest.mark.parametrize("machine", [ONE, EIGHT, TWO_PROCESSES], ids=["1", "8", "2x4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_sizes_divide(name, machine, model_of):
+    config = config_of(name)
+    model = model_of(config)
+    sizes = derive_sizes(config, model, machine)
+    packing, rollout = sizes.packing, config.rollout
+    assert sizes.mesh.fsdp * sizes.mesh.tensor == machine.devices
+    assert packing.ranks * machine.processes == sizes.mesh.fsdp
+    # the rows hold the longest batch there can be, and micro-batches fill them evenly
+    assert packing.shape.rows % (packing.ranks * sizes.micro_rows) == 0
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    samples = config.data.prompts_per_step * rollout.num_samples
+    samples //= machine.processes * config.training.mini_batches
+    assert packing.shape.rows * (packing.shape.tokens // longest) >= samples
+    assert packing.shape.rows * packing.shape.sequences >= samples
+    assert sizes.engine.slots * machine.processes == rollout.num_slots
+    shown = {row[0]: row[1] for row in sizes.table(config, model, machine)}
+    assert shown["devices"] == machine.devices
+    assert shown["sequences per step"] == config.data.prompts_per_step * rollout.num_samples
+
+
+@pytest.mark.parametrize(
+    "changes, nodes",
+    [
+        ((), set()),
+        (("algorithm.kl_coef=0.05",), {"reference"}),
+        (("training.mini_batches=2",), {"old_logp"}),
+        (("algorithm.kl_coef=0.05", "training.epochs=2"), {"reference", "old_logp"}),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_plans(name, changes, nodes, model_of):
+    config = config_of(name, *changes)
+    plan = make_plan(config, derive_sizes(config, model_of(config), EIGHT))
+    ids = {task.node.id for task in plan.tasks}
+    assert ids == {"rollout", "reward", "advantage", "actor_train"} | nodes
+    assert set(resolve(task.node for task in plan.tasks)) == ids
+
+
+def test_every_key_has_its_owner_and_a_default():
+    keys = flatten_dict(json.loads(to_json(to_config_dict(Config()))))
+    assert {f.name for f in dataclasses.fields(Config)} == {key.split("/")[0] for key in keys}
+
+
+MODEL = DecoderConfig(
+    vocab_size=300, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=96
+)
+
+
+# The number that an error names must do: it is put in, and the same check is passed.
+@pytest.mark.parametrize(
+    "key, value, machine, given",
+    [
+        ("data.prompts_per_step", 5, TWO_PROCESSES, ()),
+        ("data.prompts_per_step", 10, TWO_PROCESSES, ("training.mini_batches=2",)),
+        ("data.prompts_per_step", 1, EIGHT, ("training.mini_batches=4",)),
+        ("rollout.num_slots", 20, EIGHT, ()),
+        ("rollout.num_slots", 3, TWO_PROCESSES, ("mesh.rollout_tensor=2",)),
+        ("training.micro_batch_rows", 3, EIGHT, ()),
+        ("training.micro_batch_rows", 7, TWO_PROCESSES, ("mesh.tensor=2",)),
+        ("training.logp_chunk", 100, ONE, ()),
+        ("training.row_tokens", 64, ONE, ("training.logp_chunk=32",)),
+        ("mesh.tensor", 3, EIGHT, ()),
+        ("mesh.tensor", 8, EIGHT, ()),
+        ("mesh.rollout_tensor", 8, EIGHT, ()),
+        ("mesh.rollout_tensor", 3, TWO_PROCESSES, ()),
+    ],
+)
+def test_the_number_that_an_error_names_would_fit(key, value, machine, given):
+    def sizes(number):
+        return derive_sizes(config_of("tiny", *given, f"{key}={number}"), MODEL, machine)
+
+    with pytest.raises(ValueError, match=re.escape(f"{key}={value}")) as caught:
+        sizes(value)
+    text = re.search(r"(?:use|must be one of)(.*)", str(caught.value))[1]
+    numbers = re.findall(r"\d+", text.split(" and ")[0])
+    assert numbers
+    for number in numbers:
+        sizes(number)
+
+
+def test_the_length_penalty_lies_within_the_response():
+    config = config_of("tiny", "reward.overlong_buffer=16")
+    derive_sizes(config, MODEL, ONE)
+    with pytest.raises(ValueError, match="reward.overlong_buffer=16 is above .*=8; use at most"):
+        derive_sizes(
+            config_of("tiny", "reward.overlong_buffer=16", "rollout.max_response_length=8"),
+            MODEL,
+            ONE,
+        )

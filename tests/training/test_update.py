@@ -1,0 +1,223 @@
+"""Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.batch import RowShape, sequence_field
+from distflow_jax.models.transformer import param_shardings
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.training.forward import ForwardConfig, per_token
+from distflow_jax.training.loss import (
+    AlgorithmConfig,
+    MicroBatch,
+    policy_objective,
+    step_denominators,
+)
+from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.state import init_state
+from distflow_jax.training.update import UpdateShape, make_logp, make_update
+from distflow_jax.types import flatten_dict
+
+MINI_BATCHES, EPOCHS, STEPS = 2, 2, 4
+OPTIMIZER = OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1)
+ALGORITHM, FORWARD = AlgorithmConfig(), ForwardConfig(logp_chunk=16)
+TEMPERATURE = np.float32(1)
+SHAPE = RowShape(MINI_BATCHES, 8, 64, 4)
+
+
+class Trainer:
+    """One compiled update and what it needs; `batch` has a signal, so that parameters move."""
+
+    def __init__(self):
+        self.mesh = mesh_of(1, 1)
+        shape = UpdateShape(self.mesh, 2, 14)
+        parts = dict(shape=shape, model=TINY, forward=FORWARD)
+        self.optimizer = make_optimizer(OPTIMIZER, STEPS)
+        self.schedule = learning_rate(OPTIMIZER, STEPS)
+        self.logp = make_logp(**parts)
+        self.update = make_update(self.optimizer, self.schedule, algorithm=ALGORITHM, **parts)
+        samples = random_samples(0, groups=4, size=4)
+        self.rows, placement = rows_of(samples, SHAPE, shared=True)
+        score = np.random.default_rng(1).normal(size=len(samples))
+        score = jnp.asarray(sequence_field(placement, score))
+        spread = jax.vmap(per_token)(score, jnp.asarray(self.rows.segment))
+        self.advantage = np.where(self.rows.response_mask, spread, 0)
+
+    def state(self):
+        params = jax.device_put(random_params(TINY), param_shardings(TINY, self.mesh))
+        return init_state(params, TINY, self.optimizer, self.mesh)
+
+    def batch(self, params):
+        old = self.logp(params, self.rows, TEMPERATURE)
+        return MicroBatch(self.rows, self.advantage, np.asarray(old), old, None)
+
+    def run(self, state, batch):
+        """All mini-batches and epochs; the metrics of every update."""
+        metrics = []
+        for _ in range(EPOCHS):
+            for index in range(MINI_BATCHES):
+                state, new = self.update(state, batch, np.int32(index), TEMPERATURE)
+                metrics.append(jax.device_get(new))
+        return state, metrics
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return Trainer()
+
+
+@pytest.fixture(scope="module")
+def trained(trainer):
+    """(state, batch, metrics) after all updates, and how much was compiled after the first."""
+    state = trainer.state()
+    batch = trainer.batch(state.params)
+    state, first = trainer.update(state, batch, np.int32(0), TEMPERATURE)
+    counter = Compilations()
+    state, _ = trainer.run(trainer.state(), batch)
+    state, metrics = trainer.run(trainer.state(), batch)
+    compiled = counter.take(), counter.names()
+    counter.close()
+    np.testing.assert_equal(metrics[0], jax.device_get(first))
+    return state, batch, metrics, compiled
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def assert_same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_several_updates_of_one_batch(trained):
+    state, _, metrics, _ = trained
+    assert int(state.count) == STEPS == len(metrics)
+    assert [m["training/nonfinite"] for m in metrics] == [0] * STEPS
+    for m in metrics:
+        assert all(np.isfinite(x) for x in m.values()) and m["actor/grad_norm"] > 0
+    # the first update meets the policy that gave old_logp, later ones what it has become
+    assert abs(metrics[0]["actor/ppo_kl"]) < 1e-6 and metrics[0]["actor/pg_clipfrac"] == 0
+    assert abs(metrics[2]["actor/ppo_kl"]) > 1e-4 and metrics[2]["actor/pg_clipfrac"] > 0
+    # the same mini-batch again, after learning from it
+    assert metrics[2]["actor/pg_loss"] < metrics[0]["actor/pg_loss"]
+
+
+def test_second_run_compiles_nothing(trained):
+    assert trained[3][0] == 0, trained[3][1]
+
+
+def test_learning_rate_of_every_update_is_reported(trained):
+    _, _, metrics, _ = trained
+    wanted = [OPTIMIZER.lr / 2]  # warm-up of one step: the first already learns
+    wanted += [OPTIMIZER.lr * (1 + np.cos(np.pi * i / (STEPS - 1))) / 2 for i in range(STEPS - 1)]
+    np.testing.assert_allclose([m["actor/lr"] for m in metrics], wanted, rtol=1e-6)
+
+
+def test_learning_rate_zero_changes_nothing(trainer, trained):
+    """Behind the end of the cosine the rate is exactly 0."""
+    params = host(trained[0].params)
+    state = trainer.state()
+    state.params = jax.device_put(params, param_shardings(TINY, trainer.mesh))
+    # counters of optax and ours moved to the end of the run
+    state = jax.tree.map(lambda x: x + STEPS if x.dtype == jnp.int32 and x.ndim == 0 else x, state)
+    batch = trainer.batch(state.params)
+    for index in (0, 1, 0):
+        state, metrics = trainer.update(state, batch, np.int32(index), TEMPERATURE)
+        assert metrics["actor/lr"] == 0 and metrics["actor/grad_norm"] > 0
+        assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/pg_clipfrac_lower"] == 0
+        # old_logp comes from another compiled program: equal up to the last bits
+        assert abs(metrics["actor/ppo_kl"]) < 1e-6
+        assert metrics["rollout_corr/log_ratio_abs_max"] < 1e-4
+    assert_same(host(state.params), params)
+
+
+def test_one_update_per_batch_has_ratio_exactly_one(trainer):
+    """Without old_logp the policy itself is the old one."""
+    rows = mini_batch(trainer.rows)
+    batch = MicroBatch(rows, trainer.advantage[0], None, None, None)
+    objective = functools.partial(
+        policy_objective, model=TINY, algorithm=ALGORITHM, forward=FORWARD
+    )
+    denominators = step_denominators(ALGORITHM, rows, 14)
+    loss, metrics = jax.jit(objective)(random_params(TINY), batch, denominators, TEMPERATURE)
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+        assert metrics["sum"][name] == 0
+    mask = np.asarray(rows.response_mask)
+    np.testing.assert_allclose(loss, -trainer.advantage[0][mask].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_non_finite_step_leaves_the_state_as_it_was(trainer, trained, poison):
+    _, batch, metrics, _ = trained
+    state, _ = trainer.update(trainer.state(), batch, np.int32(0), TEMPERATURE)
+    before = host(state)
+    advantage = trainer.advantage.copy()
+    advantage[1, *np.argwhere(trainer.rows.response_mask[1])[3]] = poison
+    bad = batch._replace(advantage=advantage)
+    state, reported = trainer.update(state, bad, np.int32(1), TEMPERATURE)
+    assert reported["training/nonfinite"] == 1
+    assert not np.isfinite(reported["actor/grad_norm"] + reported["actor/loss"])
+    assert_same(host(state), before)
+    # and the run goes on as if that batch had never come
+    state, after = trainer.update(state, batch, np.int32(1), TEMPERATURE)
+    assert_same(jax.device_get(after), metrics[1])
+    assert int(state.count) == 2
+
+
+def test_gradient_norm_is_clipped():
+    grads = {"w": jnp.full((4,), 100.0)}
+    config = OptimizerConfig(lr=1.0, clip_norm=0.5, b1=0.0, b2=0.0, eps=1e3)
+    optimizer = make_optimizer(config, 1)
+    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    # with eps far above the gradient Adam is the gradient / eps: 0.5 / sqrt(4) is left of 100
+    np.testing.assert_allclose(updates["w"], -0.25 / 1e3, rtol=1e-3)
+
+
+def test_weight_decay_skips_norms():
+    params = random_params(TINY)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(config, 1)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    new = flatten_dict(optax.apply_updates(params, updates))
+    norms = {"layers/attention_norm", "layers/mlp_norm", "final_norm"}
+    assert norms < new.keys()
+    for path, old in flatten_dict(params).items():
+        factor = 1 if path in norms else 1 - 0.1 * 0.5
+        np.testing.assert_allclose(new[path], factor * old, rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("warm", [0, 3])
+def test_schedule(schedule, warm):
+    config = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=warm, min_lr_ratio=0.1)
+    rate = learning_rate(config, 10)
+    got = [float(rate(i)) for i in range(12)]
+    rise = [2.0 * (i + 1) / (warm + 1) for i in range(warm)]
+    rest = [2.0] * (12 - warm)
+    if schedule == "cosine":
+        share = np.minimum(np.arange(12 - warm) / (10 - warm), 1)
+        rest = 2.0 * (0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2)
+    np.testing.assert_allclose(got, [*rise, *rest], rtol=1e-5)
+    assert min(got) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1"),
+        ({"schedule": "linear"}, "'constant' or 'cosine', got 'linear'"),
+        ({"b2": 1.0}, r"b2 must be in \[0, 1\), got 1"),
+        ({"clip_norm": -1.0}, "clip_norm must not be negative"),
+    ],
+)
+def test_wrong_settings_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**wrong)
