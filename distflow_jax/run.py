@@ -94,6 +94,7 @@ class Run:
         self.is_first = processes.process_index() == 0
         self.machinery: Machinery = build(setup)
         self.step, self.nonfinite = 0, 0
+        self._warm = False  # whether a step has run: nothing may compile after it
         restored = self._restore()
         self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
         del restored
@@ -255,6 +256,10 @@ class Run:
     def _timings(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
         """Times, throughput, memory and compilations of the step."""
         spent = self.spans.take()
+        compiled = self.compilations.names()
+        if compiled and self._warm:
+            log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
+        self._warm = True
         names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
         timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
         timings["timing_s/step"] = seconds

@@ -76,12 +76,22 @@ def child_environment(index: int, processes: int, devices: int, port: int) -> di
     return environment
 
 
-def forward_lines(process: subprocess.Popen, index: int, lock: threading.Lock) -> None:
-    """Copies one process's output to ours, line by line, with its mark in front."""
+def forward_lines(
+    process: subprocess.Popen, index: int, lock: threading.Lock, signals: queue.SimpleQueue
+) -> None:
+    """Copies one process's output to ours, line by line, with its mark in front.
+
+    If nobody reads ours any more (`| head`), asks for a stop, and goes on reading: a process whose
+    output nobody takes would block.
+    """
     for line in process.stdout:
         with lock:
-            sys.stdout.write(f"[p{index}] {line.rstrip(chr(10))}\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(f"[p{index}] {line.rstrip(chr(10))}\n")
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                signals.put(signal.SIGTERM)
 
 
 def exit_code(returncode: int) -> int:
@@ -156,7 +166,7 @@ def main(arguments: list[str]) -> int:
             )
             processes.append(process)
             reader = threading.Thread(
-                target=forward_lines, args=(process, index, lock), daemon=True
+                target=forward_lines, args=(process, index, lock, signals), daemon=True
             )
             reader.start()
             readers.append(reader)

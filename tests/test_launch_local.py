@@ -114,6 +114,24 @@ def test_one_child_stopped_from_outside_stops_the_others_in_time(tmp_path):
     assert output.count("saved") == 2
 
 
+def test_a_closed_output_stops_all(tmp_path):
+    """As `launch_local.py ... | head -n 2` does: the processes end, with a checkpoint."""
+    code = """
+def stop(number, frame):
+    open(__file__ + f".saved-{os.environ['DISTFLOW_PROCESS_ID']}", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+while True:
+    print("a line", flush=True)
+    time.sleep(0.01)
+"""
+    process = start(tmp_path, code)
+    wait_for_lines(process, 2)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 75
+    assert len(list(tmp_path.glob("child.py.saved-*"))) == 2
+
+
 def test_nothing_is_left_behind(tmp_path):
     """A child that ignores SIGTERM, and the child's own child, end by SIGKILL after the grace."""
     code = """

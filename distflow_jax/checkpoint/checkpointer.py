@@ -52,6 +52,8 @@ class Checkpointer:
 
     def __init__(self, folder: str | os.PathLike, config: CheckpointConfig):
         quiet_orbax()
+        # Orbax waits at barriers of this kind: compiled here instead of in mid-run
+        processes.barrier("checkpointer")
         self._folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0
@@ -95,7 +97,7 @@ class Checkpointer:
         self._writer.save(
             self._saving,
             args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(flat), record=ocp.args.JsonSave(record)
+                arrays=ocp.args.PyTreeSave(flat), record=ocp.args.JsonSave(record)
             ),
         )
 
@@ -183,7 +185,7 @@ class Checkpointer:
             if mismatch:
                 return None, mismatch, ""
             restored = self._reader.restore(
-                path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(flat))
+                path, args=ocp.args.Composite(arrays=_restore_args(flat))
             ).arrays
             leaves = jax.block_until_ready([restored[name] for name in flat])
         # Broad on purpose: each layer below (Orbax, TensorStore, json, the file system) has its own
@@ -234,9 +236,25 @@ class _OrbaxFilter(logging.Filter):
 def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
-        arrays=ocp.StandardCheckpointHandler(multiprocessing_options=options),
+        arrays=ocp.PyTreeCheckpointHandler(
+            multiprocessing_options=options,
+            # Replicas that divide a save among themselves compile a slice per shape, in mid-run.
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (
+                    jax.Array,
+                    ocp.type_handlers.ArrayHandler(
+                        primary_host=options.primary_host, use_replica_parallel=False
+                    ),
+                )
+            ),
+        ),
         record=ocp.JsonCheckpointHandler(multiprocessing_options=options),
     )
+
+
+def _restore_args(flat: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(dict(flat))
+    return ocp.args.PyTreeRestore(item=dict(flat), restore_args=restore_args)
 
 
 def _write_sizes(checkpoint: epath.Path) -> None:

@@ -135,22 +135,30 @@ class Decoder(nnx.Module):
         x = self.embed.embedding[...].astype(dtype)[tokens_BT]
         x = constrain(x, "batch", "length", "activation")
 
+        # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
+        # inside the fusion that computes them, which takes longer than the products themselves
+        def flat(x):
+            return x.reshape(-1, *x.shape[2:])
+
+        def unflat(x):
+            return x.reshape(*tokens_BT.shape, *x.shape[1:])
+
         def layer(x, inputs):
             weights, extra = inputs
             w = {name: value.astype(dtype) for name, value in weights.items()}
-            h = rms_norm(x, weights["attention_norm"], c.norm_eps)
-            q = jnp.einsum("BTD,DNH->BTNH", h, w["query"])
-            k = jnp.einsum("BTD,DKH->BTKH", h, w["key"])
-            v = jnp.einsum("BTD,DKH->BTKH", h, w["value"])
+            h = flat(rms_norm(x, weights["attention_norm"], c.norm_eps))
+            q = unflat(jnp.einsum("XD,DNH->XNH", h, w["query"]))
+            k = unflat(jnp.einsum("XD,DKH->XKH", h, w["key"]))
+            v = unflat(jnp.einsum("XD,DKH->XKH", h, w["value"]))
             q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
             k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
             out, kept = attend(q, k, v, extra)
-            x = x + jnp.einsum("BTNH,NHD->BTD", out, w["output"])
-            h = rms_norm(x, weights["mlp_norm"], c.norm_eps)
-            gate = jnp.einsum("BTD,DF->BTF", h, w["gate"])
-            up = jnp.einsum("BTD,DF->BTF", h, w["up"])
-            h = constrain(jax.nn.silu(gate) * up, "batch", "length", "mlp")
-            x = x + jnp.einsum("BTF,FD->BTD", h, w["down"])
+            x = x + unflat(jnp.einsum("XNH,NHD->XD", flat(out), w["output"]))
+            h = flat(rms_norm(x, weights["mlp_norm"], c.norm_eps))
+            gate = jnp.einsum("XD,DF->XF", h, w["gate"])
+            up = jnp.einsum("XD,DF->XF", h, w["up"])
+            h = flat(constrain(unflat(jax.nn.silu(gate) * up), "batch", "length", "mlp"))
+            x = x + unflat(jnp.einsum("XF,FD->XD", h, w["down"]))
             return constrain(x, "batch", "length", "activation"), kept
 
         stacked = params_of(self)["layers"]

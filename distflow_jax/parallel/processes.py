@@ -19,6 +19,8 @@ COORDINATOR = "DISTFLOW_COORDINATOR"  # host:port of process 0
 NUM_PROCESSES = "DISTFLOW_NUM_PROCESSES"
 PROCESS_ID = "DISTFLOW_PROCESS_ID"
 DISTRIBUTED = "DISTFLOW_DISTRIBUTED"  # "auto": jax reads the cluster's own variables
+# All host data travel in pieces of one size: another size would compile another program.
+CHUNK_BYTES = 4096
 
 
 def initialize_from_env(environ: Mapping[str, str] | None = None) -> None:
@@ -100,10 +102,21 @@ def all_gather_ints(array: np.ndarray) -> np.ndarray:
     if process_count() == 1:
         return array[None].copy()
     data = np.frombuffer(array.tobytes(), np.uint8)
-    if not data.size:
-        return np.empty((process_count(), *array.shape), array.dtype)
-    gathered = np.asarray(multihost_utils.process_allgather(data))
-    return np.frombuffer(gathered.tobytes(), array.dtype).reshape(-1, *array.shape)
+    gathered = np.empty((process_count(), data.size), np.uint8)
+    for start in range(0, data.size, CHUNK_BYTES):
+        part = data[start : start + CHUNK_BYTES]
+        chunk = np.zeros(CHUNK_BYTES, np.uint8)
+        chunk[: part.size] = part
+        parts = np.asarray(multihost_utils.process_allgather(chunk))
+        gathered[:, start : start + CHUNK_BYTES] = parts[:, : part.size]
+    shape = (process_count(), *array.shape)
+    return np.frombuffer(gathered.tobytes(), array.dtype).reshape(shape)
+
+
+def barrier(name: str) -> None:
+    """Returns when all processes have called it with the same name."""
+    if process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def all_gather_text(text: str) -> list[str]:

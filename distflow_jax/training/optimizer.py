@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -49,7 +50,9 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         after = optax.constant_schedule(config.lr)
     # the first step already learns: a first rate of 0 would throw a whole batch away
     rise = optax.linear_schedule(config.lr / (warm + 1), config.lr, max(1, warm))
-    return optax.join_schedules([rise, after], [warm]) if warm else after
+    schedule = optax.join_schedules([rise, after], [warm]) if warm else after
+    # optax mixes the step with floats: an error for an integer under strict promotion
+    return lambda step: schedule(jnp.asarray(step, jnp.float32))
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:

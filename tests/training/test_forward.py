@@ -2,7 +2,8 @@
 
 N sequences, T tokens of the longest one. The yardstick is the same layers over one sequence per
 row, with a full softmax and the loss written out. Tolerances are float32 sums in another order:
-1e-5 of a gradient's norm is some hundred roundings; a token that sees its neighbour is off by percents.
+1e-5 of a gradient's norm is some hundred roundings; a token that sees its neighbour is off by
+percents.
 """
 
 import dataclasses

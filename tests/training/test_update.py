@@ -175,7 +175,7 @@ def test_gradient_norm_is_clipped():
     grads = {"w": jnp.full((4,), 100.0)}
     config = OptimizerConfig(lr=1.0, clip_norm=0.5, b1=0.0, b2=0.0, eps=1e3)
     optimizer = make_optimizer(config, 1)
-    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     # with eps far above the gradient Adam is the gradient / eps: 0.5 / sqrt(4) is left of 100
     np.testing.assert_allclose(updates["w"], -0.25 / 1e3, rtol=1e-3)
 
@@ -184,9 +184,14 @@ def test_weight_decay_skips_norms():
     params = random_params(TINY)
     config = OptimizerConfig(lr=0.1, weight_decay=0.5)
     optimizer = make_optimizer(config, 1)
-    zeros = jax.tree.map(np.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    new = flatten_dict(optax.apply_updates(params, updates))
+
+    @jax.jit
+    def step(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    new = flatten_dict(step(params))
     norms = {"layers/attention_norm", "layers/mlp_norm", "final_norm"}
     assert norms < new.keys()
     for path, old in flatten_dict(params).items():

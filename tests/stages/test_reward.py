@@ -1,0 +1,102 @@
+"""The reward stage: scores keep their order, lengths are punished, and numbers are reported."""
+
+import types
+
+import numpy as np
+import pytest
+
+from distflow_jax.batch import Prompt
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rewards.pool import RewardConfig, RewardPool
+from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.stages.reward import build_reward
+from distflow_jax.stages.table import STAGES, resolve
+
+TOKENIZER = Tokenizer.byte_level(300)
+REWARDS = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    result = {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+    return result | ({"digits": 1} if solution_str.isdigit() else {})
+
+def picky(solution_str):
+    return 1 / (solution_str != "x")
+"""
+
+
+def scores_of(config, responses):
+    """The stage on responses to one prompt whose answer is "47"; one token is one byte."""
+    prompt = Prompt(0, 0, np.zeros(3, np.int32), "?", "source", "47", {})
+    with RewardPool(config) as pool:
+        stage = build_reward(
+            types.SimpleNamespace(
+                reward=config,
+                rewards=pool,
+                tokenizer=TOKENIZER,
+                rollout=RolloutConfig(max_response_length=10),
+            )
+        )
+        fields = {
+            "prompt": [prompt] * len(responses),
+            "response": [TOKENIZER.encode(text) for text in responses],
+        }
+        state, written, metrics = stage(None, fields, {})
+    assert state is None and written["score"].dtype == np.float32
+    return written["score"], metrics
+
+
+def test_scores_are_those_of_the_function():
+    scores, metrics = scores_of(RewardConfig(function="exact"), ["47", "48", "47"])
+    np.testing.assert_array_equal(scores, [1, 0, 1])
+    assert metrics == {"reward/errors": 0, "reward/timeouts": 0}
+
+
+def test_long_responses_are_punished_up_to_the_limit_of_the_rollout():
+    config = RewardConfig(function="exact", overlong_buffer=4, overlong_penalty=2.0)
+    scores, metrics = scores_of(config, ["47", "6" * 6, "7" * 7, "8" * 8, "0" * 10])
+    np.testing.assert_allclose(scores, [1, 0, -0.5, -1, -2])
+    assert metrics["reward/overlong_penalty"] == pytest.approx(-3.5 / 5)
+    capped = RewardConfig(
+        function="exact", overlong_buffer=4, overlong_penalty=2.0, overlong_cap=True
+    )
+    scores, _ = scores_of(capped, ["47", "9" * 9, "0" * 10])
+    np.testing.assert_allclose(scores, [1, -1, -1])
+
+
+def test_numbers_beside_the_score_become_means_over_the_rows_that_have_them(tmp_path):
+    file = tmp_path / "stage_rewards.py"
+    file.write_text(REWARDS)
+    config = RewardConfig(function=f"{file}:score", num_workers=1)
+    scores, metrics = scores_of(config, ["47", "abc", "4"])
+    np.testing.assert_array_equal(scores, [1, 0, 0])
+    assert metrics["reward/length"] == pytest.approx(2.0)
+    assert metrics["reward/digits"] == 1.0
+    config = RewardConfig(
+        function=f"{file}:picky", num_workers=1, on_error=-1.0, max_error_rate=0.5
+    )
+    scores, metrics = scores_of(config, ["a", "x", "b"])
+    np.testing.assert_array_equal(scores, [1, -1, 1])
+    assert metrics == {"reward/errors": 1, "reward/timeouts": 0}
+
+
+@pytest.mark.parametrize("role, kind", sorted(STAGES))
+def test_a_node_must_name_the_fields_of_its_stage(role, kind):
+    def node(reads, writes):
+        return types.SimpleNamespace(
+            id="n",
+            role=role,
+            type=kind,
+            fn=None,
+            reads={x: x for x in reads},
+            writes={x: x for x in writes},
+        )
+
+    stage = STAGES[role, kind]
+    assert resolve([node(stage.reads | {"more"}, stage.writes)]) == {"n": stage.build}
+    for field in stage.reads:
+        with pytest.raises(ValueError, match=f"reads {field}: add that to the node's reads"):
+            resolve([node(stage.reads - {field}, stage.writes)])
+    for field in stage.writes:
+        with pytest.raises(ValueError, match=f"writes {field}: add that to the node's writes"):
+            resolve([node(stage.reads, stage.writes - {field})])
+    with pytest.raises(ValueError, match="does not write more: take that out"):
+        resolve([node(stage.reads, stage.writes | {"more"})])
