@@ -55,26 +55,25 @@ def train(config: Config, workdir: str | os.PathLike) -> int:
     """
     folder = pathlib.Path(workdir)
     check_writable(folder)
-    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint)
-    done = checkpointer.latest()
-    if done is not None and done >= config.training.steps:
-        checkpointer.close()
-        if processes.process_index() == 0:
-            print(
-                f"{folder} is finished: step {done} of {config.training.steps}. Choose another "
-                "--workdir, or raise training.steps to go on"
-            )
-        return EXIT_DONE
-    setup = prepare(config)
-    with contextlib.closing(setup.rewards), contextlib.closing(checkpointer):
-        return Run(setup, folder, checkpointer).loop()
+    with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
+        done = saved.latest()
+        if done is not None and done >= config.training.steps:
+            if processes.process_index() == 0:
+                print(
+                    f"{folder} is finished: step {done} of {config.training.steps}. Choose "
+                    "another --workdir, or raise training.steps to go on"
+                )
+            return EXIT_DONE
+        setup = prepare(config)
+        with contextlib.closing(setup.rewards):
+            return Run(setup, folder, saved).loop()
 
 
 def check_writable(folder: pathlib.Path) -> None:
     """Raises ValueError if this process cannot write below `folder`."""
     probe = folder / f".write_check_{processes.process_index()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe.write_text("ok")
         probe.unlink()
     except OSError as error:
@@ -159,7 +158,7 @@ class Run:
             metrics |= batch_metrics(samples, coordinator.tokens_per_rank())
         metrics["training/global_step"] = self.step
         metrics["training/epoch"] = self.setup.loader.epoch(self._position())
-        self.nonfinite = self.nonfinite + 1 if metrics["training/nonfinite"] else 0
+        self.nonfinite = self.nonfinite + 1 if metrics.get("training/nonfinite") else 0
         if self.is_first and self.nonfinite:
             self.writer.samples(f"nonfinite-{self.step}", _sample_records(samples, self._tokenizer))
         elif self.is_first and _due(self.step, self.config.observe.samples_every):

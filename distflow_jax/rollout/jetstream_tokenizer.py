@@ -2,26 +2,30 @@
 
 import jax
 import numpy as np
-from jetstream.engine import token_utils, tokenizer_api
+from jetstream.engine import tokenizer_api
 
 from distflow_jax.models.tokenizer import Tokenizer
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Text to padded ids and back. `stop_ids` are the engine's, so that both end alike."""
+    """Text to ids and back. `stop_ids` are the engine's, so that both end alike."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...]):
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
 
-    def encode(self, s: str, **kwargs) -> tuple[jax.Array | np.ndarray, int]:
-        """(ids padded to a length of JetStream's, their number), keywords as in `pad_tokens`.
+    def encode(
+        self, s: str, *, max_prefill_length: int | None = None, **kwargs
+    ) -> tuple[jax.Array | np.ndarray, int]:
+        """(ids, their number), the last `max_prefill_length` of them as JetStream cuts.
 
-        `is_bos` does nothing: a text holds the special tokens that it should, as in training.
+        Not padded: the engine pads to its own lengths. `is_bos` does nothing: a text holds the
+        special tokens that it should, as in training.
         """
         ids = self._tokenizer.encode(s)
-        kwargs["is_bos"] = False
-        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **kwargs)
+        if max_prefill_length is not None:
+            ids = ids[-max_prefill_length:]
+        return ids, len(ids)
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
         """Ids -> text, special tokens left out."""
@@ -29,7 +33,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def pad_id(self) -> int:
-        """Fills up a prompt; never looked at."""
+        """Fills up a prompt of JetStream's; never looked at."""
         return self._tokenizer.pad_id
 
     @property

@@ -107,7 +107,13 @@ def _backward(chunk, residuals, cotangents):
         d_logits = (d_logits * inverse_t).astype(hidden.dtype)
         d_part = jnp.einsum("BCV,VD->BCD", d_logits, weight)
         d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_part, index * chunk, axis=1)
-        d_weight += jnp.einsum("BCV,BCD->VD", d_logits, part, preferred_element_type=jnp.float32)
+        # one dim to sum over: with two XLA:CPU transposes d_logits while it computes them
+        d_weight += jnp.einsum(
+            "XV,XD->VD",
+            d_logits.reshape(-1, vocab),
+            part.reshape(-1, part.shape[-1]),
+            preferred_element_type=jnp.float32,
+        )
         return d_hidden, d_weight
 
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
