@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     )
     config.data.train = "task:arithmetic?operands=2&operators=+-&digits=2"
     config.data.prompts_per_step = 16
-    config.data.max_prompt_length = 160
+    config.data.max_prompt_length = 128
     config.rollout.num_samples = 4
     config.rollout.max_response_length = 16
     config.rollout.num_slots = 32

@@ -341,7 +341,7 @@ def test_it_is_said_in_one_line(folder, compiled, assignments, message):
     [
         ("/proc/no_such_process/run", "No such file or directory"),
         ("{dir}/table.csv/run", "Not a directory"),
-        ("{dir}/table.csv", "File exists"),
+        ("{dir}/table.csv", "Not a directory"),
     ],
 )
 def test_an_unwritable_workdir(folder, compiled, workdir, reason):

@@ -282,7 +282,7 @@ def test_number_of_slots_and_tokens_per_call(responses):
 
 def test_devices(responses):
     """Slots over 4 data ranks, heads over 2; and its programs, too, are all compiled before."""
-    other = Sampler((4, 2))
+    other = Sampler((4, 2), cache_block=32)
     assert len(other.params["layers"]["query"].sharding.device_set) == 8
     assert other.params["layers"]["query"].addressable_shards[0].data.shape[2] == 2
     assert len(other.state.cache.key.addressable_shards[0].data[0, 0]) == 2  # slots of a device
