@@ -96,8 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--paced", action="store_true", help="a line of stdin starts each step")
     parser.add_argument("--compare", action="store_true", help="take turns with the peer")
     parser.add_argument("--peer-python", default="", help="interpreter that has google-tunix")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each side per case")
-    parser.add_argument("--turn", type=int, default=2, help="steps per turn")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each side per case")
+    parser.add_argument("--turn", type=int, default=1, help="steps per turn")
     parser.add_argument("--only", choices=sorted(CASES), help="compare this case alone")
     args = parser.parse_args()
     for name, value in CASES[args.case].items():
