@@ -5,7 +5,7 @@ per row at most.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    expected_length: float = 0.0  # tokens of its responses, as far as known; long ones start first
 
 
 @dataclasses.dataclass
@@ -80,166 +81,60 @@ class RowShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where each sample lies: the result of packing, applied to any number of fields.
+class Sequences:
+    """What goes into rows: prompts and responses that a process holds, whoever sampled them."""
 
-    `sample_at[k][r]` lists the samples of a row in the order of their slots; `shared` tells whether
-    the samples of one prompt share one copy of it within a row.
+    group: Sequence[int]  # [N], number of the prompt within the step
+    prompt: Sequence[np.ndarray]  # int32 [P_i] each
+    response: Sequence[np.ndarray]  # int32 [T_i] each
+    response_mask: Sequence[np.ndarray]  # bool [T_i] each
+
+    def __len__(self):
+        return len(self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where each sequence lies: the result of packing, applied to any number of fields.
+
+    `at[k][r]` lists the sequences of a row in the order of their slots, as numbers into Sequences;
+    `shared` tells whether those of one prompt share one copy of it within a row.
     """
 
     shape: RowShape
-    sample_at: tuple[tuple[tuple[int, ...], ...], ...]
+    at: tuple[tuple[tuple[int, ...], ...], ...]
     shared: bool
 
-
-def first_fit_decreasing(
-    prompt_length: np.ndarray,
-    response_length: np.ndarray,
-    group: np.ndarray,
-    *,
-    row_tokens: int,
-    row_sequences: int,
-    shared: bool,
-) -> list[list[int]]:
-    """Packs sequences into as few rows as first-fit finds, longest groups first.
-
-    All arguments int [N]. With `shared` a sequence whose prompt already lies in a row costs only
-    its response there; such rows are tried first, and a whole group goes into one row where it
-    fits. A row is opened only when no other has room, so every row but the last holds at least
-    min(S, L // longest sequence) sequences: the bound behind `rows_needed`.
-    """
-    order: dict[int, list[int]] = {}
-    for i in np.argsort(-response_length, kind="stable"):
-        order.setdefault(int(group[i]) if shared else int(i), []).append(int(i))
-    cost = {g: int(prompt_length[m[0]]) + int(response_length[m].sum()) for g, m in order.items()}
-    rows: list[list[int]] = []
-    free: list[int] = []
-    holds: list[set[int]] = []
-
-    def place(row, members, key, tokens):
-        rows[row].extend(members)
-        free[row] -= tokens
-        holds[row].add(key)
-
-    for key in sorted(order, key=lambda g: (-cost[g], g)):
-        members = order[key]
-        whole = (
-            r
-            for r in range(len(rows))
-            if free[r] >= cost[key] and len(rows[r]) + len(members) <= row_sequences
-        )
-        row = next(whole, None)
-        if row is not None:
-            place(row, members, key, cost[key])
-            continue
-        for i in members:
-            response, full = int(response_length[i]), int(prompt_length[i] + response_length[i])
-            if full > row_tokens:
-                raise ValueError(
-                    f"a sequence of {full} tokens does not fit a row of {row_tokens}; raise "
-                    f"training.row_tokens"
-                )
-            price = [response if key in holds[r] else full for r in range(len(rows))]
-            room = [
-                r for r in range(len(rows)) if free[r] >= price[r] and len(rows[r]) < row_sequences
-            ]
-            row = min(room, key=lambda r: (key not in holds[r], r), default=None)
-            if row is None:
-                rows.append([])
-                free.append(row_tokens)
-                holds.append(set())
-                row = len(rows) - 1
-                price.append(full)
-            place(row, [i], key, price[row])
-    return rows
+    def rows(self) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+        """((mini-batch, row), its sequences) of every row."""
+        for k, mini in enumerate(self.at):
+            for r, members in enumerate(mini):
+                yield (k, r), members
 
 
-def rows_needed(num_sequences: int, longest: int, row_tokens: int, row_sequences: int) -> int:
-    """Upper bound on the rows that first_fit_decreasing opens for lengths up to `longest`."""
-    per_row = max(1, min(row_sequences, row_tokens // longest))
-    return -(-num_sequences // per_row)
-
-
-def deal_rows(cost: Sequence[float], ranks: int) -> list[list[int]]:
-    """Rows -> ranks, so that counts differ by at most one and costs are near equal.
-
-    Costliest first, each to the least loaded rank among those with the fewest rows.
-    """
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0.0] * ranks
-    for row in sorted(range(len(cost)), key=lambda r: (-cost[r], r)):
-        rank = min(range(ranks), key=lambda q: (len(dealt[q]), load[q], q))
-        dealt[rank].append(row)
-        load[rank] += cost[row]
-    return dealt
-
-
-def pack(
-    samples: Samples,
-    shape: RowShape,
-    *,
-    ranks: int,
-    prompts_per_step: int,
-    attention_cost: float,
-    shared: bool,
-) -> Placement:
-    """Decides where each sample goes; pure and the same for the same lengths.
-
-    Prompts are dealt to mini-batches first (by their place in the step), then packed. `ranks`: data
-    ranks of this process; rank r owns rows [r R / ranks, (r + 1) R / ranks). `attention_cost`: cost
-    of one attended token pair in units of one token's other work, so that rows dealt to ranks weigh
-    tokens + attention_cost * sum(length^2).
-    """
-    prompt = np.array([len(p.tokens) for p in samples.prompt], np.int64)
-    response = np.array([len(r) for r in samples.response], np.int64)
-    group = np.array([p.counter % prompts_per_step for p in samples.prompt], np.int64)
-    mini = group * shape.mini_batches // prompts_per_step
-    per_rank = shape.rows // ranks
-    result = []
-    for k in range(shape.mini_batches):
-        chosen = np.flatnonzero(mini == k)
-        packed = first_fit_decreasing(
-            prompt[chosen],
-            response[chosen],
-            group[chosen],
-            row_tokens=shape.tokens,
-            row_sequences=shape.sequences,
-            shared=shared,
-        )
-        rows = [[int(chosen[i]) for i in row] for row in packed]
-        length = [prompt[row] + response[row] for row in rows]
-        cost = [float(n.sum() + attention_cost * np.square(n).sum()) for n in length]
-        placed: list[tuple[int, ...]] = [()] * shape.rows
-        for rank, mine in enumerate(deal_rows(cost, ranks)):
-            assert len(mine) <= per_rank, (len(mine), per_rank)
-            for slot, row in enumerate(mine):
-                placed[rank * per_rank + slot] = tuple(sorted(rows[row]))
-        result.append(tuple(placed))
-    return Placement(shape, tuple(result), shared)
-
-
-def _row_parts(samples: Samples, members: Sequence[int], first_shared_segment: int, shared: bool):
-    """Yields (sample, segment, parent, prompt start or None, prompt length, response start)."""
+def _row_parts(sequences: Sequences, members: Sequence[int], placement: Placement):
+    """Yields (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
     start, prompt_at = 0, {}
     for slot, i in enumerate(members):
-        counter, size = samples.prompt[i].counter, len(samples.prompt[i].tokens)
-        if not shared:
+        group, size = sequences.group[i], len(sequences.prompt[i])
+        if not placement.shared:
             parent, prompt_start = slot + 1, start
             start += size
             last = start - 1
-        elif counter in prompt_at:
-            parent, last, prompt_start = *prompt_at[counter], None
+        elif group in prompt_at:
+            parent, last, prompt_start = *prompt_at[group], None
         else:
-            parent, prompt_start = first_shared_segment + len(prompt_at), start
+            parent = placement.shape.sequences + 1 + len(prompt_at)
+            prompt_start = start
             start += size
             last = start - 1
-            prompt_at[counter] = (parent, last)
+            prompt_at[group] = (parent, last)
         yield i, slot, parent, prompt_start, last, start
-        start += len(samples.response[i])
+        start += len(sequences.response[i])
 
 
-def to_rows(samples: Samples, placement: Placement, *, prompts_per_step: int) -> Rows:
-    """Builds this process's Rows (NumPy) from its samples."""
+def to_rows(sequences: Sequences, placement: Placement) -> Rows:
+    """Builds this process's Rows (NumPy) from the sequences it holds."""
     s = placement.shape
     token_shape = (s.mini_batches, s.rows, s.tokens)
     sequence_shape = (s.mini_batches, s.rows, s.sequences)
@@ -251,85 +146,66 @@ def to_rows(samples: Samples, placement: Placement, *, prompts_per_step: int) ->
         valid=np.zeros(sequence_shape, bool),
         length=np.zeros(sequence_shape, np.int32),
     )
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            at = (k, r)
-            parts = _row_parts(samples, members, s.sequences + 1, placement.shared)
-            for i, slot, parent, prompt_start, last, start in parts:
-                prompt, response = samples.prompt[i].tokens, samples.response[i]
-                size, end = len(prompt), start + len(response)
-                if prompt_start is not None:
-                    place = slice(prompt_start, prompt_start + size)
-                    rows.tokens[at][place] = prompt
-                    rows.segment[at][place] = parent
-                    rows.position[at][place] = np.arange(size)
-                    rows.previous[at][place] = np.maximum(
-                        np.arange(prompt_start, prompt_start + size) - 1, prompt_start
-                    )
-                rows.tokens[at][start:end] = response
-                rows.segment[at][start:end] = slot + 1
-                rows.position[at][start:end] = np.arange(size, size + len(response))
-                rows.previous[at][start:end] = np.arange(start - 1, end - 1)
-                rows.previous[at][start : min(start + 1, end)] = last
-                rows.response_mask[at][start:end] = samples.response_mask[i]
-                rows.parent[at][slot] = parent
-                rows.group[at][slot] = samples.prompt[i].counter % prompts_per_step
-                rows.valid[at][slot] = True
-                rows.length[at][slot] = int(np.sum(samples.response_mask[i]))
+    for at, members in placement.rows():
+        for i, slot, parent, prompt_start, last, start in _row_parts(sequences, members, placement):
+            prompt, response = sequences.prompt[i], sequences.response[i]
+            size, end = len(prompt), start + len(response)
+            if prompt_start is not None:
+                place = slice(prompt_start, prompt_start + size)
+                rows.tokens[at][place] = prompt
+                rows.segment[at][place] = parent
+                rows.position[at][place] = np.arange(size)
+                rows.previous[at][place] = np.maximum(
+                    np.arange(prompt_start, prompt_start + size) - 1, prompt_start
+                )
+            rows.tokens[at][start:end] = response
+            rows.segment[at][start:end] = slot + 1
+            rows.position[at][start:end] = np.arange(size, size + len(response))
+            rows.previous[at][start:end] = np.arange(start - 1, end - 1)
+            rows.previous[at][start : min(start + 1, end)] = last
+            rows.response_mask[at][start:end] = sequences.response_mask[i]
+            rows.parent[at][slot] = parent
+            rows.group[at][slot] = sequences.group[i]
+            rows.valid[at][slot] = True
+            rows.length[at][slot] = int(np.sum(sequences.response_mask[i]))
     return rows
 
 
-def token_field(samples: Samples, placement: Placement, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Per-token values of the responses (one array per sample): float32 [K, R, L], else 0."""
+def token_field(
+    sequences: Sequences, placement: Placement, values: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Per-token values of the responses (one array per sequence): float32 [K, R, L], else 0."""
     s = placement.shape
     out = np.zeros((s.mini_batches, s.rows, s.tokens), np.float32)
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            parts = _row_parts(samples, members, s.sequences + 1, placement.shared)
-            for i, _, _, _, _, start in parts:
-                out[k, r, start : start + len(values[i])] = values[i]
+    for at, members in placement.rows():
+        for i, *_, start in _row_parts(sequences, members, placement):
+            out[at][start : start + len(values[i])] = values[i]
     return out
 
 
 def sequence_field(placement: Placement, values: Sequence[float]) -> np.ndarray:
-    """One number per sample as float32 [K, R, S], 0 elsewhere."""
+    """One number per sequence as float32 [K, R, S], 0 elsewhere."""
     s = placement.shape
     out = np.zeros((s.mini_batches, s.rows, s.sequences), np.float32)
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            for slot, i in enumerate(members):
-                out[k, r, slot] = values[i]
+    for at, members in placement.rows():
+        for slot, i in enumerate(members):
+            out[at][slot] = values[i]
     return out
 
 
-def from_token_field(samples: Samples, placement: Placement, field: np.ndarray) -> list[np.ndarray]:
-    """Inverse of token_field: the responses' values of each sample, in sample order."""
-    out: list[np.ndarray] = [np.zeros(0, field.dtype)] * len(samples)
-    s = placement.shape
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            parts = _row_parts(samples, members, s.sequences + 1, placement.shared)
-            for i, _, _, _, _, start in parts:
-                out[i] = field[k, r, start : start + len(samples.response[i])]
-    return out
+def from_token_field(
+    sequences: Sequences, placement: Placement, field: np.ndarray
+) -> dict[int, np.ndarray]:
+    """Inverse of token_field: sequence -> its response's values, of those in the rows."""
+    return {
+        i: field[at][start : start + len(sequences.response[i])]
+        for at, members in placement.rows()
+        for i, *_, start in _row_parts(sequences, members, placement)
+    }
 
 
-def from_sequence_field(placement: Placement, field: np.ndarray, count: int) -> np.ndarray:
-    """Inverse of sequence_field: one number per sample, [N]."""
-    out = np.zeros(count, field.dtype)
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            for slot, i in enumerate(members):
-                out[i] = field[k, r, slot]
-    return out
-
-
-def filled_tokens(samples: Samples, placement: Placement) -> np.ndarray:
-    """Tokens in each row, int64 [K, R]; a shared prompt counts once per row."""
-    s = placement.shape
-    out = np.zeros((s.mini_batches, s.rows), np.int64)
-    for k, mini in enumerate(placement.sample_at):
-        for r, members in enumerate(mini):
-            for i, *_, start in _row_parts(samples, members, s.sequences + 1, placement.shared):
-                out[k, r] = start + len(samples.response[i])
-    return out
+def from_sequence_field(placement: Placement, field: np.ndarray) -> dict[int, np.generic]:
+    """Inverse of sequence_field: sequence -> its number."""
+    return {
+        i: field[at][slot] for at, members in placement.rows() for slot, i in enumerate(members)
+    }

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import pathlib
 import re
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from distflow_jax.config_dict import FLAG_ERRORS, explain_flag_error
+from distflow_jax.parallel import job
 
 EXIT_USAGE = 2  # the user can fix it: a flag, a file, a size
 
@@ -31,6 +33,26 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     """
     flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=sys.argv[0])
     app.run(functools.partial(_call, main), flags_parser=parse_flags)
+
+
+def define_job_flags() -> None:
+    """--coordinator, --num_processes, --process_id: a job of several processes named by hand."""
+    kind = {"module_name": sys.argv[0]}
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0, where a job is named by hand.", **kind
+    )
+    flags.DEFINE_integer("num_processes", None, "Processes of that job.", 1, **kind)
+    flags.DEFINE_integer("process_id", None, "This one's number, from 0.", 0, **kind)
+
+
+def find_job() -> job.Job:
+    """The job named by these flags, or else by the environment."""
+    return job.find(
+        os.environ,
+        coordinator=flags.FLAGS.coordinator,
+        num_processes=flags.FLAGS.num_processes,
+        process_id=flags.FLAGS.process_id,
+    )
 
 
 def parse_flags(argv: list[str]) -> list[str]:

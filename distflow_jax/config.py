@@ -6,16 +6,25 @@ locked ml_collections ConfigDict (configs/), turned into these dataclasses befor
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 
-from distflow_jax.batch import RowShape, rows_needed
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
-from distflow_jax.coordinator.coordinator import CoordinatorConfig, PackingPlan
+from distflow_jax.coordinator.balance import RowLimits, rows_bound
+from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.loader import DataConfig
+from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.transformer import num_params, param_specs
-from distflow_jax.parallel.mesh import MeshConfig, resolve_sizes
+from distflow_jax.models.transformer import num_params
+from distflow_jax.observe.watchdog import HealthConfig
+from distflow_jax.parallel.mesh import (
+    MeshConfig,
+    MeshSizes,
+    check_hosts,
+    hosts_per_sampler,
+    resolve_sizes,
+)
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.engine import EngineConfig
 from distflow_jax.rollout.sampler import RolloutConfig
@@ -58,6 +67,12 @@ class TrainingConfig:
         for name in ("row_sequences", "micro_batch_rows", "max_nonfinite"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        if self.row_sequences > self.row_tokens // 2:
+            raise ValueError(
+                f"training.row_sequences={self.row_sequences} are more than fit "
+                f"training.row_tokens={self.row_tokens}: a prompt and a response take two tokens "
+                f"at least; use at most {self.row_tokens // 2}"
+            )
         if self.row_tokens % self.logp_chunk:
             fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
             near = min(fits, key=lambda n: abs(n - self.logp_chunk))
@@ -103,6 +118,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
+    health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
 
     def __post_init__(self):
         if not 0 <= self.seed < 1 << 31:
@@ -130,20 +146,35 @@ class Machine:
 class Sizes:
     """Everything that follows from config, model and machine. Checked when made."""
 
-    mesh: MeshConfig
+    mesh: MeshSizes  # of the training roles, where `role_meshes` says nothing else
+    role_meshes: Mapping[str, MeshSizes]  # by role or model
+    rollout_tensor: int
+    sampler_hosts: int  # processes that share one sampler
     packing: PackingPlan
     engine: EngineConfig
     forward: ForwardConfig
     micro_rows: int  # per data rank
 
+    def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
+        """Mesh of a training role, or of one model of it."""
+        return self.role_meshes.get(model or "", self.role_meshes.get(role, self.mesh))
+
     def table(self, config: Config, model: DecoderConfig, machine: Machine) -> list[tuple]:
         """(name, value, meaning) for people."""
         p, r = self.packing, config.rollout
-        rows = p.shape.rows * machine.processes
+        rows = p.rows[p.primary] * self.mesh_of("ACTOR").fsdp
+        samplers = machine.processes // self.sampler_hosts
+        hosts = f"of {self.sampler_hosts} hosts each" if self.sampler_hosts > 1 else "one per host"
+        others = [
+            (f"mesh of {name}", f"fsdp {sizes.fsdp} x tensor {sizes.tensor}", "")
+            for name, sizes in sorted(self.role_meshes.items())
+        ]
         return [
             ("parameters", f"{num_params(model):,}", "of the model"),
             ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
             ("training mesh", f"fsdp {self.mesh.fsdp} x tensor {self.mesh.tensor}", ""),
+            *others,
+            ("samplers", samplers, f"{hosts}, tensor {self.rollout_tensor}"),
             ("compute dtype", self.forward.compute_dtype, "parameters are float32"),
             ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
             ("sequences per step", p.prompts_per_step * r.num_samples, ""),
@@ -152,11 +183,11 @@ class Sizes:
                 config.data.max_prompt_length + r.max_response_length,
                 f"prompt {config.data.max_prompt_length} + response {r.max_response_length} tokens",
             ),
-            ("optimizer steps", p.shape.mini_batches * config.training.epochs, "per RL step"),
-            ("row", p.shape.tokens, f"tokens, at most {p.shape.sequences} sequences"),
+            ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
+            ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
-            ("decode slots", self.engine.slots * machine.processes, "over all processes"),
+            ("decode slots", self.engine.slots * samplers, "over all samplers"),
         ]
 
 
@@ -175,7 +206,7 @@ def _divides(what: str, value: int, by: dict[str, int]) -> int:
 
 def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Sizes:
     """Checks sizes against each other and the machine. ValueError names both sides and the fix."""
-    mesh = _mesh_sizes(config.mesh, model, machine)
+    mesh, roles = _mesh_sizes(config.mesh, model, machine)
     data, rollout, training = config.data, config.rollout, config.training
     longest = data.max_prompt_length + rollout.max_response_length
     if longest > model.max_position:
@@ -200,41 +231,34 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
             f"reward.overlong_buffer={config.reward.overlong_buffer} is above "
             f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
         )
-    # every mini-batch must hold the same share of every process
     mini_prompts = _divides(
         "data.prompts_per_step",
         data.prompts_per_step,
-        {"processes": machine.processes, "training.mini_batches": training.mini_batches},
+        {"training.mini_batches": training.mini_batches},
     )
-    ranks = mesh.fsdp // machine.processes
+    if data.prompts_per_step < machine.processes:
+        raise ValueError(
+            f"data.prompts_per_step={data.prompts_per_step} leave some of the {machine.processes} "
+            f"processes without a prompt; use at least {machine.processes}"
+        )
     micro_total = training.micro_batch_rows or mesh.fsdp
     micro = _divides(
         "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
     )
-    sequences = training.row_sequences or max(1, training.row_tokens // 4)
-    samples = mini_prompts * rollout.num_samples
-    bound = rows_needed(samples, longest, training.row_tokens, sequences)
-    rows = -(-bound // (ranks * micro)) * ranks * micro
-    sampler_ranks = machine.local_devices // mesh.rollout_tensor
-    rank_slots = _divides(
-        "rollout.num_slots",
-        rollout.num_slots,
-        {"processes": machine.processes, "sampler ranks of each": sampler_ranks},
-    )
+    samplers = machine.devices // config.mesh.rollout_tensor
+    hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
+    _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": samplers})
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
     return Sizes(
         mesh=mesh,
-        packing=PackingPlan(
-            shape=RowShape(training.mini_batches, rows, training.row_tokens, sequences),
-            ranks=ranks,
-            prompts_per_step=data.prompts_per_step,
-            attention_cost=_attention_cost(model),
-            shared_prompts=training.share_prompts,
-        ),
+        role_meshes=roles,
+        rollout_tensor=config.mesh.rollout_tensor,
+        sampler_hosts=hosts,
+        packing=_packing(config, mini_prompts * rollout.num_samples, longest, micro, mesh, roles),
         engine=EngineConfig(
-            slots=rank_slots * sampler_ranks,
+            slots=rollout.num_slots // (machine.processes // hosts),
             max_prompt=data.max_prompt_length,
             max_response=max(rollout.max_response_length, config.eval.max_response_length),
             tokens_per_call=rollout.tokens_per_call,
@@ -247,42 +271,85 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
     )
 
 
-def _mesh_sizes(config: MeshConfig, model: DecoderConfig, machine: Machine) -> MeshConfig:
-    # a tensor group lies within one process, and each of its devices takes a share of these
-    sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
-    all_sizes = {"devices of a process": machine.local_devices} | sizes
-    fits = [
-        width
-        for width in range(1, machine.local_devices + 1)
-        if not any(size % width for size in all_sizes.values())
-    ]
-    for axis in ("tensor", "rollout_tensor"):
-        width = getattr(config, axis)
-        for name, size in all_sizes.items():
-            if size % width:
-                what = "the model's " if name in sizes else ""
-                raise ValueError(
-                    f"mesh.{axis}={width} does not divide {what}{name}={size}; use one of {fits}"
-                )
-    mesh = resolve_sizes(config, machine.devices, machine.local_devices)
-    if model.hidden_size % mesh.fsdp:
-        fits = [n for n in range(1, mesh.fsdp + 1) if model.hidden_size % n == 0]
-        raise ValueError(
-            f"mesh.fsdp={mesh.fsdp} does not divide the model's hidden_size={model.hidden_size}; "
-            f"use one of {fits}, and as many devices"
-        )
-    return mesh
-
-
-def _attention_cost(model: DecoderConfig) -> float:
-    """Cost of one attended (query, key) pair in units of one token's matrix products.
-
-    Causal attention does 2 N H multiply-adds per pair, half of all pairs being masked; a token does
-    one multiply-add per parameter of a layer.
-    """
-    per_layer = sum(
-        math.prod(spec.shape) / model.num_layers
-        for path, spec in param_specs(model).items()
-        if path.startswith("layers/")
+def _packing(
+    config: Config,
+    sequences: int,
+    longest: int,
+    micro: int,
+    mesh: MeshSizes,
+    roles: Mapping[str, MeshSizes],
+) -> PackingPlan:
+    """Static rows of every training mesh; `sequences` of a mini-batch, up to `longest` tokens."""
+    training = config.training
+    limits = RowLimits(
+        tokens=training.row_tokens,
+        sequences=training.row_sequences or max(1, training.row_tokens // 4),
+        shared=training.share_prompts,
     )
-    return model.num_heads * model.head_dim / per_layer
+    actor = roles.get("ACTOR", mesh)
+
+    def room(rows: int, ranks: int) -> int:
+        return -(-rows // (ranks * micro)) * micro
+
+    most = room(rows_bound(sequences, longest, limits), actor.fsdp)
+    # another layout takes the same rows, as they come, even where some are not filled well
+    rows = {m.layout: room(most * actor.fsdp, m.fsdp) for m in (mesh, *roles.values())}
+    return PackingPlan(
+        limits=limits,
+        mini_batches=training.mini_batches,
+        prompts_per_step=config.data.prompts_per_step,
+        rows=rows | {actor.layout: most},
+        primary=actor.layout,
+        threshold=config.coordinator.balance_threshold,
+    )
+
+
+def _mesh_sizes(
+    config: MeshConfig, model: DecoderConfig, machine: Machine
+) -> tuple[MeshSizes, dict[str, MeshSizes]]:
+    """Meshes of the training roles: (the common one, those of `mesh.roles`)."""
+    _check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
+    common = _role_sizes("mesh", config.fsdp, config.tensor, model, machine)
+    roles = {
+        name: _role_sizes(
+            f"mesh.roles.{name}", sizes.get("fsdp", 0), sizes.get("tensor", 1), model, machine
+        )
+        for name, sizes in config.roles.items()
+    }
+    for name in ("ROLLOUT", "REWARD"):
+        if name in roles:
+            raise ValueError(
+                f"mesh.roles.{name} has no training mesh: a sampler's width is mesh.rollout_tensor "
+                "and rewards are computed on the host; take it out"
+            )
+    return common, roles
+
+
+def _role_sizes(
+    where: str, fsdp: int, tensor: int, model: DecoderConfig, machine: Machine
+) -> MeshSizes:
+    _check_width(f"{where}.tensor", tensor, model, machine)
+    sizes = resolve_sizes(fsdp, tensor, machine.devices, where=where)
+    if model.hidden_size % sizes.fsdp:
+        fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
+        raise ValueError(
+            f"{where}.fsdp={sizes.fsdp} does not divide the model's hidden_size="
+            f"{model.hidden_size}; use one of {fits}, and as many devices"
+        )
+    return sizes
+
+
+def _check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
+    """A tensor group takes whole hosts or a part of one, and a share of each of these sizes."""
+    sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
+    for name, size in sizes.items():
+        if size % width:
+            fits = [
+                n
+                for n in range(1, machine.devices + 1)
+                if not any(s % n for s in (machine.devices, *sizes.values()))
+            ]
+            raise ValueError(
+                f"{what}={width} does not divide the model's {name}={size}; use one of {fits}"
+            )
+    check_hosts(width, what, machine.processes, machine.local_devices)

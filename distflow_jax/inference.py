@@ -43,14 +43,14 @@ def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answere
     Raises FileNotFoundError if that folder holds no checkpoint.
     """
     sizes = derive_sizes(config, source.config, Machine.current())
-    mesh = mesh_lib.training_mesh(sizes.mesh)
+    mesh = mesh_lib.role_mesh(sizes.mesh)
     step = 0
     if run:
         step, params = _trained_params(config, source, mesh, pathlib.Path(run))
     else:
         params = load_or_init_params(source, config.seed, mesh)
-    local = mesh_lib.sampler_mesh(sizes.mesh)
-    replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.mesh))
+    local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
+    replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
     engine = RolloutEngine(
         source.config,
         sizes.engine,

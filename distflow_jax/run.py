@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import secrets
 import signal
 import threading
 import time
@@ -19,13 +20,16 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
 from distflow_jax.coordinator.prefetch import Prefetch
-from distflow_jax.coordinator.statistics import batch_metrics
+from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
+from distflow_jax.observe.phases import Phases, straggler_report
 from distflow_jax.observe.spans import Spans
+from distflow_jax.observe.watchdog import HealthConfig, Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import processes
+from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.setup import Machinery, Setup, build, initial_states, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
@@ -48,12 +52,35 @@ _TIMINGS = {
 log = logging.getLogger("distflow_jax")
 
 
-def train(config: Config, workdir: str | os.PathLike) -> int:
+def train(config: Config, workdir: str | os.PathLike, job: Job = ALONE) -> int:
     """Runs a training run, or goes on with it; returns the exit code. Collective.
+
+    `job` is what this process has joined, see parallel/job.py. A watchdog process looks after it
+    meanwhile (observe/watchdog.py).
 
     Raises ValueError or FileNotFoundError for what the user can mend, before any device works.
     """
-    folder = pathlib.Path(workdir)
+    with stop_on_sigterm() as stop, watched(config.health, job) as watchdog:
+        code = _train(config, pathlib.Path(workdir), watchdog, stop)
+        processes.barrier("end of the run")
+        watchdog.close(code)
+    return code
+
+
+def watched(config: HealthConfig, job: Job) -> Watchdog:
+    """This process's watchdog, acquainted with those of the other processes. Collective."""
+    index, count = processes.process_index(), processes.process_count()
+    host = processes.reachable_host(job)
+    watchdog = Watchdog.start(config, index=index, count=count, host=host)
+    if count > 1:
+        told = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
+        addresses, tokens = zip(*(text.rsplit(" ", 1) for text in told), strict=True)
+        if config.enabled:
+            watchdog.connect(addresses, tokens[0])
+    return watchdog
+
+
+def _train(config: Config, folder: pathlib.Path, watchdog: Watchdog, stop: threading.Event) -> int:
     check_writable(folder)
     with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
         done = saved.latest()
@@ -66,7 +93,7 @@ def train(config: Config, workdir: str | os.PathLike) -> int:
             return EXIT_DONE
         setup = prepare(config)
         with contextlib.closing(setup.rewards):
-            return Run(setup, folder, saved).loop()
+            return Run(setup, folder, saved, watchdog).loop(stop)
 
 
 def check_writable(folder: pathlib.Path) -> None:
@@ -86,40 +113,48 @@ def check_writable(folder: pathlib.Path) -> None:
 class Run:
     """The loop over steps, and what it holds: states, devices' machinery, and the run's files."""
 
-    def __init__(self, setup: Setup, folder: pathlib.Path, checkpointer: Checkpointer):
+    def __init__(
+        self,
+        setup: Setup,
+        folder: pathlib.Path,
+        checkpointer: Checkpointer,
+        watchdog: Watchdog,
+    ):
         self.setup, self.config, self.folder = setup, setup.config, folder
         self.checkpointer = checkpointer
         self.compilations = compilations.Compilations()
         self.is_first = processes.process_index() == 0
-        self.machinery: Machinery = build(setup)
+        self.spans = Spans(
+            folder / "trace.json" if self.is_first and self.config.observe.trace else None,
+            process_index=processes.process_index(),
+        )
+        self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
+        self.machinery: Machinery = build(setup, self.spans.span)
         self.step, self.nonfinite = 0, 0
+        self._communicated = processes.communication_seconds()
         self._warm = False  # whether a step has run: nothing may compile after it
         restored = self._restore()
         self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
         del restored
         self.writer = RunWriter(folder, enabled=self.is_first, resume_step=self.step or None)
-        self.spans = Spans(
-            folder / "trace.json" if self.is_first and self.config.observe.trace else None,
-            process_index=processes.process_index(),
-        )
         self._describe()
         self._start_sampler()
 
-    def loop(self) -> int:
-        """All steps that are left; returns the exit code."""
+    def loop(self, stop: threading.Event) -> int:
+        """All steps that are left, or those until `stop` is set; returns the exit code."""
         config, steps = self.config, self.config.training.steps
         buffered = config.coordinator.double_buffer
         line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
         with (
             contextlib.ExitStack() as files,
-            Prefetch(iter(self.setup.loader), enabled=buffered) as prompts,
-            stop_on_sigterm() as stop,
+            Prefetch(self._prompts(), enabled=buffered) as prompts,
         ):
             for resource in (self.writer, self.spans, line, self.compilations):
                 files.callback(resource.close)
             while self.step < steps:
                 started = time.perf_counter()
                 self.step += 1
+                self.phases.step = self.step
                 metrics = self.run_step(next(prompts))
                 if self.step == 1 and config.eval.dataset:
                     # the sampler still holds the untrained weights: their evaluation need not
@@ -142,20 +177,31 @@ class Run:
             line.print(f"done: {steps} steps in {self.folder}")
         return EXIT_DONE
 
+    def _prompts(self) -> Iterator[list[Prompt]]:
+        """What this process's sampler answers, step by step."""
+        while True:
+            with self.spans.span("read_prompts"):
+                prompts = next(self.setup.loader, None)
+            if prompts is None:
+                return
+            yield prompts
+
     def run_step(self, prompts: list[Prompt]) -> dict[str, Any]:
         """One walk over the plan; returns the step's metrics on the host."""
         coordinator = self.machinery.coordinator
         self.sync_weights(self.step - 1)
         coordinator.begin(prompts, self.config.rollout.num_samples)
         self.states, metrics = run_step(
-            self.setup.plan, self.step, self.machinery.stages, self.states, coordinator, self.spans
+            self.setup.plan, self.step, self.machinery.stages, self.states, coordinator, self.phases
         )
         # the devices are still at work: what is left of their time belongs to the last node
-        with self.spans.span(self.setup.plan.tasks[-1].node.id):
+        with self.phases.span(self.setup.plan.tasks[-1].node.id):
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         samples = coordinator.samples()
-        with self.spans.span("statistics"):
-            metrics |= batch_metrics(samples, coordinator.tokens_per_rank())
+        with self.phases.span("statistics"):
+            table = gather_table(samples)
+            metrics |= batch_metrics(table, coordinator.tokens_per_rank())
+            self.setup.loader.observe(self.step, table.counter, table.response)
         metrics["training/global_step"] = self.step
         metrics["training/epoch"] = self.setup.loader.epoch(self._position())
         self.nonfinite = self.nonfinite + 1 if metrics.get("training/nonfinite") else 0
@@ -170,7 +216,7 @@ class Run:
         state = self.states["rollout"]
         if state.version == version:
             return
-        with self.spans.span("update_weights"):
+        with self.phases.span("update_weights"):
             state = update_weights(state, self.machinery.sync, self.states["actor"].params, version)
             jax.block_until_ready(state.params)
         self.states["rollout"] = state
@@ -178,7 +224,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
         config = self.config
-        with self.spans.span("testing"):
+        with self.phases.span("testing"):
             self.states["rollout"], scored = evaluate(
                 self.machinery.context.engine,
                 self.states["rollout"],
@@ -187,6 +233,8 @@ class Run:
                 self.setup.eval_prompts,
                 config.eval,
                 limit=config.rollout.max_response_length,
+                member=self.machinery.context.member,
+                hosts=self.machinery.context.hosts,
             )
             metrics = validation_metrics(scored, config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))
@@ -194,7 +242,7 @@ class Run:
 
     def save(self) -> None:
         """Starts a checkpoint of this step."""
-        with self.spans.span("save_checkpoint"):
+        with self.phases.span("save_checkpoint"):
             info = {
                 "loader": self.setup.loader.state(self._position()),
                 "nonfinite": self.nonfinite,
@@ -217,7 +265,9 @@ class Run:
         if self.checkpointer.latest() is None:
             return None
         abstract = abstract_state(
-            self.setup.source.config, self.machinery.context.optimizer, self.machinery.mesh
+            self.setup.source.config,
+            self.machinery.context.optimizer,
+            self.machinery.mesh_of(self.setup.sizes.mesh),
         )
         self.step, state, info = self.checkpointer.restore(None, abstract)
         self.setup.loader.restore(info["loader"])
@@ -227,10 +277,10 @@ class Run:
     def _start_sampler(self) -> None:
         """First weights for the sampler; compiles all of its programs."""
         engine = self.machinery.context.engine
-        with self.spans.span("update_weights"):
+        with self.phases.span("update_weights"):
             weights = self.machinery.sync(self.states["actor"].params)
         self.states["rollout"] = SamplerState(weights, self.step, engine.init_decode_state())
-        with self.spans.span("compile_sampler"):
+        with self.phases.span("compile_sampler"):
             engine.compile(weights)
 
     def _describe(self) -> None:
@@ -260,6 +310,7 @@ class Run:
             log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
         self._warm = True
         names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
+        stragglers = self._stragglers()
         timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
@@ -271,11 +322,26 @@ class Run:
                     1000 * timings[f"timing_s/{name}"] / max(1.0, count)
                 )
         return timings | {
+            **stragglers,
+            "timing_s/host_communication": self._communication(),
             "perf/throughput": tokens / work / self.setup.machine.devices,
             "perf/time_per_step": work,
             "perf/max_memory_allocated_gb": memory.peak_memory_gb(),
             "perf/compilations": self.compilations.take(),
         }
+
+    def _stragglers(self) -> dict[str, float]:
+        """Writes who was slow in this step; {perf/idle/NODE: mean idle share}. Collective."""
+        work, nodes = self.phases.take_work(), [task.node.id for task in self.setup.plan.tasks]
+        mine = np.array([work.get(node, 0.0) for node in nodes])
+        report = straggler_report(nodes, processes.all_gather_ints(mine))
+        self.writer.stragglers(self.step, report)
+        return {f"perf/idle/{node}": float(np.mean(report[node]["idle"])) for node in nodes}
+
+    def _communication(self) -> float:
+        """Seconds in collectives among hosts since the last call."""
+        before, self._communicated = self._communicated, processes.communication_seconds()
+        return self._communicated - before
 
     def _num_sequences(self) -> int:
         return self.config.data.prompts_per_step * self.config.rollout.num_samples

@@ -5,8 +5,9 @@ engine, stages and coordinator from what it found.
 """
 
 import dataclasses
-import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,25 +17,28 @@ from distflow_jax.config import Config, Machine, Sizes, derive_sizes
 from distflow_jax.config_dict import to_config_dict, to_json
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.dataset import open_dataset
-from distflow_jax.coordinator.loader import Loader
+from distflow_jax.coordinator.loader import Loader, SamplerShare
+from distflow_jax.dag.graph import ROLES, hint
 from distflow_jax.dag.pipelines import load_graph
-from distflow_jax.dag.planner import Plan, plan
+from distflow_jax.dag.planner import HOST, Plan, Task, plan
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
+from distflow_jax.parallel.exchange import Exchange
+from distflow_jax.parallel.mesh import MeshSizes
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.context import ResponseListener, Stage, StageContext
 from distflow_jax.stages.table import resolve
 from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import TrainState, init_state
 from distflow_jax.training.update import UpdateShape
-from distflow_jax.types import Layout
+from distflow_jax.types import Layout, flatten_dict
 
-HOST = Layout("host")
+Span = Callable[[str], AbstractContextManager]
 
 
 @dataclasses.dataclass
@@ -83,9 +87,26 @@ def make_plan(config: Config, sizes: Sizes) -> Plan:
                     f"dag {config.dag!r}: node {node.id!r} reads no {field!r}, but {why}; add it "
                     f"to its reads and a node that writes it, or {otherwise}"
                 )
-    device = Layout("mesh", (("fsdp", sizes.mesh.fsdp), ("tensor", sizes.mesh.tensor)))
-    layouts = {"ACTOR": device, "REFERENCE": device, "ROLLOUT": HOST, "REWARD": HOST}
-    return plan(graph, layouts, {"prompt": HOST})
+    known = {*ROLES, *(n.model for n in graph.nodes if n.model)}
+    for name in sizes.role_meshes:
+        if name not in known:
+            raise ValueError(
+                f"mesh.roles.{name}: no role or model of dag {config.dag!r} is called so "
+                f"({hint(name, known)})"
+            )
+    return plan(graph, role_layouts(sizes), {"prompt": sampler_layout(sizes)})
+
+
+def sampler_layout(sizes: Sizes) -> Layout:
+    """Where prompts enter and responses come out: on the hosts, k by k where k share a sampler."""
+    return Layout("host", (("hosts", sizes.sampler_hosts),)) if sizes.sampler_hosts > 1 else HOST
+
+
+def role_layouts(sizes: Sizes) -> dict[str, Layout]:
+    """Layout of every role, and of every model that has one of its own."""
+    trainers = {role: sizes.mesh_of(role).layout for role in ("ACTOR", "CRITIC", "REFERENCE")}
+    own = {name: mesh.layout for name, mesh in sizes.role_meshes.items()}
+    return {"ROLLOUT": sampler_layout(sizes), "REWARD": HOST} | trainers | own
 
 
 def prepare(config: Config) -> Setup:
@@ -95,28 +116,54 @@ def prepare(config: Config) -> Setup:
     sizes = derive_sizes(config, source.config, machine)
     the_plan = make_plan(config, sizes)
     builders = resolve(task.node for task in the_plan.tasks)
-    loader = _open_loader(config, config.data.train, source, machine)
+    dataset = open_dataset(
+        config.data.train,
+        system_prompt=config.data.system_prompt,
+        prompt_suffix=config.data.prompt_suffix,
+    )
+    loader = Loader(
+        dataset,
+        source.tokenizer,
+        config.data,
+        seed=config.seed,
+        share=sampler_share(sizes, machine),
+    )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
             f"data.epochs={config.data.epochs} give {loader.num_steps} steps of "
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
-    eval_prompts = load_eval_prompts(config, source, machine)
+    eval_prompts = load_eval_prompts(config, source, sizes, machine)
     rewards = RewardPool(config.reward)
     try:
-        rewards.check(trial_request(loader.take(0, machine.processes)[0]))
+        rewards.check(trial_request(loader.prompt(0)))
         processes.check_agreement(
             {
-                "config": hashlib.sha256(to_json(to_config_dict(config)).encode()).hexdigest(),
-                "plan": the_plan.digest,
-                "code": processes.code_digest(),
+                "config": config_table(config),
+                "plan": plan_table(the_plan),
+                "code": processes.code_table(),
+                "versions": processes.version_table(),
             }
         )
     except BaseException:
         rewards.close()
         raise
     return Setup(config, machine, source, sizes, the_plan, builders, loader, eval_prompts, rewards)
+
+
+def config_table(config: Config) -> dict[str, str]:
+    """{"training.optimizer.lr": "1e-06", ...}: what processes must have alike."""
+    tree = json.loads(to_json(to_config_dict(config)))
+    return {key.replace("/", "."): json.dumps(x) for key, x in flatten_dict(tree).items()}
+
+
+def plan_table(plan: Plan) -> dict[str, str]:
+    """{"rollout.layout.kind": "\"host\"", ...}: all of the plan's JSON, by node."""
+    tree = json.loads(plan.to_json())
+    tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
+    flat = flatten_dict(tree) | flatten_dict(tasks)
+    return {key.replace("/", "."): json.dumps(x) for key, x in flat.items()}
 
 
 def trial_request(prompt: Prompt) -> RewardRequest:
@@ -131,22 +178,16 @@ def trial_request(prompt: Prompt) -> RewardRequest:
     )
 
 
-def _open_loader(config: Config, spec: str, source: ModelSource, machine: Machine) -> Loader:
-    dataset = open_dataset(
-        spec, system_prompt=config.data.system_prompt, prompt_suffix=config.data.prompt_suffix
-    )
-    return Loader(
-        dataset,
-        source.tokenizer,
-        config.data,
-        seed=config.seed,
-        process_index=processes.process_index(),
-        process_count=machine.processes,
-    )
+def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
+    """The sampler that this process belongs to."""
+    hosts = sizes.sampler_hosts
+    return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
 
 
-def load_eval_prompts(config: Config, source: ModelSource, machine: Machine) -> list[Prompt]:
-    """This process's share of the evaluation prompts; empty without an evaluation set."""
+def load_eval_prompts(
+    config: Config, source: ModelSource, sizes: Sizes, machine: Machine
+) -> list[Prompt]:
+    """This sampler's share of the evaluation prompts; empty without an evaluation set."""
     if not config.eval.dataset:
         return []
     data = dataclasses.replace(config.data, shuffle=False, epochs=1, prompts_per_step=1)
@@ -156,15 +197,15 @@ def load_eval_prompts(config: Config, source: ModelSource, machine: Machine) -> 
         prompt_suffix=data.prompt_suffix,
     )
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
-    count = min(config.eval.num_prompts or len(loader.rows), len(loader.rows))
-    index, total = processes.process_index(), machine.processes
-    if count < total:
+    count = min(config.eval.num_prompts or len(loader), len(loader))
+    if count < machine.processes:
         raise ValueError(
-            f"{config.eval.dataset!r} gives {count} evaluation prompts for {total} processes; set "
-            f"config.eval.num_prompts to at least {total}"
+            f"{config.eval.dataset!r} gives {count} evaluation prompts for {machine.processes} "
+            f"processes; set config.eval.num_prompts to at least {machine.processes}"
         )
-    start, stop = count * index // total, count * (index + 1) // total
-    return loader.take(start, stop - start)
+    share = sampler_share(sizes, machine)
+    first, last = (count * (share.index + i) // share.count for i in range(2))
+    return [loader.prompt(counter) for counter in range(first, last)]
 
 
 @dataclasses.dataclass
@@ -175,14 +216,18 @@ class Machinery:
     stages: dict[str, Stage]
     coordinator: Coordinator
     sync: WeightSync
-    mesh: jax.sharding.Mesh
+    meshes: dict[Layout, jax.sharding.Mesh]
+
+    def mesh_of(self, sizes: MeshSizes) -> jax.sharding.Mesh:
+        """The mesh of these sizes."""
+        return self.meshes[sizes.layout]
 
 
-def build(setup: Setup) -> Machinery:
-    """Meshes, engine, compiled stages and the coordinator."""
+def build(setup: Setup, span: Span) -> Machinery:
+    """Meshes, engine, compiled stages and the coordinator, which times its moves with `span`."""
     config, sizes, model = setup.config, setup.sizes, setup.source.config
-    mesh = mesh_lib.training_mesh(sizes.mesh)
-    local = mesh_lib.sampler_mesh(sizes.mesh)
+    all_sizes = {m.layout: m for m in (sizes.mesh, *sizes.role_meshes.values())}
+    meshes = {layout: mesh_lib.role_mesh(m) for layout, m in all_sizes.items()}
     engine = make_engine(setup.source, config, sizes)
     updates = config.training.steps * config.training.mini_batches * config.training.epochs
     context = StageContext(
@@ -190,25 +235,72 @@ def build(setup: Setup) -> Machinery:
         tokenizer=setup.source.tokenizer,
         algorithm=config.algorithm,
         forward=sizes.forward,
-        shape=UpdateShape(mesh, sizes.micro_rows, config.rollout.max_response_length),
+        shape=_update_shape(meshes[sizes.mesh.layout], setup),
         optimizer=make_optimizer(config.training.optimizer, updates),
         schedule=learning_rate(config.training.optimizer, updates),
         rollout=config.rollout,
         engine=engine,
         reward=config.reward,
         rewards=setup.rewards,
+        member=processes.process_index() % sizes.sampler_hosts,
+        hosts=sizes.sampler_hosts,
+        on_response=ResponseListener(),
+        early_rewards=False,
         prompts_per_step=config.data.prompts_per_step,
         mini_batches=config.training.mini_batches,
         epochs=config.training.epochs,
     )
-    replica = param_shardings(model, mesh_lib.replica_mesh(sizes.mesh))
+    exchange = Exchange()
+    exchange.compile()
     return Machinery(
         context=context,
-        stages={name: make(context) for name, make in setup.builders.items()},
-        coordinator=Coordinator(sizes.packing, {mesh_lib.mesh_layout(mesh): mesh}),
-        sync=WeightSync(replica, local, sizes.engine.dtype),
-        mesh=mesh,
+        stages={
+            task.node.id: setup.builders[task.node.id](_context_of(task, context, setup, meshes))
+            for task in setup.plan.tasks
+        },
+        coordinator=_coordinator(setup, meshes, exchange, span),
+        sync=WeightSync(
+            param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor)),
+            engine.mesh,
+            sizes.engine.dtype,
+        ),
+        meshes=meshes,
     )
+
+
+def _update_shape(mesh: jax.sharding.Mesh, setup: Setup) -> UpdateShape:
+    return UpdateShape(mesh, setup.sizes.micro_rows, setup.config.rollout.max_response_length)
+
+
+def _context_of(
+    task: Task, context: StageContext, setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh]
+) -> StageContext:
+    """The context of one node: on the mesh of its role, rewards early where its inputs allow it."""
+    if task.layout.kind == "mesh":
+        return dataclasses.replace(context, shape=_update_shape(meshes[task.layout], setup))
+    samplers = {t.node.id for t in setup.plan.tasks if t.node.role == "ROLLOUT"}
+    sources = {edge.source for edge in task.edges_in}
+    early = (
+        setup.config.coordinator.overlap_rewards
+        and task.node.role == "REWARD"
+        and task.node.scope != "batch"
+        and len(samplers) == 1
+        and sources <= {None, *samplers}
+    )
+    return dataclasses.replace(context, early_rewards=early)
+
+
+def _coordinator(
+    setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh], exchange: Exchange, span: Span
+) -> Coordinator:
+    packs: dict[Layout, set[tuple[str | None, str]]] = {layout: set() for layout in meshes}
+    for task in setup.plan.tasks:
+        for edge in task.edges_in:
+            if edge.move == "pack":
+                packs[edge.target_layout].add((edge.source, edge.field))
+    writers: dict[str | None, Layout] = {t.node.id: t.layout for t in setup.plan.tasks}
+    writers[None] = sampler_layout(setup.sizes)
+    return Coordinator(setup.sizes.packing, meshes, writers, packs, exchange, span=span)
 
 
 def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEngine:
@@ -216,7 +308,7 @@ def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEng
     return RolloutEngine(
         source.config,
         sizes.engine,
-        mesh_lib.sampler_mesh(sizes.mesh),
+        mesh_lib.sampler_mesh(sizes.rollout_tensor),
         stop_ids=source.tokenizer.stop_ids,
         seed=config.seed,
         tokenizer=source.tokenizer,
@@ -227,14 +319,17 @@ def initial_states(
     setup: Setup, machinery: Machinery, restored: TrainState | None
 ) -> dict[str, Any]:
     """States by state_key: the actor, and where the plan has one the frozen reference."""
-    model, mesh = setup.source.config, machinery.mesh
-    has_reference = any(task.state_key == "reference" for task in setup.plan.tasks)
+    model, sizes = setup.source.config, setup.sizes
+    mesh = machinery.mesh_of(sizes.mesh)
+    reference = next((t for t in setup.plan.tasks if t.state_key == "reference"), None)
     states: dict[str, Any] = {}
-    if has_reference:
-        states["reference"] = load_or_init_params(setup.source, setup.config.seed, mesh)
+    if reference is not None:
+        own_mesh = machinery.meshes[reference.layout]
+        states["reference"] = load_or_init_params(setup.source, setup.config.seed, own_mesh)
     if restored is not None:
         return states | {"actor": restored}
-    if has_reference:  # a copy of its own: the actor's parameters are donated from step to step
+    if reference is not None and reference.layout == sizes.mesh.layout:
+        # a copy of its own: the actor's parameters are donated from step to step
         params = jax.tree.map(lambda x: x.copy(), states["reference"])
     else:
         params = load_or_init_params(setup.source, setup.config.seed, mesh)

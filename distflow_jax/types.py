@@ -14,7 +14,9 @@ class Layout:
 
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
     `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
-    2)). Two stages whose layouts compare equal hand fields on without moving a byte.
+    2)). A host layout with the axis ("hosts", k) is that of samplers which k processes share: all
+    k hold the columns of all of them. Two stages whose layouts compare equal hand fields on without
+    moving a byte.
     """
 
     kind: str
@@ -26,7 +28,7 @@ class Layout:
 
     def __str__(self):
         if self.kind == "host":
-            return "host"
+            return "host" if not self.axes else f"groups of {hosts_of(self)} hosts"
         return " x ".join(f"{name} {size}" for name, size in self.axes)
 
 
@@ -35,8 +37,8 @@ class Edge:
     """One field on its way from the node that writes it to a node that reads it.
 
     `source` is None for a field that the loader gives. `move` is decided by the planner from the
-    two layouts alone: "stay" (equal layouts), "pack" (host to mesh), "unpack" (mesh to host) or
-    "reshard" (mesh to another mesh).
+    two layouts alone: "stay" (equal layouts), "pack" (host to mesh), "unpack" (mesh to host),
+    "reshard" (mesh to another mesh) or "share" (between hosts and groups of hosts).
     """
 
     field: str
@@ -48,14 +50,17 @@ class Edge:
 
 
 def move_between(source: Layout, target: Layout) -> str:
-    """The kind of move an edge needs: stay, pack, unpack or reshard."""
+    """The kind of move an edge needs: stay, share, pack, unpack or reshard."""
     if source == target:
         return "stay"
-    if source.kind == "host":
-        return "pack"
-    if target.kind == "host":
-        return "unpack"
-    return "reshard"
+    if source.kind == target.kind:
+        return "share" if source.kind == "host" else "reshard"
+    return "pack" if source.kind == "host" else "unpack"
+
+
+def hosts_of(layout: Layout) -> int:
+    """Number of processes that hold the same columns in a host layout."""
+    return dict(layout.axes).get("hosts", 1)
 
 
 def flatten_dict(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,8 +16,8 @@ import tempfile
 from absl import flags
 from ml_collections import config_flags
 
-from distflow_jax.command_line import run_main
-from distflow_jax.config import Config, Machine
+from distflow_jax.command_line import define_job_flags, find_job, run_main
+from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
@@ -30,6 +30,7 @@ from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write; empty: print the numbers only.")
+define_job_flags()
 flags.mark_flag_as_required("config")
 
 
@@ -38,11 +39,13 @@ def main(argv: list[str]) -> int:
     config = from_config_dict(Config, CONFIG.value)
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, e.g. a .jsonl file")
-    processes.initialize_from_env()
+    processes.initialize(find_job())
     if OUT.value:
         check_out(pathlib.Path(OUT.value))
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
-    prompts = load_eval_prompts(config, source, Machine.current())
+    machine = Machine.current()
+    sizes = derive_sizes(config, source.config, machine)
+    prompts = load_eval_prompts(config, source, sizes, machine)
     with RewardPool(config.reward) as rewards:
         rewards.check(trial_request(prompts[0]))
         model = open_answerer(config, source, RUN.value)
@@ -54,6 +57,8 @@ def main(argv: list[str]) -> int:
             prompts,
             config.eval,
             limit=config.rollout.max_response_length,
+            member=processes.process_index() % sizes.sampler_hosts,
+            hosts=sizes.sampler_hosts,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)
     for name, value in metrics.items():

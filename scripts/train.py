@@ -12,21 +12,23 @@ from absl import flags
 from ml_collections import config_flags
 
 from distflow_jax import run
-from distflow_jax.command_line import run_main
+from distflow_jax.command_line import define_job_flags, find_job, run_main
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.parallel import processes
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; the same one resumes it.")
+define_job_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(argv: list[str]) -> int:
     """Joins the job, if there is one, and trains."""
     config = from_config_dict(Config, CONFIG.value)
-    processes.initialize_from_env()
-    code = run.train(config, WORKDIR.value)
+    job = find_job()
+    processes.initialize(job)
+    code = run.train(config, WORKDIR.value, job)
     processes.shutdown()
     return code
 

@@ -65,14 +65,13 @@ def test_its_sizes_divide(name, machine, model_of):
     sizes = derive_sizes(config, model, machine)
     packing, rollout = sizes.packing, config.rollout
     assert sizes.mesh.fsdp * sizes.mesh.tensor == machine.devices
-    assert packing.ranks * machine.processes == sizes.mesh.fsdp
     # the rows hold the longest batch there can be, and micro-batches fill them evenly
-    assert packing.shape.rows % (packing.ranks * sizes.micro_rows) == 0
+    rows = packing.rows[packing.primary]
+    assert rows % sizes.micro_rows == 0
     longest = config.data.max_prompt_length + rollout.max_response_length
-    samples = config.data.prompts_per_step * rollout.num_samples
-    samples //= machine.processes * config.training.mini_batches
-    assert packing.shape.rows * (packing.shape.tokens // longest) >= samples
-    assert packing.shape.rows * packing.shape.sequences >= samples
+    samples = config.data.prompts_per_step * rollout.num_samples // config.training.mini_batches
+    assert rows * sizes.mesh.fsdp * (packing.limits.tokens // longest) >= samples
+    assert rows * sizes.mesh.fsdp * packing.limits.sequences >= samples
     assert sizes.engine.slots * machine.processes == rollout.num_slots
     shown = {row[0]: row[1] for row in sizes.table(config, model, machine)}
     assert shown["devices"] == machine.devices
@@ -111,8 +110,8 @@ MODEL = DecoderConfig(
 @pytest.mark.parametrize(
     "key, value, machine, given",
     [
-        ("data.prompts_per_step", 5, TWO_PROCESSES, ()),
-        ("data.prompts_per_step", 10, TWO_PROCESSES, ("training.mini_batches=2",)),
+        ("data.prompts_per_step", 1, TWO_PROCESSES, ()),
+        ("data.prompts_per_step", 5, TWO_PROCESSES, ("training.mini_batches=2",)),
         ("data.prompts_per_step", 1, EIGHT, ("training.mini_batches=4",)),
         ("rollout.num_slots", 20, EIGHT, ()),
         ("rollout.num_slots", 3, TWO_PROCESSES, ("mesh.rollout_tensor=2",)),
@@ -123,6 +122,7 @@ MODEL = DecoderConfig(
         ("mesh.tensor", 3, EIGHT, ()),
         ("mesh.tensor", 8, EIGHT, ()),
         ("mesh.rollout_tensor", 8, EIGHT, ()),
+        ("training.row_sequences", 200, ONE, ()),
         ("mesh.rollout_tensor", 3, TWO_PROCESSES, ()),
     ],
 )
@@ -148,3 +148,26 @@ def test_the_length_penalty_lies_within_the_response():
             MODEL,
             ONE,
         )
+
+
+def test_roles_have_meshes_of_their_own():
+    config = config_of("tiny", "mesh.roles={'REFERENCE': {'tensor': 2}}", "algorithm.kl_coef=0.1")
+    sizes = derive_sizes(config, MODEL, TWO_PROCESSES)
+    assert (sizes.mesh.fsdp, sizes.mesh_of("REFERENCE").fsdp) == (8, 4)
+    layouts = {t.node.id: str(t.layout) for t in make_plan(config, sizes).tasks}
+    assert layouts["reference"] == "fsdp 4 x tensor 2"
+    assert layouts["actor_train"] == "fsdp 8 x tensor 1"
+    moves = {e.field: e.move for t in make_plan(config, sizes).tasks for e in t.edges_in}
+    assert moves["ref_logp"] == "reshard"
+
+
+def test_hosts_that_share_a_sampler_hold_the_same_prompts():
+    config = config_of("tiny", "mesh.rollout_tensor=4")
+    two_by_two = Machine(4, 8, 2, "cpu")
+    sizes = derive_sizes(config, MODEL, two_by_two)
+    assert sizes.sampler_hosts == 2
+    moves = {
+        (e.source, e.field): e.move for t in make_plan(config, sizes).tasks for e in t.edges_in
+    }
+    assert moves["rollout", "finished"] == "share"
+    assert moves["reward", "score"] == "pack"

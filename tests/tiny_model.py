@@ -5,10 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.batch import Prompt, Rows, RowShape, Samples, pack, to_rows
+from distflow_jax.batch import (
+    Placement,
+    Prompt,
+    Rows,
+    RowShape,
+    Samples,
+    Sequences,
+    from_token_field,
+    to_rows,
+)
+from distflow_jax.coordinator.balance import RowLimits
+from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import param_specs
-from distflow_jax.types import unflatten_dict
+from distflow_jax.types import Layout, unflatten_dict
 
 # 320 tokens: not a multiple of the sampler's block of 128, but of 8 devices
 TINY = DecoderConfig(
@@ -67,13 +78,42 @@ def random_samples(
     return Samples(prompts, sample, responses, masks)
 
 
-def rows_of(samples: Samples, shape: RowShape, *, shared: bool, ranks: int = 1):
-    """(Rows, Placement) of samples whose prompts are numbered from 0."""
-    count = max(p.counter for p in samples.prompt) + 1
-    placement = pack(
-        samples, shape, ranks=ranks, prompts_per_step=count, attention_cost=0.0, shared=shared
+def sequences_of(samples: Samples) -> Sequences:
+    return Sequences(
+        group=[p.counter for p in samples.prompt],
+        prompt=[p.tokens for p in samples.prompt],
+        response=samples.response,
+        response_mask=samples.response_mask,
     )
-    return to_rows(samples, placement, prompts_per_step=count), placement
+
+
+def rows_of(samples: Samples, shape: RowShape, *, shared: bool, ranks: int = 1):
+    """(Rows, Placement) of samples, in the order of their uids, whose prompts count from 0."""
+    layout = Layout("mesh", (("fsdp", ranks), ("tensor", 1)))
+    counter = np.array([p.counter for p in samples.prompt])
+    assert (np.diff(counter) >= 0).all()
+    shares = Shares.make(
+        PackingPlan(
+            limits=RowLimits(shape.tokens, shape.sequences, shared),
+            mini_batches=shape.mini_batches,
+            prompts_per_step=int(counter.max()) + 1,
+            rows={layout: shape.rows // ranks},
+            primary=layout,
+        ),
+        counter,
+        np.zeros(len(counter), np.int64),
+        np.array([len(p.tokens) for p in samples.prompt]),
+        np.array([len(r) for r in samples.response]),
+        processes=1,
+    )
+    placement: Placement = shares.placement(layout, 0)
+    return to_rows(sequences_of(samples), placement), placement
+
+
+def values_of(samples: Samples, placement: Placement, field: np.ndarray) -> list[np.ndarray]:
+    """Per-token values [K, R, L] of each sample's response, in the order of the samples."""
+    found = from_token_field(sequences_of(samples), placement, field)
+    return [found[i] for i in range(len(samples))]
 
 
 def mini_batch(rows: Rows, index: int = 0) -> Rows:

@@ -1,12 +1,14 @@
 """The data coordinator: a stage asks for a field, and gets it in its own layout.
 
-Callers never learn whether a value stayed, was packed from host columns into rows, was resharded to
-another mesh, or came back to the host. N samples of this process; K mini-batches, R rows, L tokens,
-S sequences per row.
+Callers never learn whether a value stayed, was cut to this process's share, packed from host
+columns into rows, moved to another mesh, or came back to the host. There is no node through which
+data pass: all processes know the lengths, compute the same shares (shares.py) and exchange what
+moves, each with each. N samples of this process; K mini-batches, R rows, L tokens, S sequences.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +16,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax import batch as batch_lib
-from distflow_jax.batch import Placement, Prompt, Rows, RowShape, Samples
-from distflow_jax.types import Edge, Layout
+from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences
+from distflow_jax.coordinator import codec
+from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.exchange import Exchange, Traffic, all_gather_ragged
+from distflow_jax.parallel.repartition import Repartition, Row
+from distflow_jax.types import Edge, Layout, hosts_of
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")
+
+Value = tuple[str | None, str]  # (source, field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,45 +35,84 @@ class CoordinatorConfig:
     """How data move between stages."""
 
     double_buffer: bool = True  # read and tokenise the next step's prompts while devices work
+    # score responses while others are still being sampled; the scores are the same either way
+    overlap_rewards: bool = True
+    # share by which the busiest data rank must get lighter (rows, then tokens) for rows to move
+    balance_threshold: float = 0.03
 
-
-@dataclasses.dataclass(frozen=True)
-class PackingPlan:
-    """Static facts of how one process's samples become rows."""
-
-    shape: RowShape  # R counts this process's rows
-    ranks: int  # data ranks of this process
-    prompts_per_step: int
-    attention_cost: float  # cost of one attended pair in units of one token's other work
-    shared_prompts: bool
+    def __post_init__(self):
+        if not 0 <= self.balance_threshold < 1:
+            raise ValueError(
+                "coordinator.balance_threshold must be at least 0 and below 1, got "
+                f"{self.balance_threshold}"
+            )
 
 
 class Coordinator:
-    """Keeps the fields of a step. See dag.worker for the protocol; `begin` starts a step."""
+    """Keeps the fields of a step. See dag.worker for the protocol; `begin` starts a step.
 
-    def __init__(self, packing: PackingPlan, meshes: Mapping[Layout, Mesh]):
-        self._packing = packing
-        self._meshes = dict(meshes)
-        self._values: dict[tuple[str | None, str], Any] = {}
+    Every method that moves data is collective: all processes call them in the same order, as they
+    do when they walk the same plan.
+    """
+
+    def __init__(
+        self,
+        packing: PackingPlan,
+        meshes: Mapping[Layout, Mesh],
+        writers: Mapping[str | None, Layout],
+        packs: Mapping[Layout, Collection[Value]],
+        exchange: Exchange,
+        *,
+        span: Callable[[str], contextlib.AbstractContextManager] | None = None,
+    ):
+        """`writers`: layout of each node by its id, of the loader under None. `packs`: what the
+        plan brings from the host to each mesh."""
+        self._packing, self._meshes = packing, dict(meshes)
+        self._writers, self._exchange = dict(writers), exchange
+        self._packs = {layout: sorted(values, key=str) for layout, values in packs.items()}
+        self._span = span or (lambda name: contextlib.nullcontext())
+        self._me, self._count = processes.process_index(), processes.process_count()
+        self._repartitions = {
+            (a, b): Repartition(mesh_a, mesh_b, (packing.rows[a], packing.rows[b]))
+            for a, mesh_a in self._meshes.items()
+            for b, mesh_b in self._meshes.items()
+            if a != b
+        }
+        self._clear()
+
+    def _clear(self) -> None:
+        self._values: dict[Value, Any] = {}
         self._moved: dict[tuple[str | None, str, Layout], Any] = {}
-        self._columns: dict[str, Any] = {}  # every host column of the step, small beside arrays
-        self._packed: tuple[Samples, Placement] | None = None
+        self._columns: dict[str, Sequence[Any]] = {}  # this process's share, as last written
+        self._sources: dict[str, str | None] = {}  # who wrote it
+        self._received: dict[Value, dict[int, Any]] = {}  # entries that came from others
+        self._fetched: dict[Value, list[Layout]] = {}  # for which layouts they came
+        self._placements: dict[Layout, Placement] = {}
+        self._shares: Shares | None = None
         self._rows: dict[Layout, Rows] = {}
+        self.traffic: dict[str, Traffic] = {}  # of this step and process, by field
 
     def begin(self, prompts: Sequence[Prompt], num_samples: int) -> None:
-        """Starts a step: every column from here on has one entry per (prompt, sample)."""
-        for table in (self._values, self._moved, self._rows):
-            table.clear()
-        self._columns = {}
-        self._packed = None
+        """Starts a step: every column from here on has one entry per (prompt, sample).
+
+        `prompts` are those that this process's sampler answers; where k hosts share a sampler, all
+        of them are given the same.
+        """
+        self._clear()
+        hosts = hosts_of(self._writers[None])
+        member = self._me % hosts
+        first, last = (len(prompts) * (member + i) // hosts * num_samples for i in range(2))
+        self._own = slice(first, last)
         self.put(None, "prompt", [p for p in prompts for _ in range(num_samples)])
 
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Takes what `source` wrote."""
         self._values[source, field] = value
         if not isinstance(value, jax.Array | Rows):
-            assert field not in STRUCTURE or self._packed is None, f"{field} came after packing"
-            self._columns[field] = value
+            assert field not in STRUCTURE or self._shares is None, f"{field} came after packing"
+            own = self._owned(source, field, value)
+            assert len(own), "every process samples something: its shape tells a column's kind"
+            self._columns[field], self._sources[field] = own, source
 
     def get(self, edge: Edge) -> Any:
         """The value in the layout that the reader asks for."""
@@ -73,105 +121,259 @@ class Coordinator:
             return value
         key = (edge.source, edge.field, edge.target_layout)
         if key not in self._moved:
-            self._moved[key] = self._move(edge, value)
+            with self._span("reshard"):
+                self._moved[key] = self._move(edge, value)
         return self._moved[key]
 
     def free(self, source: str | None, field: str) -> None:
-        """Forgets the value: its last reader is done."""
+        """Forgets the value: its last reader is done. Scalars per sample stay for the records."""
         self._values.pop((source, field), None)
+        self._received.pop((source, field), None)
+        self._fetched.pop((source, field), None)
         for key in [key for key in self._moved if key[:2] == (source, field)]:
             del self._moved[key]
+        if field in STRUCTURE:
+            if not any(name in STRUCTURE for _, name in self._values):
+                self._rows.clear()
+        elif self._sources.get(field) == source and any(np.ndim(x) for x in self._columns[field]):
+            del self._columns[field], self._sources[field]
 
     def samples(self) -> Samples:
-        """The step's responses and everything that was written about them on the host."""
-        if self._packed is None:
-            self._pack()
-        return self._packed[0]
+        """The responses that this process sampled, with what was written about them."""
+        columns = self._columns
+        prompts = columns["prompt"]
+        seen: dict[int, int] = {}
+        sample = np.zeros(len(prompts), np.int32)
+        for i, prompt in enumerate(prompts):
+            sample[i] = seen.get(prompt.counter, 0)
+            seen[prompt.counter] = sample[i] + 1
+        fields = {name: column for name, column in columns.items() if name not in STRUCTURE}
+        return Samples(list(prompts), sample, columns["response"], columns["response_mask"], fields)
+
+    @property
+    def shares(self) -> Shares:
+        """Who holds what in this step. Collective when it is asked for the first time."""
+        if self._shares is None:
+            self._shares = self._make_shares()
+        return self._shares
 
     def tokens_per_rank(self) -> np.ndarray:
-        """Tokens in the rows of each data rank of this process, int64 [ranks]."""
-        filled = batch_lib.filled_tokens(self.samples(), self._packed[1])
-        ranks = self._packing.ranks
-        return filled.reshape(filled.shape[0], ranks, -1).sum(axis=(0, 2))
+        """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""
+        return self.shares.tokens_per_rank(self._packing.primary)
 
     # -- moves ------------------------------------------------------------------------------------
 
     def _move(self, edge: Edge, value: Any) -> Any:
         if edge.move == "pack":
-            return self._to_mesh(edge, value)
+            return self._to_mesh(edge)
         if edge.move == "reshard":
-            return self._reshard(value, edge.target_layout)
-        return self._to_host(value)
+            return self._to_other_mesh(edge, value)
+        if edge.move == "share":
+            own = self._owned(edge.source, edge.field, value)
+        else:
+            own = self._to_host(edge, value)
+        hosts = hosts_of(edge.target_layout)
+        return own if hosts == 1 else self._with_peers(edge.field, own, hosts)
 
-    def _pack(self) -> None:
+    def _owned(self, source: str | None, field: str, value: Sequence[Any]) -> Sequence[Any]:
+        """The part of a host column that this process answers for."""
+        if hosts_of(self._writers[source]) > 1:
+            value = value[self._own]
+        expected = self._own.stop - self._own.start
+        if len(value) != expected:
+            raise ValueError(
+                f"field {field!r} written by {source!r} has {len(value)} entries, one per response "
+                f"is {expected}"
+            )
+        return value
+
+    def _make_shares(self) -> Shares:
         columns = self._columns
-        prompts, count = columns["prompt"], len(columns["prompt"])
-        seen: dict[int, int] = {}
-        sample = np.zeros(count, np.int32)
-        for i, prompt in enumerate(prompts):
-            sample[i] = seen.get(prompt.counter, 0)
-            seen[prompt.counter] = sample[i] + 1
-        samples = Samples(
-            prompt=prompts,
-            sample=sample,
-            response=columns["response"],
-            response_mask=columns["response_mask"],
-            fields=columns,
+        mine = np.array(
+            [
+                [prompt.counter, len(prompt.tokens), len(response)]
+                for prompt, response in zip(columns["prompt"], columns["response"], strict=True)
+            ],
+            np.int32,
+        ).reshape(-1, 3)
+        parts = all_gather_ragged(mine)
+        home = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        table = np.concatenate(parts).astype(np.int64)
+        order = np.argsort(table[:, 0], kind="stable")  # samples of a prompt are in order
+        counter, prompt, response = table[order].T
+        return Shares.make(
+            self._packing, counter, home[order], prompt, response, processes=self._count
         )
-        p = self._packing
-        placement = batch_lib.pack(
-            samples,
-            p.shape,
-            ranks=p.ranks,
-            prompts_per_step=p.prompts_per_step,
-            attention_cost=p.attention_cost,
-            shared=p.shared_prompts,
-        )
-        self._packed = (samples, placement)
 
-    def _to_mesh(self, edge: Edge, value: Any) -> Any:
+    def _entries(self, value: Value, layout: Layout) -> list[Any]:
+        """A column's entries for `needed(layout)`, in order; fetches what is not here yet."""
+        shares, me = self.shares, self._me
+        if layout not in self._fetched.get(value, ()) and shares.anything_moves(layout):
+            self._fetch(layout)
+        home = np.flatnonzero(shares.home == me)
+        mine = dict(zip(map(int, home), self._columns[value[1]], strict=True))
+        received = self._received.get(value, {})
+        return [mine[n] if n in mine else received[n] for n in map(int, shares.needed(layout)[me])]
+
+    def _fetch(self, layout: Layout) -> None:
+        """One exchange of all columns there are that this layout wants, each entry once.
+
+        What a process has, by sampling it or because another layout wanted it, is not sent again.
+        """
+        shares = self.shares
+        home = np.flatnonzero(shares.home == self._me)
+        wanted = [
+            value
+            for value in self._packs[layout]
+            if self._sources.get(value[1], self) == value[0]
+            and layout not in self._fetched.get(value, ())
+        ]
+        everyone = range(self._count)
+        missing = {v: [self._missing(v, layout, q) for q in everyone] for v in wanted}
+        blobs = []
+        for q in range(self._count):
+            entries = []
+            for value in wanted if q != self._me else ():
+                column = self._columns[value[1]]
+                theirs = np.flatnonzero(np.isin(home, missing[value][q]))
+                entries += [_payload(column[i]) for i in theirs]
+            blobs.append(codec.encode(entries, " or ".join(field for _, field in wanted)))
+        came = self._swap(" ".join(field for _, field in wanted), blobs)
+        for p, blob in enumerate(came):
+            entries = iter(codec.decode(blob) if p != self._me else ())
+            for value in wanted if p != self._me else ():
+                mine = missing[value][self._me]
+                for n in mine[shares.home[mine] == p]:
+                    self._received.setdefault(value, {})[int(n)] = next(entries)
+        for value in wanted:
+            self._fetched.setdefault(value, []).append(layout)
+
+    def _missing(self, value: Value, layout: Layout, process: int) -> np.ndarray:
+        """Sequences that a process wants of a value and does not have."""
+        needed = self.shares.needed(layout)[process]
+        needed = needed[self.shares.home[needed] != process]
+        for other in self._fetched.get(value, ()):
+            needed = np.setdiff1d(needed, self.shares.needed(other)[process])
+        return needed
+
+    def _swap(self, what: str, blobs: Sequence[bytes]) -> list[bytes]:
+        came, traffic = self._exchange(blobs)
+        self.traffic[what] = self.traffic.get(what, Traffic()) + traffic
+        return came
+
+    def _sequences(self, layout: Layout) -> Sequences:
+        """The sequences in this process's rows."""
+        needed = self.shares.needed(layout)[self._me]
+        prompt, response, mask = (
+            self._entries((self._sources[field], field), layout) for field in STRUCTURE
+        )
+        return Sequences(
+            group=[int(g) for g in self.shares.group[needed]],
+            prompt=[_payload(p) for p in prompt],
+            response=response,
+            response_mask=mask,
+        )
+
+    def _placement(self, layout: Layout) -> Placement:
+        if layout not in self._placements:
+            self._placements[layout] = self.shares.placement(layout, self._me)
+        return self._placements[layout]
+
+    def _to_mesh(self, edge: Edge) -> Any:
         layout = edge.target_layout
-        if self._packed is None:
-            self._pack()
-        samples, placement = self._packed
+        placement = self._placement(layout)
         if edge.field in STRUCTURE:
             if layout not in self._rows:
-                rows = batch_lib.to_rows(
-                    samples, placement, prompts_per_step=self._packing.prompts_per_step
-                )
+                rows = batch_lib.to_rows(self._sequences(layout), placement)
                 self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
             return self._rows[layout]
-        if len(value) != len(samples):
-            raise ValueError(
-                f"field {edge.field!r} written by {edge.source!r} has {len(value)} entries, "
-                f"one per response is {len(samples)}"
-            )
-        if np.ndim(value[0]) == 0:
-            packed = batch_lib.sequence_field(placement, value)
+        entries = self._entries((edge.source, edge.field), layout)
+        if np.ndim(self._columns[edge.field][0]) == 0:
+            packed = batch_lib.sequence_field(placement, entries)
         else:
-            packed = batch_lib.token_field(samples, placement, value)
+            packed = batch_lib.token_field(self._outline(layout), placement, entries)
         return self._place(packed, layout)
+
+    def _outline(self, layout: Layout) -> Sequences:
+        """Sequences of this process's rows, whose values do not matter."""
+        shares = self.shares
+        needed = shares.needed(layout)[self._me]
+        prompt, response = shares.prompt[needed], shares.response[needed]
+        tokens = np.zeros(int(max(prompt.max(initial=0), response.max(initial=0))), np.int32)
+        return Sequences(
+            group=[int(g) for g in shares.group[needed]],
+            prompt=[tokens[:n] for n in prompt],
+            response=[tokens[:n] for n in response],
+            response_mask=[tokens[:n] > 0 for n in response],
+        )
 
     def _place(self, local: np.ndarray, layout: Layout) -> jax.Array:
         """This process's rows -> global array, rows divided over the mesh's data ranks."""
-        mesh = self._meshes[layout]
-        sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-        rows = local.shape[1] // self._packing.ranks * mesh.shape["fsdp"]
+        sharding = NamedSharding(self._meshes[layout], PartitionSpec(None, "fsdp"))
+        rows = self._packing.rows[layout] * data_ranks(layout)
         shape = (local.shape[0], rows, *local.shape[2:])
         return jax.make_array_from_process_local_data(sharding, local, shape)
 
-    def _reshard(self, value: Any, layout: Layout) -> Any:
-        sharding = NamedSharding(self._meshes[layout], PartitionSpec(None, "fsdp"))
-        move = jax.jit(lambda x: x, out_shardings=jax.tree.map(lambda _: sharding, value))
-        return move(value)
+    def _to_other_mesh(self, edge: Edge, value: Any) -> Any:
+        source, target = edge.source_layout, edge.target_layout
+        pairs: list[tuple[Row, Row]] = []
+        both = zip(self.shares.assignments(source), self.shares.assignments(target), strict=True)
+        for k, (before, after) in enumerate(both):
+            places = zip(_places(before.rank), _places(after.rank), strict=True)
+            pairs += [((k, *here), (k, *there)) for here, there in places]
+        moved, traffic = self._repartitions[source, target](value, pairs)
+        self.traffic[edge.field] = self.traffic.get(edge.field, Traffic()) + traffic
+        return moved
 
-    def _to_host(self, value: Any) -> Any:
+    def _to_host(self, edge: Edge, value: Any) -> list[Any]:
         """Device field -> column of this process's samples, in their order."""
-        samples, placement = self._packed
+        layout, shares = edge.source_layout, self.shares
+        placement = self._placement(layout)
         local = _own_rows(value)
         if local.shape[2] == placement.shape.tokens:
-            return batch_lib.from_token_field(samples, placement, local)
-        return batch_lib.from_sequence_field(placement, local, len(samples))
+            found = batch_lib.from_token_field(self._outline(layout), placement, local)
+        else:
+            found = batch_lib.from_sequence_field(placement, local)
+        needed = shares.needed(layout)[self._me]
+        here = {int(n): found[i] for i, n in enumerate(needed)}
+        sender = shares.sender(layout)
+        if shares.anything_moves(layout):
+            blobs = []
+            for q in range(self._count):
+                wanted = needed[(sender[needed] == self._me) & (shares.home[needed] == q)]
+                blobs.append(
+                    codec.encode((here[int(n)] for n in wanted), edge.field)
+                    if q != self._me
+                    else b""
+                )
+            for p, blob in enumerate(self._swap(edge.field, blobs)):
+                if p != self._me:
+                    theirs = np.flatnonzero((shares.home == self._me) & (sender == p))
+                    here |= zip(map(int, theirs), codec.decode(blob), strict=True)
+        return [here[int(n)] for n in np.flatnonzero(shares.home == self._me)]
+
+    def _with_peers(self, field: str, own: Sequence[Any], hosts: int) -> list[Any]:
+        """The columns of all hosts of this process's sampler, one after the other."""
+        first = self._me // hosts * hosts
+        peers = range(first, first + hosts)
+        blob = codec.encode(own, field)
+        came = self._swap(field, [blob if q in peers else b"" for q in range(self._count)])
+        return [entry for p in peers for entry in (own if p == self._me else codec.decode(came[p]))]
+
+
+def _payload(entry: Any) -> Any:
+    """What of an entry travels: of a prompt its tokens, the rest stays with its owner."""
+    return entry.tokens if isinstance(entry, Prompt) else entry
+
+
+def _places(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(rank, row within it) of each row, given the rank of each."""
+    filled: dict[int, int] = {}
+    places = []
+    for rank in ranks:
+        places.append((rank, filled.get(rank, 0)))
+        filled[rank] = filled.get(rank, 0) + 1
+    return places
 
 
 def _own_rows(x: jax.Array) -> np.ndarray:

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.dealing import LengthEstimates, deal
 from distflow_jax.coordinator.example import Dataset, Message
 
 OVERLONG = ("error", "drop", "truncate_left")
@@ -46,20 +47,32 @@ class PromptEncoder(Protocol):
         """Text as the model sees it, and its tokens, int32 [P]."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerShare:
+    """Which of the job's samplers this process belongs to: they divide the prompts."""
+
+    index: int = 0
+    count: int = 1
+    hosts: int = 1  # processes of each sampler, which read the same prompts
+
+
 class Loader:
-    """Issues prompts by a global counter: step k takes counters [k B, (k + 1) B).
+    """Issues prompts by a global counter: step k takes counters [(k - 1) B, k B).
 
     The counter alone decides which row comes: epoch e is counters [e N, (e + 1) N), shuffled by
-    (seed, e) over the N rows left after the overlong ones are gone. Each process takes a contiguous
-    share of a step, so that the order does not know how many processes there are.
+    (seed, e) over the N rows left after the overlong ones are gone. A step's prompts are dealt to
+    the samplers by the length that is expected of their responses (see dealing.py), and a process
+    reads those of its sampler alone; neither the order nor the number of steps knows how many
+    processes there are.
 
     Iterating gives one step after the other from `position` on, forever or to the end of
-    `config.epochs` (prompts that fill no whole step there are left out). `take` reads any stretch.
+    `config.epochs` (prompts that fill no whole step there are left out).
 
     Attributes:
       position: counter at which iteration goes on.
       dropped: number of rows that `overlong="drop"` left out.
       rows: int64 [N], the rows of the data set that are issued.
+      lengths: expected response lengths by row of the data set; `observe` feeds them.
     """
 
     def __init__(
@@ -69,20 +82,17 @@ class Loader:
         config: DataConfig,
         *,
         seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
-        start: int = 0,
+        share: SamplerShare | None = None,
     ):
-        check_divides(config.prompts_per_step, process_count)
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._config = config
         self._seed = seed
-        self._process_index = process_index
-        self._process_count = process_count
-        self.position = start
+        self._share = share or SamplerShare()
+        self.position = 0
         self.rows = _rows_in_limit(dataset, tokenizer, config)
         self.dropped = len(dataset) - len(self.rows)
+        self.lengths = LengthEstimates(len(dataset))
         order = grain.MapDataset.range(len(self.rows))
         if config.shuffle:
             # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.
@@ -102,23 +112,24 @@ class Loader:
         count = self._config.prompts_per_step
         if self.position + count > len(self._order):
             raise StopIteration
-        prompts = self.take(self.position)
+        counters = range(self.position, self.position + count)
+        expected = self.lengths.expected(
+            self.position // count + 1, np.array([self.row(c) for c in counters])
+        )
+        share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
+        prompts = [self.prompt(counters[i], float(expected[i])) for i in share[self._share.index]]
         self.position += count
         return prompts
 
-    def take(self, start: int, count: int | None = None) -> list[Prompt]:
-        """This process's share of counters [start, start + count); `position` stays.
+    def observe(self, step: int, counter: np.ndarray, length: np.ndarray) -> None:
+        """Takes the response lengths of a finished step, int [N] each, all processes' alike."""
+        counters, which = np.unique(counter, return_inverse=True)
+        mean = np.bincount(which, length) / np.bincount(which)
+        self.lengths.observe(step, np.array([self.row(int(c)) for c in counters]), mean)
 
-        `count` defaults to a step's prompts. The share is contiguous, in order, and ends where
-        `config.epochs` end; where count does not divide, processes get one more or less.
-        """
-        if start < 0:
-            raise ValueError(f"a prompt's counter is not negative, got {start}")
-        count = self._config.prompts_per_step if count is None else count
-        count = max(0, min(count, len(self._order) - start))
-        first = start + count * self._process_index // self._process_count
-        last = start + count * (self._process_index + 1) // self._process_count
-        return [self._prompt(counter) for counter in range(first, last)]
+    def __len__(self) -> int:
+        """Prompts until `config.epochs` end."""
+        return len(self._order)
 
     def row(self, counter: int) -> int:
         """Row of the data set that this counter issues."""
@@ -140,7 +151,8 @@ class Loader:
           position: counter after the last prompt that was *trained* on, which lies behind
             `self.position` while prompts are prefetched.
         """
-        return {"position": position, **self._identity()}
+        step = position // self._config.prompts_per_step
+        return {"position": position, "lengths": self.lengths.state(step), **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on at a state's position.
@@ -157,6 +169,7 @@ class Loader:
                     "or start in a new workdir"
                 )
         self.position = int(state["position"])
+        self.lengths.restore(state["lengths"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -167,7 +180,8 @@ class Loader:
             "shuffle": self._config.shuffle,
         }
 
-    def _prompt(self, counter: int) -> Prompt:
+    def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
+        """The prompt of one counter."""
         row = self.row(counter)
         example = self._dataset[row]
         text, tokens = self._tokenizer.encode_prompt(example.prompt)
@@ -179,17 +193,7 @@ class Loader:
             data_source=example.data_source,
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
-        )
-
-
-def check_divides(prompts_per_step: int, process_count: int) -> None:
-    """An error that names numbers that would do, unless every process gets equally many prompts."""
-    if prompts_per_step % process_count:
-        below = prompts_per_step // process_count * process_count
-        would = [str(n) for n in (below, below + process_count) if n]
-        raise ValueError(
-            f"data.prompts_per_step {prompts_per_step} is not divisible by {process_count} "
-            f"processes; {' or '.join(would)} would be"
+            expected_length=expected_length,
         )
 
 

@@ -1,26 +1,36 @@
 """Numbers about a step's samples, over all processes, the same on every one.
 
-N samples of this process. Only a few numbers per sample travel.
+N samples of all processes. Only a few numbers per sample travel.
 """
+
+import dataclasses
 
 import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.observe.metrics import summarize
-from distflow_jax.parallel import processes
+from distflow_jax.parallel.exchange import all_gather_ragged
 
 
-def batch_metrics(samples: Samples, tokens_per_rank: np.ndarray) -> dict[str, float]:
-    """verl's batch metrics.
+@dataclasses.dataclass(frozen=True)
+class StepTable:
+    """One entry per sample of the step, in the order of their uids; float64 [N] each."""
 
-    `tokens_per_rank` int64 [ranks]: tokens in the packed rows of this process's data ranks. Every
-    process must have equally many samples.
-    """
+    counter: np.ndarray
+    prompt: np.ndarray  # tokens
+    response: np.ndarray  # tokens
+    finished: np.ndarray  # 1 or 0
+    score: np.ndarray
+
+
+def gather_table(samples: Samples) -> StepTable:
+    """Every process's samples, the same table on each. Collective."""
     local = np.array(
         [
-            [len(p.tokens), len(r), float(done), float(score)]
-            for p, r, done, score in zip(
+            [p.counter, sample, len(p.tokens), len(r), float(done), float(score)]
+            for p, sample, r, done, score in zip(
                 samples.prompt,
+                samples.sample,
                 samples.response,
                 samples.fields["finished"],
                 samples.fields["score"],
@@ -28,20 +38,24 @@ def batch_metrics(samples: Samples, tokens_per_rank: np.ndarray) -> dict[str, fl
             )
         ],
         np.float64,
-    )
-    table = processes.all_gather_ints(local).reshape(-1, 4)
-    balanced = processes.all_gather_ints(np.asarray(tokens_per_rank, np.int64)).reshape(-1)
-    prompt, response, finished, score = table.T
-    total = prompt + response
-    metrics = {
-        **summarize("critic/score", score),
-        **summarize("critic/rewards", score),
-        **summarize("response_length", response),
-        "response_length/clip_ratio": float(1.0 - finished.mean()),
-        **summarize("prompt_length", prompt),
+    ).reshape(-1, 6)
+    table = np.concatenate(all_gather_ragged(local))
+    # by uid: sums in another order would differ in the last bit from layout to layout
+    counter, _, prompt, response, finished, score = table[np.lexsort(table.T[1::-1])].T
+    return StepTable(counter, prompt, response, finished, score)
+
+
+def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, float]:
+    """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank."""
+    total = table.prompt + table.response
+    return {
+        **summarize("critic/score", table.score),
+        **summarize("critic/rewards", table.score),
+        **summarize("response_length", table.response),
+        "response_length/clip_ratio": float(1.0 - table.finished.mean()),
+        **summarize("prompt_length", table.prompt),
         **summarize("global_seqlen", total),
-        "global_seqlen/balanced_min": float(balanced.min()),
-        "global_seqlen/balanced_max": float(balanced.max()),
+        "global_seqlen/balanced_min": float(tokens_per_rank.min()),
+        "global_seqlen/balanced_max": float(tokens_per_rank.max()),
         "perf/total_num_tokens": float(total.sum()),
     }
-    return metrics

@@ -1,4 +1,4 @@
-"""A run's folder: config.json, plan.txt, metrics.jsonl, tensorboard/, samples/STEP.jsonl.
+"""A run's folder: config.json, plan.txt, metrics.jsonl, stragglers.jsonl, tensorboard/, samples/.
 
 metrics.jsonl holds one JSON object per step with "step" and the metrics by name. Floats are written
 with the digits that read back as the same float64. JSON has no NaN or infinity: they are written as
@@ -48,6 +48,8 @@ class RunWriter:
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         self._metrics_path = self.folder / "metrics.jsonl"
         truncate_metrics(self._metrics_path, self._last_step)
+        self._stragglers_path = self.folder / "stragglers.jsonl"
+        truncate_metrics(self._stragglers_path, self._last_step)
         for path in (self.folder / "samples").glob("*.jsonl"):
             if path.stem.isdigit() and int(path.stem) > self._last_step:
                 path.unlink()
@@ -85,6 +87,12 @@ class RunWriter:
             # TensorBoard takes no @: mean@8 goes as mean_8
             self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
         self._tensorboard.flush()
+
+    def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
+        """Appends a step's line of {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
+        if self._enabled:
+            with self._stragglers_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "nodes": report}) + "\n")
 
     def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/STEP.jsonl, one record a line; all of it or nothing."""

@@ -6,74 +6,65 @@ processes must call it, from the thread that issues JAX computations, in the sam
 P processes.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
+import json
+import logging
 import os
 import pathlib
-from collections.abc import Mapping
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-COORDINATOR = "DISTFLOW_COORDINATOR"  # host:port of process 0
-NUM_PROCESSES = "DISTFLOW_NUM_PROCESSES"
-PROCESS_ID = "DISTFLOW_PROCESS_ID"
-DISTRIBUTED = "DISTFLOW_DISTRIBUTED"  # "auto": jax reads the cluster's own variables
-# All host data travel in pieces of one size: another size would compile another program.
-CHUNK_BYTES = 4096
+from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
+
+# Host data travel in pieces of two sizes: a third would compile a third program.
+CHUNK_BYTES = (64, 4096)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+# How much of a disagreement an error shows.
+SHOWN_KEYS = 5
+SHOWN_SIDES = 4
+SHOWN_CHARACTERS = 60
+
+log = logging.getLogger("distflow_jax")
 
 
-def initialize_from_env(environ: Mapping[str, str] | None = None) -> None:
-    """Joins the other processes if the environment names them; alone otherwise.
+def initialize(job: Job) -> None:
+    """Joins the other processes of the job (job.find tells which it is); nothing to do if alone.
 
-    DISTFLOW_COORDINATOR, DISTFLOW_NUM_PROCESSES and DISTFLOW_PROCESS_ID (set by
-    scripts/launch_local.py) name a job explicitly. DISTFLOW_DISTRIBUTED=auto lets jax find the job
-    from the cluster (TPU pods, Slurm, Open MPI, Kubernetes). Call it before anything uses a device.
-
-    Raises ValueError for an incomplete or inconsistent set of variables.
+    Call it before anything uses a device. Raises ValueError if jax is to find the job and does not.
     """
-    environ = os.environ if environ is None else environ
-    job = _explicit_job(environ)
-    mode = environ.get(DISTRIBUTED, "")
-    if mode not in ("", "auto"):
-        raise ValueError(f"{DISTRIBUTED}={mode!r} is unknown; set it to 'auto' or unset it")
-    if job is None and mode != "auto":
+    if job != ALONE:
+        log.info(job.describe())
+    if job.kind == "alone":
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # This service would take over SIGTERM, which a run answers with a checkpoint and exit code 75.
     jax.config.update("jax_enable_preemption_service", False)
-    if job is None:
-        jax.distributed.initialize()
+    if job.coordinator is None:
+        try:
+            jax.distributed.initialize(cluster_detection_method=job.detection)
+        except ValueError as error:  # it found no cluster, and says which argument it then lacks
+            raise ValueError(
+                f"jax finds no cluster ({job.describe()}; {error}); name the job by --coordinator, "
+                f"--num_processes and --process_id, or run alone with {DISTRIBUTED}=off"
+            ) from error
         return
-    coordinator, num_processes, process_id = job
-    jax.distributed.initialize(coordinator, num_processes, process_id)
-
-
-def _explicit_job(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
-    missing = [name for name in names if not environ.get(name)]
-    if len(missing) == len(names):
-        return None
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} must be set too: {', '.join(names)} describe a job together"
-        )
-    coordinator = environ[COORDINATOR]
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"{COORDINATOR} must be host:port, got {coordinator!r}")
-    numbers = {}
-    for name in names[1:]:
-        if not environ[name].isdigit():
-            raise ValueError(f"{name} must be a whole number, got {environ[name]!r}")
-        numbers[name] = int(environ[name])
-    num_processes, process_id = numbers[NUM_PROCESSES], numbers[PROCESS_ID]
-    if not process_id < num_processes:
-        raise ValueError(
-            f"{PROCESS_ID}={process_id} must be below {NUM_PROCESSES}={num_processes} "
-            "(ids count from 0)"
-        )
-    return coordinator, num_processes, process_id
+    jax.distributed.initialize(
+        job.coordinator,
+        job.num_processes,
+        job.process_id,
+        job.local_device_ids,
+        # or, within a Slurm step, jax would still choose one GPU for us
+        cluster_detection_method="deactivate",
+    )
 
 
 def shutdown() -> None:
@@ -92,6 +83,38 @@ def process_count() -> int:
     return jax.process_count()
 
 
+@contextlib.contextmanager
+def communicating() -> Iterator[None]:
+    """Counts the time of its body as communication among hosts."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _spent[0] += time.perf_counter() - start
+
+
+def communication_seconds() -> float:
+    """Time this process has spent in collectives among hosts, most of it waiting for others."""
+    return _spent[0]
+
+
+_spent = [0.0]
+
+
+def reachable_host(job: Job) -> str:
+    """Address of this host at which the job's other processes reach it."""
+    if job.kind == "alone":
+        return "127.0.0.1"
+    if job.coordinator is None:
+        return socket.gethostbyname(socket.gethostname())
+    host, _, port = job.coordinator.rpartition(":")
+    # nothing is sent: a datagram socket only looks up the way, and so the interface
+    address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(address[4])
+        return probe.getsockname()[0]
+
+
 def all_gather_ints(array: np.ndarray) -> np.ndarray:
     """Every process's array, stacked in the order of the processes: [...] -> [P, ...].
 
@@ -103,12 +126,14 @@ def all_gather_ints(array: np.ndarray) -> np.ndarray:
         return array[None].copy()
     data = np.frombuffer(array.tobytes(), np.uint8)
     gathered = np.empty((process_count(), data.size), np.uint8)
-    for start in range(0, data.size, CHUNK_BYTES):
-        part = data[start : start + CHUNK_BYTES]
-        chunk = np.zeros(CHUNK_BYTES, np.uint8)
-        chunk[: part.size] = part
-        parts = np.asarray(multihost_utils.process_allgather(chunk))
-        gathered[:, start : start + CHUNK_BYTES] = parts[:, : part.size]
+    size = CHUNK_BYTES[data.size > CHUNK_BYTES[0]]
+    with communicating():
+        for start in range(0, data.size, size):
+            part = data[start : start + size]
+            chunk = np.zeros(size, np.uint8)
+            chunk[: part.size] = part
+            parts = np.asarray(multihost_utils.process_allgather(chunk))
+            gathered[:, start : start + size] = parts[:, : part.size]
     shape = (process_count(), *array.shape)
     return np.frombuffer(gathered.tobytes(), array.dtype).reshape(shape)
 
@@ -116,7 +141,8 @@ def all_gather_ints(array: np.ndarray) -> np.ndarray:
 def barrier(name: str) -> None:
     """Returns when all processes have called it with the same name."""
     if process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        with communicating():
+            multihost_utils.sync_global_devices(name)
 
 
 def all_gather_text(text: str) -> list[str]:
@@ -129,43 +155,98 @@ def all_gather_text(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def check_agreement(name_to_digest: Mapping[str, str]) -> None:
-    """Raises a ValueError on all processes if they differ in any digest; says who and in what.
+# -- agreement --------------------------------------------------------------------------------
 
-    `name_to_digest` maps what must agree ("config", "plan", "code") to a digest of it.
+
+def check_agreement(tables: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises a ValueError on all processes if they differ in any entry; says who, in what.
+
+    `tables` maps what must agree ("config", "plan", "code", "versions") to {key: value}. Digests
+    are exchanged; only where these differ do the tables themselves travel.
     """
-    lines = sorted(f"{name}\t{digest}" for name, digest in name_to_digest.items())
-    tables = [
-        dict(line.split("\t", 1) for line in text.splitlines())
-        for text in all_gather_text("\n".join(lines))
-    ]
-    differences = []
-    for name in sorted({name for table in tables for name in table}):
-        groups: dict[str, list[int]] = {}
-        for index, table in enumerate(tables):
-            groups.setdefault(table.get(name, "none"), []).append(index)
-        if len(groups) > 1:
-            sides = [f"{_processes(who)} {digest[:12]}" for digest, who in groups.items()]
-            differences.append(f"{name}: {', '.join(sides)}")
-    if differences:
-        raise ValueError(
-            f"processes differ in {'; '.join(differences)}. Start all of them with the same "
-            "config and the same code"
-        )
+    digests = {name: _digest(table) for name, table in tables.items()}
+    gathered = [json.loads(text) for text in all_gather_text(json.dumps(digests))]
+    names = sorted({name for theirs in gathered for name in theirs})
+    differing = [name for name in names if len({theirs.get(name) for theirs in gathered}) > 1]
+    if not differing:
+        return
+    mine = {name: dict(tables.get(name, {})) for name in differing}
+    theirs = [json.loads(text) for text in all_gather_text(json.dumps(mine))]
+    parts = [describe_differences(name, [table[name] for table in theirs]) for name in differing]
+    raise ValueError(
+        f"processes differ in {'; '.join(parts)}. Start all of them with the same config, code and "
+        "packages"
+    )
 
 
-def _processes(indices: list[int]) -> str:
-    if len(indices) == 1:
-        return f"process {indices[0]} has"
-    return f"processes {', '.join(map(str, indices))} have"
+def describe_differences(name: str, tables: Sequence[Mapping[str, str]]) -> str:
+    """The keys in which the processes' tables differ, with each side's value.
+
+    >>> describe_differences("config", [{"lr": "1"}, {"lr": "2"}, {"lr": "2"}])
+    'config lr: process 0 has 1, processes 1-2 have 2'
+    """
+    lines = []
+    for key in sorted({key for table in tables for key in table}):
+        sides: dict[str | None, list[int]] = {}  # value -> processes
+        for process, table in enumerate(tables):
+            sides.setdefault(table.get(key), []).append(process)
+        if len(sides) > 1:
+            lines.append(f"{name} {key}: {_describe_sides(sides)}")
+    if len(lines) > SHOWN_KEYS:
+        lines[SHOWN_KEYS:] = [f"{name} and {len(lines) - SHOWN_KEYS} more"]
+    return "; ".join(lines)
 
 
-def code_digest(folder: str | os.PathLike | None = None) -> str:
-    """Hash of the names and contents of all .py files below `folder` (default: this package)."""
+def _describe_sides(sides: Mapping[str | None, Sequence[int]]) -> str:
+    # long values are shown from shortly before the place where they part
+    common = len(os.path.commonprefix([value for value in sides if value is not None]))
+    start = max(0, common - SHOWN_CHARACTERS // 3)
+    words = []
+    for value, who in list(sides.items())[:SHOWN_SIDES]:
+        verb = "has" if len(who) == 1 else "have"
+        words.append(f"{_processes(who)} {verb} {_excerpt(value, start)}")
+    rest = [process for who in list(sides.values())[SHOWN_SIDES:] for process in who]
+    if rest:
+        words.append(f"{_processes(sorted(rest))} differ again")
+    return ", ".join(words)
+
+
+def _excerpt(value: str | None, start: int) -> str:
+    if value is None:
+        return "none"
+    if len(value) <= SHOWN_CHARACTERS:
+        return value
+    shown = value[start : start + SHOWN_CHARACTERS]
+    tail = "..." if start + SHOWN_CHARACTERS < len(value) else ""
+    return ("..." if start else "") + shown + tail
+
+
+def _processes(indices: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "processes 0-2, 5"."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    words = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(words)}"
+
+
+def _digest(table: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def code_table(folder: str | os.PathLike | None = None) -> dict[str, str]:
+    """Every .py file below `folder` (default: this package) with a hash of its content."""
     root = pathlib.Path(__file__).parents[1] if folder is None else pathlib.Path(folder)
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def version_table() -> dict[str, str]:
+    """Versions of Python and of the packages whose programs or files the processes share."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | versions

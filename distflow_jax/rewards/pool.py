@@ -115,6 +115,15 @@ class RewardPool:
             self, _close, self._jobs, self._closing, self._workers, self._threads
         )
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether responses may be submitted as they come, to processes that score each alone.
+
+        Not so for a batch function, which sees all responses of a step, nor for the quick ones that
+        run in the caller's thread.
+        """
+        return self._num_workers > 0 and self._kind.result() != "batch"
+
     def check(self, request: RewardRequest) -> RewardResult:
         """Scores one row of the data, before the first step.
 

@@ -58,6 +58,9 @@ def end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     socket_fd, parent_pid = map(int, sys.argv[1:])
+    # Schedulers send it to every process of a job: the run finishes its step, and needs us for it.
+    # A handler and not SIG_IGN, which programs that the function starts would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(socket_fd, False)  # or a child of the function would keep it open
     threading.Thread(target=end_with_parent, args=(parent_pid,), daemon=True).start()
     main(Connection(socket_fd))

@@ -30,7 +30,7 @@ from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Static sizes of an engine, all per process."""
+    """Static sizes of an engine."""
 
     slots: int  # responses decoded side by side
     max_prompt: int  # tokens
@@ -113,10 +113,12 @@ def prefill_buckets(max_prompt: int, block: int) -> tuple[int, ...]:
 
 
 class RolloutEngine(engine_api.Engine):
-    """Prefill, insert and generate over one process's own devices.
+    """Prefill, insert and generate over the devices of one sampler.
 
-    `mesh` has axes ("data", "tensor"): slots are divided over data, heads over tensor. Nothing here
-    needs another process. Every program is compiled by `compile` before the first request.
+    `mesh` has axes ("data", "tensor"): slots are divided over data, heads over tensor. It lies
+    within one process, which then needs nobody else, or spans several, all of which make the same
+    calls in the same order and get the same tokens. Every program is compiled by `compile` before
+    the first request.
     """
 
     def __init__(
@@ -298,8 +300,11 @@ class RolloutEngine(engine_api.Engine):
 
     def set_exit_below(self, decode_state: DecodeState, count: int) -> DecodeState:
         """Sets when `generate` comes back early."""
-        sharding = decode_state.exit_below.sharding
-        return decode_state.replace(exit_below=jax.device_put(np.int32(count), sharding))
+        # not device_put: where several hosts share the mesh, it would ask all processes of the job
+        value = jax.make_array_from_callback(
+            (), decode_state.exit_below.sharding, lambda _: np.int32(count), dtype=np.int32
+        )
+        return decode_state.replace(exit_below=value)
 
     def compile(self, params: Any) -> None:
         """Runs every program once, so that nothing compiles after the first request."""
@@ -498,4 +503,6 @@ class RolloutEngine(engine_api.Engine):
             data = jnp.concatenate(
                 [tokens, valid, state.emitted[:, None], bits(logp), bits(margin)], axis=1
             )
-            return self._pinned(state), data
+            # whole on every device: each host of the mesh reads its own copy
+            whole = NamedSharding(self._mesh, PartitionSpec())
+            return self._pinned(state), jax.lax.with_sharding_constraint(data, whole)

@@ -67,9 +67,12 @@ def run_requests(
 
     All slots of `state` must be free; it is donated and comes back free. A prompt is prefilled
     once, when the first slot for it is free, and its responses take slots as they fall free,
-    longest limit first. `on_response` is called as soon as a response ends.
+    longest expected first, then longest limit. `on_response` is called as soon as a response ends.
     """
-    order = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
+    order = sorted(
+        range(len(requests)),
+        key=lambda i: (-requests[i].prompt.expected_length, -requests[i].limit, i),
+    )
     waiting = collections.deque(
         (index, sample) for index in order for sample in range(requests[index].num_samples)
     )

@@ -11,12 +11,34 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.scheduler import Response
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
+
+
+class ResponseListener:
+    """Passes finished responses on to a stage that can begin with them."""
+
+    def __init__(self):
+        self._listeners: list[Callable[[Response], None]] = []
+
+    def add(self, listener: Callable[[Response], None]) -> None:
+        """`listener` is called in the thread that decodes: it must return at once."""
+        self._listeners.append(listener)
+
+    def __call__(self, response: Response) -> None:
+        """Tells all listeners."""
+        for listener in self._listeners:
+            listener(response)
+
+
+def own_part(count: int, member: int, hosts: int) -> slice:
+    """The share of `count` prompts of a sampler that one of its hosts answers for."""
+    return slice(count * member // hosts, count * (member + 1) // hosts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +56,10 @@ class StageContext:
     engine: RolloutEngine
     reward: RewardConfig
     rewards: RewardPool
+    member: int  # this process's number among the hosts of its sampler
+    hosts: int  # processes that share the sampler
+    on_response: ResponseListener  # told of each response as soon as it ends
+    early_rewards: bool  # whether the reward stage may score responses that it is told of
     prompts_per_step: int
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch

@@ -17,6 +17,7 @@ from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState, respond
+from distflow_jax.stages.context import own_part
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 _FIRST_COUNTER = 1 << 30
@@ -77,8 +78,13 @@ def evaluate(
     config: EvalConfig,
     *,
     limit: int,
+    member: int = 0,
+    hosts: int = 1,
 ) -> tuple[SamplerState, list[Scored]]:
-    """Samples and scores this process's prompts."""
+    """Samples the prompts, and scores those that this process answers for.
+
+    All `hosts` processes of a sampler are given the same prompts; `member` is one's number.
+    """
     shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]
     state, responses, _ = respond(
         engine,
@@ -89,6 +95,9 @@ def evaluate(
         temperature=config.temperature,
         top_p=config.top_p,
     )
+    own = own_part(len(prompts), member, hosts)
+    n = config.num_samples
+    prompts, responses = prompts[own], responses[own.start * n : own.stop * n]
     texts = [tokenizer.decode(r.tokens) for r in responses]
     results = rewards.score(
         [
@@ -103,7 +112,6 @@ def evaluate(
             for r, text in zip(responses, texts, strict=True)
         ]
     )
-    n = config.num_samples
     scored = []
     for i, prompt in enumerate(prompts):
         span = slice(i * n, (i + 1) * n)

@@ -5,43 +5,62 @@ N responses of this process.
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
+from distflow_jax.batch import Prompt
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.pool import RewardRequest, RewardResult, error_counts
 from distflow_jax.rewards.shaping import overlong_penalty
+from distflow_jax.rollout.scheduler import Response
 from distflow_jax.stages.context import Stage, StageContext
 
 
 def build_reward(context: StageContext) -> Stage:
     """prompt, response, finished -> score, float32 [N]. Collective: metrics are of all processes.
 
-    The length penalty of `reward.overlong_*` is part of the score. Evaluation leaves it out.
+    Where the plan allows it, each response is given to the pool as soon as its last token is
+    sampled, while others are still being decoded. The length penalty of `reward.overlong_*` is part
+    of the score. Evaluation leaves it out.
     """
-    config, pool, tokenizer = context.reward, context.rewards, context.tokenizer
+    config, pool = context.reward, context.rewards
     limit = context.rollout.max_response_length
+    early: dict[tuple[int, int], Future[RewardResult]] = {}
+
+    def request(prompt: Prompt, tokens: np.ndarray) -> RewardRequest:
+        return RewardRequest(
+            data_source=prompt.data_source,
+            solution=context.tokenizer.decode(tokens),
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            prompt=prompt.text,
+            response_length=len(tokens),
+        )
+
+    def begin(response: Response) -> None:
+        uid = response.prompt.counter, response.sample
+        early[uid] = pool.submit(request(response.prompt, response.tokens))
+
+    if context.early_rewards and pool.one_by_one:
+        context.on_response.add(begin)
 
     def reward(state, fields, options):
-        requests = [
-            RewardRequest(
-                data_source=prompt.data_source,
-                solution=tokenizer.decode(response),
-                ground_truth=prompt.ground_truth,
-                extra_info=prompt.extra_info,
-                prompt=prompt.text,
-                response_length=len(response),
+        prompts, responses = fields["prompt"], fields["response"]
+        if early:
+            results = [early[uid].result() for uid in _uids(prompts)]
+            early.clear()
+        else:
+            results = pool.score(
+                [request(p, tokens) for p, tokens in zip(prompts, responses, strict=True)]
             )
-            for prompt, response in zip(fields["prompt"], fields["response"], strict=True)
-        ]
-        results = pool.score(requests)
         pool.check_error_rate(results)
         score_N = np.array([result.score for result in results], np.float32)
         numbers = [result.logged for result in results]
         if config.overlong_buffer:
             penalty_N = overlong_penalty(
-                np.array([len(response) for response in fields["response"]]),
+                np.array([len(response) for response in responses]),
                 max_response_length=limit,
                 buffer=config.overlong_buffer,
                 factor=config.overlong_penalty,
@@ -52,6 +71,16 @@ def build_reward(context: StageContext) -> Stage:
         return state, {"score": score_N}, _metrics(results, numbers)
 
     return reward
+
+
+def _uids(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+    """(counter, sample) of each entry: samples of a prompt are in order."""
+    seen: dict[int, int] = {}
+    uids = []
+    for prompt in prompts:
+        uids.append((prompt.counter, seen.get(prompt.counter, 0)))
+        seen[prompt.counter] = uids[-1][1] + 1
+    return uids
 
 
 def _metrics(

@@ -1,7 +1,7 @@
 """Rollout: responses to the step's prompts, from this process's sampler."""
 
 from distflow_jax.rollout.sampler import columns, respond
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.context import Stage, StageContext, own_part
 
 
 def build_rollout(context: StageContext) -> Stage:
@@ -12,6 +12,7 @@ def build_rollout(context: StageContext) -> Stage:
     def rollout(state, fields, options):
         prompts = fields["prompt"]
         unique = list({p.counter: p for p in prompts}.values())
+        own = {p.counter for p in unique[own_part(len(unique), context.member, context.hosts)]}
         state, responses, stats = respond(
             engine,
             state,
@@ -21,6 +22,7 @@ def build_rollout(context: StageContext) -> Stage:
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            on_response=lambda r: context.on_response(r) if r.prompt.counter in own else None,
         )
         metrics = {"perf/generate_calls": stats.generate_calls}
         return state, columns(responses, state.version), metrics

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.coordinator.dataset import open_dataset
-from distflow_jax.coordinator.loader import DataConfig, Loader
+from distflow_jax.coordinator.loader import DataConfig, Loader, SamplerShare
 
 
 class ByteTokenizer:
@@ -24,17 +24,10 @@ def data_of(tmp_path, rows=24, length=lambda i: 1):
     return open_dataset(str(path))
 
 
-def loader_of(dataset, *, seed=0, process_index=0, process_count=1, start=0, **config):
+def loader_of(dataset, *, seed=0, sampler=0, samplers=1, **config):
     config = DataConfig(**{"prompts_per_step": 4, "max_prompt_length": 64} | config)
-    return Loader(
-        dataset,
-        ByteTokenizer(),
-        config,
-        seed=seed,
-        process_index=process_index,
-        process_count=process_count,
-        start=start,
-    )
+    share = SamplerShare(sampler, samplers)
+    return Loader(dataset, ByteTokenizer(), config, seed=seed, share=share)
 
 
 def rows_of(loader, steps):
@@ -76,19 +69,20 @@ def test_the_global_order_does_not_know_the_number_of_processes(tmp_path, proces
     dataset = data_of(tmp_path)
     alone = loader_of(dataset, prompts_per_step=8)
     shares = [
-        loader_of(dataset, prompts_per_step=8, process_index=i, process_count=process_count)
+        loader_of(dataset, prompts_per_step=8, sampler=i, samplers=process_count)
         for i in range(process_count)
     ]
     for _ in range(5):
         whole = next(alone)
         parts = [next(share) for share in shares]
         assert {len(part) for part in parts} == {8 // process_count}
-        together = [p for part in parts for p in part]
+        together = sorted((p for part in parts for p in part), key=lambda p: p.counter)
         assert [(p.counter, p.row) for p in together] == [(p.counter, p.row) for p in whole]
 
 
 def test_prompts_carry_their_counter_and_row(tmp_path):
-    loader = loader_of(data_of(tmp_path), start=40)
+    loader = loader_of(data_of(tmp_path))
+    loader.position = 40
     prompts = next(loader)
     assert [p.counter for p in prompts] == [40, 41, 42, 43]
     for prompt in prompts:
@@ -147,8 +141,8 @@ def test_every_process_drops_the_same_rows(tmp_path):
             max_prompt_length=5,
             overlong="drop",
             epochs=2,
-            process_index=i,
-            process_count=2,
+            sampler=i,
+            samplers=2,
         )
         for i in range(2)
     ]
@@ -160,29 +154,56 @@ def test_finite_epochs_end_and_leave_out_what_fills_no_step(tmp_path):
     dataset = data_of(tmp_path, rows=10)
     loader = loader_of(dataset, epochs=1)
     assert len(list(loader)) == loader.num_steps == 2
-    assert len(loader.take(8)) == 2  # though `take` reaches them
-    assert loader.take(12) == []
     assert loader_of(dataset).num_steps is None
     with pytest.raises(ValueError, match="10 prompts in 1 epochs, fewer .* 16"):
         loader_of(dataset, epochs=1, prompts_per_step=16)
 
 
-def test_take_covers_any_stretch(tmp_path):
-    dataset = data_of(tmp_path)
-    loaders = [loader_of(dataset, process_index=i, process_count=2) for i in range(2)]
-    counters = [p.counter for loader in loaders for p in loader.take(3, 7)]
-    assert counters == list(range(3, 10))
-    assert loaders[0].position == 0
+def test_prompts_are_dealt_by_the_lengths_seen_before(tmp_path):
+    """Row 3 answers at length: its sampler gets fewer other prompts, whoever reads ahead."""
+    dataset = data_of(tmp_path, rows=6)
+    shares = [
+        loader_of(dataset, prompts_per_step=6, sampler=i, samplers=2, shuffle=False)
+        for i in range(2)
+    ]
+    counter = np.repeat(np.arange(6), 2)
+    for step in (1, 2, 3):
+        dealt = [[p.row for p in next(share)] for share in shares]
+        assert sorted(flat(dealt)) == list(range(6))
+        if step < 3:  # what step 1 showed is known from step 3 on
+            assert dealt == [[0, 2, 4], [1, 3, 5]]
+        else:
+            assert dealt == [[3], [0, 1, 2, 4, 5]]
+        for share in shares:
+            share.observe(step, counter + 6 * (step - 1), np.where(counter % 6 == 3, 50, 10))
 
 
-def test_sizes_that_do_not_divide(tmp_path):
-    with pytest.raises(ValueError, match="prompts_per_step 10 .* 4 processes; 8 or 12 would be"):
-        loader_of(data_of(tmp_path), prompts_per_step=10, process_count=4)
-    with pytest.raises(ValueError, match="overlong must be one of error, drop, truncate_left"):
-        DataConfig(overlong="cut")
-    with pytest.raises(ValueError, match="prompts_per_step must be at least 1, got 0"):
-        DataConfig(prompts_per_step=0)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_lengths_survive_a_checkpoint(tmp_path, ahead):
+    """The deal of step 4 is the same for a run that read ahead, did not, or was resumed."""
+    dataset = data_of(tmp_path, rows=8)
+    rng = np.random.default_rng(0)
 
+    def advance(loader, steps, first=1):
+        for step in range(first, first + steps):
+            next(loader)
+            counters = np.arange(8) + 8 * (step - 1)
+            loader.observe(step, counters, rng.integers(1, 100, 8))
 
-def test_one_row_is_enough(tmp_path):
-    assert rows_of(loader_of(data_of(tmp_path, rows=1)), 2) == [[0] * 4] * 2
+    whole = loader_of(dataset, prompts_per_step=8, samplers=2)
+    advance(whole, 3)
+    if ahead:
+        rng = np.random.default_rng(0)
+        reader = loader_of(dataset, prompts_per_step=8, samplers=2)
+        for step in range(1, 4):
+            if step == 1:
+                next(reader)
+            prompts = next(reader)  # of step + 1, before the lengths of this step are known
+            reader.observe(step, np.arange(8) + 8 * (step - 1), rng.integers(1, 100, 8))
+        assert prompts == next(whole)
+        return
+    resumed = loader_of(dataset, prompts_per_step=8, samplers=2)
+    resumed.restore(json.loads(json.dumps(whole.state(24))))
+    counters = [p.counter for p in next(whole)]
+    assert [p.counter for p in next(resumed)] == counters
+    assert counters != sorted(counters)  # longest expected first

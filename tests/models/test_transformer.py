@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows_of
+from tiny_model import (
+    TINY,
+    mesh_of,
+    mini_batch,
+    prompt_of,
+    random_params,
+    rows_of,
+    values_of,
+)
 
-from distflow_jax.batch import RowShape, Samples, from_token_field
+from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig, RopeScaling
@@ -281,8 +289,8 @@ def test_answers_as_transformers_does(smollm2):
     logp, best = (np.asarray(x)[None] for x in run(params, mini_batch(rows)))
     for entry, mine, chosen in zip(
         entries,
-        from_token_field(samples, placement, logp),
-        from_token_field(samples, placement, best),
+        values_of(samples, placement, logp),
+        values_of(samples, placement, best),
         strict=True,
     ):
         assert chosen.tolist() == entry["tokens"], entry["prompt"]

@@ -10,6 +10,7 @@ DIR/responses-P.pkl.
 import argparse
 import functools
 import json
+import os
 import pathlib
 import pickle
 
@@ -21,10 +22,10 @@ from jax.experimental import multihost_utils
 from configs import tiny
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
-from distflow_jax.coordinator.statistics import batch_metrics
+from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.worker import run_step
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import processes
+from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
 from distflow_jax.setup import build, initial_states, prepare
@@ -47,10 +48,11 @@ def main():
     parser.add_argument("--batch", type=pathlib.Path, required=True)
     parser.add_argument("--override", action="append", default=[])
     args = parser.parse_args()
-    processes.initialize_from_env()
+    processes.initialize(job.find(os.environ))
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
     setup = prepare(config)
-    machinery = build(setup)
+    machinery = build(setup, Spans().span)
+    mesh = machinery.mesh_of(setup.sizes.mesh)
     states = initial_states(setup, machinery, None)
     engine = machinery.context.engine
     weights = machinery.sync(states["actor"].params)
@@ -66,8 +68,9 @@ def main():
         temperature=1.0,
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
-    mine = args.out / f"responses-{processes.process_index()}.pkl"
-    mine.write_bytes(pickle.dumps(sampled))
+    if machinery.context.member == 0:  # the hosts of a sampler have the same responses
+        mine = args.out / f"responses-{processes.process_index()}.pkl"
+        mine.write_bytes(pickle.dumps(sampled))
     if not args.batch.exists():
         args.batch.write_bytes(pickle.dumps({(r.prompt.counter, r.sample): r for r in responses}))
     recorded = pickle.loads(args.batch.read_bytes())
@@ -91,7 +94,7 @@ def main():
 
     @jax.jit
     def gradient(params, batch):
-        with use_mesh(machinery.mesh):
+        with use_mesh(mesh):
             batch = jax.tree.map(lambda x: x[0], batch)
             return accumulate_gradients(
                 params,
@@ -119,9 +122,8 @@ def main():
     machinery.coordinator.begin(prompts, config.rollout.num_samples)
     _, metrics = run_step(setup.plan, 1, stages, states, machinery.coordinator, Spans())
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    metrics |= batch_metrics(
-        machinery.coordinator.samples(), machinery.coordinator.tokens_per_rank()
-    )
+    table = gather_table(machinery.coordinator.samples())
+    metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
     whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients).items()}
     if processes.process_index() == 0:

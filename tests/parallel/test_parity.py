@@ -1,4 +1,4 @@
-"""One step is the same on 1 device, 8 devices and 2 processes, within rounding.
+"""One step is the same on 1 device, and on 8 in 1, 2, 4 and 8 processes, within rounding.
 
 The tolerances and their reason: float32 sums in another order. 1e-5 of the norm is some hundred
 roundings; a missing all-reduce, a doubled row or a denominator per device is off by 10 % and more.
@@ -54,10 +54,19 @@ def single(tmp_path_factory):
     return batch, run(folder / "single", batch)
 
 
+REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
 LAYOUTS = {
     "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
-    "fsdp 4 x tensor 2": dict(devices=8, overrides=["mesh.fsdp=4", "mesh.tensor=2"]),
+    "fsdp 4 x tensor 2, reference fsdp 8": dict(
+        devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
+    ),
     "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
+    "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
+        devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
+    ),
+    "8 processes, tensor and sampler over 2 of them": dict(
+        devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
+    ),
 }
 
 

@@ -1,12 +1,21 @@
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from distflow_jax.parallel import processes
+from configs import tiny
+from distflow_jax import setup
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.planner import plan
+from distflow_jax.parallel import job, processes
+from distflow_jax.types import Layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -21,7 +30,8 @@ def say(*words):
 
 signal.signal(signal.SIGTERM, lambda number, frame: say("handler"))
 from distflow_jax.parallel import processes
-processes.initialize_from_env()
+from distflow_jax.parallel import job
+processes.initialize(job.find(os.environ))
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from distflow_jax.checkpoint.checkpointer import Checkpointer, CheckpointConfig
@@ -32,9 +42,12 @@ big = 2**53 + 1 + me
 say("gathered", processes.all_gather_ints(np.array([[big, -me]])).tolist())
 say("empty", processes.all_gather_ints(np.zeros((0, 2), np.int32)).shape)
 say("texts", processes.all_gather_text("ü" * 3 * me))
-processes.check_agreement({"config": "same", "plan": "same"})
+same = {"config": {"seed": "0"}, "versions": processes.version_table()}
+processes.check_agreement(same | {"code": processes.code_table()})
 try:
-    processes.check_agreement({"config": "same", "plan": f"plan of {me}", "code": "same"})
+    theirs = {"run.py": "a", "new.py": "b"} if me else {"run.py": "a"}
+    config = {"seed": "0", "training.optimizer.lr": f"{me + 1}e-05"}
+    processes.check_agreement(same | {"config": config, "code": theirs})
 except ValueError as error:
     say("differ", error)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -94,8 +107,9 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
             f"gathered [[[{2**53 + 1}, 0]], [[{2**53 + 2}, -1]]]",
             "empty (2, 0, 2)",
             "texts ['', 'üüü']",
-            "differ processes differ in plan: process 0 has plan of 0, process 1 has plan of 1. "
-            "Start all of them with the same config and the same code",
+            "differ processes differ in code new.py: process 0 has none, process 1 has b; config "
+            "training.optimizer.lr: process 0 has 1e-05, process 1 has 2e-05. Start all of them "
+            "with the same config, code and packages",
             "handler",
             "latest 2",
             "restored 2 {'step': 2} [True, True, True, True]",
@@ -107,47 +121,154 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
         assert (folder / f"{step}.unreadable").exists()
 
 
+# Two tasks of a Slurm step on this machine, each with devices of its own.
+STEP = """
+import os, sys
+from distflow_jax.parallel import job, processes
+found = job.find(os.environ)
+processes.initialize(found)
+import jax, numpy as np
+print(found.describe(), jax.local_device_count(), jax.device_count())
+print(processes.all_gather_ints(np.array(processes.process_index())).tolist())
+processes.shutdown()
+"""
+
+
+@pytest.mark.multiprocess
+def test_tasks_of_a_slurm_step_find_each_other():
+    step = {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_STEP_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",  # as on two nodes: all devices of each
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "64",  # the allocation's: what jax itself would read
+        "JAX_COORDINATOR_PORT": str(free_port()),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+        "JAX_PLATFORMS": "cpu",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STEP],
+            env=os.environ | step | {"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for i, task in enumerate(tasks):
+        output, _ = task.communicate(timeout=60)
+        assert task.returncode == 0
+        where = f"coordinator localhost:{step['JAX_COORDINATOR_PORT']}"
+        told = f"job: process {i} of 2, found in Slurm step 1234.7, {where} 3 6"
+        assert {told, "[0, 1]"} <= set(output.splitlines())  # among lines of the runtime
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def test_one_process_needs_no_job():
-    processes.initialize_from_env({})
+    processes.initialize(job.find({}))
+    processes.initialize(job.find({job.DISTRIBUTED: "off", job.COORDINATOR: "nowhere:1"}))
     assert (processes.process_index(), processes.process_count()) == (0, 1)
     array = np.array([2**62, -1])
     np.testing.assert_array_equal(processes.all_gather_ints(array), array[None])
     assert processes.all_gather_text("ü") == ["ü"]
-    processes.check_agreement({"config": "abc"})
+    processes.check_agreement({"config": {"lr": "1"}})
     processes.shutdown()
 
 
-JOB_ENVIRONMENT = {
-    processes.COORDINATOR: "127.0.0.1:4000",
-    processes.NUM_PROCESSES: "2",
-    processes.PROCESS_ID: "1",
-}
+def test_a_cluster_that_jax_does_not_find_is_an_error_with_a_way_out():
+    code = "from distflow_jax.parallel import job, processes\nprocesses.initialize(job.find({!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code.format({job.DISTRIBUTED: "auto"})],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: jax finds no cluster (job: several processes, DISTFLOW_")
+    assert "--coordinator, --num_processes and --process_id" in last
+
+
+def differ(*tables):
+    return processes.describe_differences("config", tables)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "tables, line",
     [
-        ({processes.PROCESS_ID: ""}, "DISTFLOW_PROCESS_ID must be set too"),
-        ({processes.PROCESS_ID: "2"}, "DISTFLOW_PROCESS_ID=2 must be below .*=2"),
-        ({processes.NUM_PROCESSES: "two"}, "DISTFLOW_NUM_PROCESSES must be a whole .*'two'"),
-        ({processes.COORDINATOR: "localhost"}, "must be host:port, got 'localhost'"),
-        ({processes.DISTRIBUTED: "yes"}, "DISTFLOW_DISTRIBUTED='yes'"),
+        ([{"lr": "1"}] * 3, ""),
+        ([{"lr": "1"}, {"lr": "2"}], "config lr: process 0 has 1, process 1 has 2"),
+        (
+            [{"a": "1"}] * 7 + [{"a": "2"}, {"a": "1"}],
+            "config a: processes 0-6, 8 have 1, process 7 has 2",
+        ),
+        (
+            [{"a": "1", "b": "0"}, {"b": "0"}, {"a": "1", "b": "3"}],
+            "config a: processes 0, 2 have 1, process 1 has none; "
+            "config b: processes 0-1 have 0, process 2 has 3",
+        ),
+        (
+            [{"host": str(i)} for i in range(64)],
+            "config host: process 0 has 0, process 1 has 1, process 2 has 2, process 3 has 3, "
+            "processes 4-63 differ again",
+        ),
+        (
+            [{f"k{i}": "1" for i in range(9)}, {}],
+            "; ".join(f"config k{i}: process 0 has 1, process 1 has none" for i in range(5))
+            + "; config and 4 more",
+        ),
+        (
+            [{"p": "x" * 80 + "1" + "y" * 80}, {"p": "x" * 80 + "2"}, {"p": "short"}],
+            f"config p: process 0 has {'x' * 60}..., process 1 has {'x' * 60}..., process 2 has "
+            "short",
+        ),
+        (
+            [{"p": "x" * 80 + "1" + "y" * 80}, {"p": "x" * 80 + "2"}],
+            f"config p: process 0 has ...{'x' * 20}1{'y' * 39}..., process 1 has ...{'x' * 20}2",
+        ),
     ],
 )
-def test_a_job_that_is_not_fully_named_is_an_error(changes, message):
-    with pytest.raises(ValueError, match=message):
-        processes.initialize_from_env(JOB_ENVIRONMENT | changes)
+def test_differences_name_keys_values_and_processes(tables, line):
+    assert differ(*tables) == line
 
 
-def test_code_digest_sees_names_and_contents(tmp_path):
+def test_code_table_names_files_and_sees_their_content(tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "a.py").write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("not code")
-    first = processes.code_digest(tmp_path)
-    (tmp_path / "notes.txt").write_text("changed")
-    assert processes.code_digest(tmp_path) == first
+    first = processes.code_table(tmp_path)
+    assert list(first) == ["part/a.py"]
     os.rename(tmp_path / "part" / "a.py", tmp_path / "part" / "b.py")
-    renamed = processes.code_digest(tmp_path)
+    assert processes.code_table(tmp_path) == {"part/b.py": first["part/a.py"]}
     (tmp_path / "part" / "b.py").write_text("x = 2\n")
-    assert len({first, renamed, processes.code_digest(tmp_path)}) == 3
-    assert processes.code_digest() == processes.code_digest(ROOT / "distflow_jax")
+    assert processes.code_table(tmp_path) != {"part/b.py": first["part/a.py"]}
+    assert processes.code_table() == processes.code_table(ROOT / "distflow_jax")
+    assert "parallel/processes.py" in processes.code_table()
+
+
+def test_version_table_names_what_is_installed():
+    versions = processes.version_table()
+    assert versions["jax"] == jax.__version__ and versions["numpy"] == np.__version__
+    assert set(versions) == {"python", *processes.PACKAGES}
+
+
+def test_tables_of_a_run_name_its_keys():
+    config = from_config_dict(Config, tiny.get_config())
+    table = setup.config_table(config)
+    assert table["training.optimizer.lr"] == "0.001"
+    assert table["reward.kwargs.pattern"] == '".*[0-9].*"'
+    graph = Graph("two", (Node("a", "ACTOR", "COMPUTE", writes=("x",)),))
+    first, second = (
+        setup.plan_table(plan(graph, {"ACTOR": layout}, {}))
+        for layout in (Layout("host"), Layout("mesh", (("fsdp", 4),)))
+    )
+    assert processes.describe_differences("plan", [first, second]).startswith("plan a.layout.axes:")

@@ -6,9 +6,17 @@ import jax
 import numpy as np
 import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
-from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows_of
+from tiny_model import (
+    TINY,
+    mesh_of,
+    mini_batch,
+    prompt_of,
+    random_params,
+    rows_of,
+    values_of,
+)
 
-from distflow_jax.batch import RowShape, Samples, from_token_field
+from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine, SlotRequest
@@ -196,7 +204,7 @@ def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
         return response_logp(params, TINY, mini_batch(rows), temperature, config)[0]
 
     trained = {
-        t: from_token_field(samples, placement, np.asarray(logp(PARAMS, np.float32(t)))[None])
+        t: values_of(samples, placement, np.asarray(logp(PARAMS, np.float32(t)))[None])
         for t in (0.7, 1.0)
     }
     for i, response in enumerate(mine):

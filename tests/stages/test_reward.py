@@ -9,6 +9,8 @@ from distflow_jax.batch import Prompt
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.scheduler import Response
+from distflow_jax.stages.context import ResponseListener
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.table import STAGES, resolve
 
@@ -23,9 +25,13 @@ def picky(solution_str):
 """
 
 
-def scores_of(config, responses):
-    """The stage on responses to one prompt whose answer is "47"; one token is one byte."""
+def scores_of(config, responses, *, early=False):
+    """The stage on responses to one prompt whose answer is "47"; one token is one byte.
+
+    With `early` it is told of each as it ends, the last first.
+    """
     prompt = Prompt(0, 0, np.zeros(3, np.int32), "?", "source", "47", {})
+    listener = ResponseListener()
     with RewardPool(config) as pool:
         stage = build_reward(
             types.SimpleNamespace(
@@ -33,8 +39,14 @@ def scores_of(config, responses):
                 rewards=pool,
                 tokenizer=TOKENIZER,
                 rollout=RolloutConfig(max_response_length=10),
+                early_rewards=early,
+                on_response=listener,
             )
         )
+        for sample in reversed(range(len(responses)) if early else ()):
+            tokens = np.array(TOKENIZER.encode(responses[sample]), np.int32)
+            none = np.zeros(len(tokens), np.float32)
+            listener(Response(prompt, sample, tokens, none, none, True))
         fields = {
             "prompt": [prompt] * len(responses),
             "response": [TOKENIZER.encode(text) for text in responses],
@@ -100,3 +112,26 @@ def test_a_node_must_name_the_fields_of_its_stage(role, kind):
             resolve([node(stage.reads, stage.writes - {field})])
     with pytest.raises(ValueError, match="does not write more: take that out"):
         resolve([node(stage.reads, stage.writes | {"more"})])
+
+
+def test_scores_are_the_same_early_or_late(tmp_path):
+    file = tmp_path / "early_rewards.py"
+    file.write_text(REWARDS)
+    config = RewardConfig(function=f"{file}:score", num_workers=2)
+    responses = ["47", "abc", "4", "47"]
+    (late, numbers), (early, early_numbers) = (
+        scores_of(config, responses, early=early) for early in (False, True)
+    )
+    np.testing.assert_array_equal(early, late)
+    assert early_numbers == numbers
+
+
+def test_a_batch_function_waits_for_all_responses(tmp_path):
+    """It sees them together: told of each alone, it could not rank them."""
+    file = tmp_path / "batch_rewards.py"
+    file.write_text(
+        "def rank(completions, **kwargs):\n    return [len(completions)] * len(completions)\n"
+    )
+    config = RewardConfig(function=f"{file}:rank", num_workers=1)
+    scores, _ = scores_of(config, ["1", "2", "3"], early=True)
+    np.testing.assert_array_equal(scores, [3, 3, 3])

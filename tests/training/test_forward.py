@@ -13,9 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from tiny_model import (
+    TINY,
+    mesh_of,
+    mini_batch,
+    random_params,
+    random_samples,
+    rows_of,
+    sequences_of,
+    values_of,
+)
 
-from distflow_jax.batch import RowShape, from_token_field, sequence_field, token_field
+from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
@@ -136,7 +145,11 @@ def packed_logp(params, rows):
 def packed_batch(fields, row_shape, *, shared):
     rows, placement = rows_of(SAMPLES, row_shape, shared=shared)
     rows = mini_batch(rows)
-    token = {k: token_field(SAMPLES, placement, v)[0] for k, v in fields.items() if k != "score"}
+    token = {
+        k: token_field(sequences_of(SAMPLES), placement, v)[0]
+        for k, v in fields.items()
+        if k != "score"
+    }
     score = sequence_field(placement, fields["score"])[0]
     advantage = np.where(rows.response_mask, per_token(jnp.asarray(score), rows.segment), 0)
     return MicroBatch(rows=rows, advantage=advantage, **token)
@@ -170,7 +183,7 @@ def test_log_probs_of_packed_rows(row_shape, shared):
     rows, placement = rows_of(SAMPLES, row_shape, shared=shared)
     assert shared == (rows.parent.max() > row_shape.sequences)
     logp, entropy = (np.asarray(x) for x in packed_logp(PARAMS, mini_batch(rows)))
-    got = from_token_field(SAMPLES, placement, logp[None])
+    got = values_of(SAMPLES, placement, logp[None])
     for mine, plain, mask in zip(got, unpacked_logp(), SAMPLES.response_mask, strict=True):
         np.testing.assert_allclose(mine[mask], plain[mask], atol=1e-4)
     outside = ~rows.response_mask[0]
@@ -235,7 +248,7 @@ def test_masked_response_tokens_teach_nothing():
     rows, placement = rows_of(mine, NARROW, shared=True)
     assert rows.response_mask.sum() == sum(m.sum() for m in mine.response_mask)
     logp, _ = packed_logp(PARAMS, mini_batch(rows))
-    got = from_token_field(mine, placement, np.asarray(logp)[None])
+    got = values_of(mine, placement, np.asarray(logp)[None])
     for i, plain in enumerate(unpacked_logp()):
         wanted = np.where(mine.response_mask[i], plain, 0)
         np.testing.assert_allclose(got[i], wanted, atol=1e-4)

@@ -1,0 +1,375 @@
+"""Which row a sequence goes into, and which data rank a row: one pure function for all processes.
+
+Every process calls `assign` with the same lengths and gets the same answer; nobody leads. What
+costs time is the number of rows on the busiest rank, since all ranks work off as many micro-batches
+as that one; next come the tokens in them. Sequences stay at the site that sampled them unless
+moving some makes the busiest rank lighter by more than a threshold.
+
+N sequences, R data ranks, F filled rows, L tokens and S sequences per row at most. A *site* is what
+need not exchange anything: a process with its data ranks, or the processes that share one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """What is known of N sequences everywhere: int64 [N] each, ordered by uid."""
+
+    prompt: np.ndarray  # tokens
+    response: np.ndarray  # tokens
+    group: np.ndarray  # number of the prompt within the step; equal numbers, equal prompts
+    site: np.ndarray  # where the sequence is
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def take(self, chosen: np.ndarray) -> "Lengths":
+        """The same of some sequences."""
+        columns = (getattr(self, f.name)[chosen] for f in dataclasses.fields(self))
+        return Lengths(*columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLimits:
+    """What fits a row, and whether one copy of a prompt there serves all its responses."""
+
+    tokens: int  # L
+    sequences: int  # S
+    shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """F rows, each a tuple of sequence numbers in rising order, and the data rank of each."""
+
+    rows: tuple[tuple[int, ...], ...]
+    rank: tuple[int, ...]
+
+    def rows_of(self, rank: int) -> list[tuple[int, ...]]:
+        """The rows of one rank, in order."""
+        return [row for row, r in zip(self.rows, self.rank, strict=True) if r == rank]
+
+    def spread(self, ranks: int) -> "Assignment":
+        """The same rows over another number of ranks, at most ceil(F / ranks) on each.
+
+        Neighbouring rows stay neighbours, so that on one device order few of them move. A pure
+        function of (rows, ranks): going to n ranks and back to m gives what m ranks had.
+        """
+        order = sorted(range(len(self.rows)), key=lambda r: (self.rank[r], r))
+        total, rank = len(order), [0] * len(order)
+        for place, row in enumerate(order):
+            rank[row] = place * ranks // total
+        return Assignment(self.rows, tuple(rank))
+
+
+def assign(
+    lengths: Lengths,
+    limits: RowLimits,
+    ranks_of_site: Sequence[Sequence[int]],
+    *,
+    threshold: float,
+    max_rows: int | None = None,
+) -> Assignment:
+    """Rows for all sequences, and a rank for each row.
+
+    Args:
+      lengths: of all N sequences of one mini-batch.
+      limits: of a row.
+      ranks_of_site: the data ranks at each site; every rank 0 .. R-1 is at one site.
+      threshold: share by which the busiest rank must get lighter (in rows, or in tokens) before
+        any sequence leaves its site.
+      max_rows: static room of a rank, in rows; at least ceil(rows_bound / R). None: no limit.
+
+    Returns an assignment in which no rank has more than ceil(F / R) + 1 rows, F being what
+    first-fit-decreasing needs for all N together.
+
+    Raises ValueError if a sequence is longer than a row.
+    """
+    ranks = sum(map(len, ranks_of_site))
+    local = [
+        [
+            tuple(int(mine[i]) for i in row)
+            for row in first_fit_decreasing(lengths.take(mine), limits)
+        ]
+        for site in range(len(ranks_of_site))
+        for mine in [np.flatnonzero(lengths.site == site)]
+    ]
+    stay = _Packing(lengths, limits, ranks)
+    for site_ranks, rows in zip(ranks_of_site, local, strict=True):
+        stay.deal(rows, site_ranks)
+        stay.refine(site_ranks, tolerance=threshold / 3)
+    fewest = -(-_least_rows(lengths, limits) // ranks)
+    fits = max_rows is None or stay.busiest_rows() <= max_rows
+    if fits and stay.busiest_rows() <= fewest and stay.imbalance() <= threshold:
+        return stay.result()
+
+    # rows stay whole and at home as far as their number allows; the surplus moves
+    flat = [(row, site) for site, rows in enumerate(local) for row in rows]
+    room = -(-len(flat) // ranks)
+    if room > fewest:  # packed all together, they may need fewer rows
+        together = first_fit_decreasing(lengths, limits)
+        if -(-len(together) // ranks) < room:
+            room = -(-len(together) // ranks)
+            flat = [(row, _site_of(row, lengths)) for row in map(tuple, together)]
+    move = _Packing(lengths, limits, ranks)
+    surplus = []
+    for site, site_ranks in enumerate(ranks_of_site):
+        mine = sorted((r for r, s in flat if s == site), key=lambda r: (-move.tokens(r), r))
+        keep = room * len(site_ranks)
+        move.deal(mine[:keep], site_ranks)
+        surplus += mine[keep:]
+    move.deal(surplus, range(ranks), room)
+    move.refine(range(ranks), tolerance=threshold / 3)
+    return stay.result() if fits and not _pays(stay, move, threshold) else move.result()
+
+
+def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]:
+    """Packs sequences into as few rows as first-fit finds, largest groups first.
+
+    With `limits.shared` a sequence whose prompt already lies in a row costs only its response
+    there; such rows are tried first, and a whole group goes into one row where it fits. A row is
+    opened only when no other has room, so every row but the last holds at least
+    min(S, L // longest sequence) sequences: the bound behind `rows_bound`.
+
+    Raises ValueError if a sequence is longer than a row.
+    """
+    prompt, response = lengths.prompt, lengths.response
+    longest = int((prompt + response).max(initial=0))
+    if longest > limits.tokens:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit a row of {limits.tokens}; raise "
+            "training.row_tokens"
+        )
+    order: dict[int, list[int]] = {}
+    for i in np.argsort(-response, kind="stable"):
+        order.setdefault(int(lengths.group[i]) if limits.shared else int(i), []).append(int(i))
+    cost = {g: int(prompt[m[0]]) + int(response[m].sum()) for g, m in order.items()}
+    rows: list[list[int]] = []
+    free = np.zeros(len(lengths), np.int64)
+    count = np.zeros(len(lengths), np.int64)
+
+    def first(tokens: int, sequences: int) -> int | None:
+        fits = (free[: len(rows)] >= tokens) & (count[: len(rows)] + sequences <= limits.sequences)
+        place = int(fits.argmax()) if len(rows) else 0
+        return place if len(rows) and fits[place] else None
+
+    def place(row: int, members: list[int], tokens: int) -> None:
+        rows[row].extend(members)
+        free[row] -= tokens
+        count[row] += len(members)
+
+    for key in sorted(order, key=lambda g: (-cost[g], g)):
+        members = order[key]
+        row = first(cost[key], len(members))
+        if row is not None:
+            place(row, members, cost[key])
+            continue
+        holding: list[int] = []  # rows that have this prompt
+        for i in members:
+            alone = int(response[i])
+            row = next(
+                (r for r in holding if free[r] >= alone and count[r] < limits.sequences), None
+            )
+            if row is not None:
+                place(row, [i], alone)
+                continue
+            full = int(prompt[i]) + alone
+            row = first(full, 1)
+            if row is None:
+                row = len(rows)
+                rows.append([])
+                free[row] = limits.tokens
+            place(row, [i], full)
+            holding.append(row)
+            holding.sort()
+    return rows
+
+
+def rows_bound(num_sequences: int, longest: int, limits: RowLimits) -> int:
+    """Upper bound on the rows that first_fit_decreasing opens for lengths up to `longest`."""
+    per_row = max(1, min(limits.sequences, limits.tokens // longest))
+    return -(-num_sequences // per_row)
+
+
+def _pays(stay: "_Packing", move: "_Packing", threshold: float) -> bool:
+    """Whether moving makes the busiest rank lighter by more than the threshold."""
+    saved = stay.busiest_rows() - move.busiest_rows()
+    if saved > 1 or saved > threshold * stay.busiest_rows():
+        return True
+    if stay.imbalance() <= threshold:
+        return False
+    gain = stay.imbalance() - move.imbalance()
+    return gain > (0 if move.imbalance() <= threshold else threshold)
+
+
+def _least_rows(lengths: Lengths, limits: RowLimits) -> int:
+    """No packing needs fewer rows than this."""
+    if limits.shared:
+        _, one_each = np.unique(lengths.group, return_index=True)
+        prompts = lengths.prompt[one_each].sum()
+    else:
+        prompts = lengths.prompt.sum()
+    tokens = int(prompts + lengths.response.sum())
+    return max(-(-tokens // limits.tokens), -(-len(lengths) // limits.sequences))
+
+
+def _site_of(row: Sequence[int], lengths: Lengths) -> int:
+    """The site that has the most tokens of a row."""
+    i = np.asarray(row)
+    return int(np.bincount(lengths.site[i], (lengths.prompt + lengths.response)[i]).argmax())
+
+
+class _Packing:
+    """Rows on ranks while they are being made."""
+
+    def __init__(self, lengths: Lengths, limits: RowLimits, ranks: int):
+        self._lengths, self._limits = lengths, limits
+        self._rows: list[list[list[int]]] = [[] for _ in range(ranks)]  # rank -> rows -> members
+        self._load = np.zeros(ranks, np.int64)  # tokens
+
+    def tokens(self, row: Sequence[int]) -> int:
+        """Tokens in a row of these members."""
+        members = list(row)
+        n = self._lengths
+        total = int(n.response[members].sum())
+        if not self._limits.shared:
+            return total + int(n.prompt[members].sum())
+        return total + sum({int(n.group[i]): int(n.prompt[i]) for i in members}.values())
+
+    def deal(
+        self, rows: Sequence[Sequence[int]], ranks: Sequence[int], room: int | None = None
+    ) -> None:
+        """Rows -> ranks: fullest first, each to the lightest among those with the fewest rows.
+
+        With `room` the ranks that have fewer rows than that are filled up, lightest first.
+        """
+        for row in sorted(rows, key=lambda r: (-self.tokens(r), r)):
+            if room is None:
+                rank = min(ranks, key=lambda q: (len(self._rows[q]), self._load[q], q))
+            else:
+                open_ranks = [q for q in ranks if len(self._rows[q]) < room]
+                rank = min(open_ranks, key=lambda q: (self._load[q], q))
+            self._rows[rank].append(list(row))
+            self._load[rank] += self.tokens(row)
+
+    def busiest_rows(self) -> int:
+        """Rows of the rank that has the most."""
+        return max(map(len, self._rows))
+
+    def imbalance(self) -> float:
+        """By how much the tokens of the busiest rank exceed the mean, as a share of it."""
+        total = int(self._load.sum())
+        return float(self._load.max() * len(self._load) / total - 1) if total else 0.0
+
+    def refine(self, ranks: Sequence[int], *, tolerance: float) -> None:
+        """Moves single sequences from the busiest rank to others while that makes it lighter.
+
+        No rank gets more rows than the busiest of `ranks` has now.
+        """
+        ranks = list(ranks)
+        room = max(len(self._rows[q]) for q in ranks)
+        mean = self._load[ranks].sum() / len(ranks)
+        for _ in range(4 * len(self._lengths)):
+            by_load = sorted(ranks, key=lambda q: (self._load[q], q))
+            heavy = by_load.pop()
+            if self._load[heavy] <= mean * (1 + tolerance):
+                return
+            if not any(self._exchange(heavy, light, room) for light in by_load[:4]):
+                return
+
+    def _exchange(self, heavy: int, light: int, room: int) -> bool:
+        """Makes the best move, or else swap, from one rank to another, if there is one."""
+        out = self._candidates(heavy)
+        members, rows_at, relief = (np.array(x, np.int64) for x in zip(*out, strict=True))
+        gap = int(self._load[heavy] - self._load[light])
+        best: tuple[int, ...] | None = None  # (larger load after it, place in out, row)
+        for r, row in enumerate([*self._rows[light], []]):
+            if r == len(self._rows[light]) and r >= room:
+                break
+            cost = self._cost_in(row, members)
+            free = self._limits.tokens - self.tokens(row)
+            fits = (cost <= free) & (cost < gap) & (relief > 0)
+            if not fits.any() or len(row) >= self._limits.sequences:
+                continue
+            after = np.maximum(gap - relief, cost)
+            after[~fits] = gap
+            place = int(after.argmin())
+            if after[place] < gap and (best is None or after[place] < best[0]):
+                best = (int(after[place]), place, r)
+        if best is not None:
+            _, place, r = best
+            self._remove(heavy, int(rows_at[place]), int(members[place]))
+            if r == len(self._rows[light]):
+                self._rows[light].append([])
+            self._add(light, r, int(members[place]))
+            return True
+        return self._swap(heavy, light, gap)
+
+    def _swap(self, heavy: int, light: int, gap: int) -> bool:
+        """Swaps two sequences of prompts that stand alone in their rows, if that helps."""
+        n = self._lengths
+        ours, theirs = self._candidates(heavy), self._candidates(light)
+        if not ours or not theirs:
+            return False
+        (i, row_i, size_i), (j, row_j, size_j) = (
+            tuple(np.array(x, np.int64) for x in zip(*part, strict=True)) for part in (ours, theirs)
+        )
+        free_i = np.array([self._limits.tokens - self.tokens(r) for r in self._rows[heavy]])
+        free_j = np.array([self._limits.tokens - self.tokens(r) for r in self._rows[light]])
+        full_i, full_j = (n.prompt + n.response)[i], (n.prompt + n.response)[j]
+        # counted as if each brought its prompt along: never more than it says
+        leaves = size_i[:, None] - full_j[None]  # the heavy rank gets lighter by at least this
+        enters = full_i[:, None] - size_j[None]  # the light one heavier by at most this
+        fits = (enters <= free_j[row_j][None]) & (-leaves <= free_i[row_i][:, None])
+        after = np.where(fits & (leaves > 0), np.maximum(gap - leaves, enters), gap)
+        a, b = np.unravel_index(int(after.argmin()), after.shape)
+        if after[a, b] >= gap:
+            return False
+        self._remove(heavy, int(row_i[a]), int(i[a]), keep_row=True)
+        self._remove(light, int(row_j[b]), int(j[b]), keep_row=True)
+        self._add(heavy, int(row_i[a]), int(j[b]))
+        self._add(light, int(row_j[b]), int(i[a]))
+        return True
+
+    def _candidates(self, rank: int) -> list[tuple[int, int, int]]:
+        """(sequence, its row, tokens that its going would free) of a rank."""
+        n, out = self._lengths, []
+        for r, row in enumerate(self._rows[rank]):
+            groups = n.group[row]
+            for i in row:
+                alone = not self._limits.shared or int((groups == n.group[i]).sum()) == 1
+                out.append((i, r, int(n.response[i]) + (int(n.prompt[i]) if alone else 0)))
+        return out
+
+    def _cost_in(self, row: Sequence[int], members: np.ndarray) -> np.ndarray:
+        """Tokens that each of `members` would add to a row."""
+        n = self._lengths
+        cost = n.response[members] + n.prompt[members]
+        if self._limits.shared and len(row):
+            held = np.isin(n.group[members], n.group[list(row)])
+            cost = cost - np.where(held, n.prompt[members], 0)
+        return cost
+
+    def _remove(self, rank: int, row: int, member: int, *, keep_row: bool = False) -> None:
+        members = self._rows[rank][row]
+        before = self.tokens(members)
+        members.remove(member)
+        self._load[rank] += self.tokens(members) - before
+        if not members and not keep_row:
+            del self._rows[rank][row]
+
+    def _add(self, rank: int, row: int, member: int) -> None:
+        members = self._rows[rank][row]
+        before = self.tokens(members)
+        members.append(member)
+        self._load[rank] += self.tokens(members) - before
+
+    def result(self) -> Assignment:
+        """Rows and ranks, in a canonical order."""
+        flat = [(rank, tuple(sorted(row))) for rank, rows in enumerate(self._rows) for row in rows]
+        flat.sort()
+        return Assignment(tuple(row for _, row in flat), tuple(rank for rank, _ in flat))

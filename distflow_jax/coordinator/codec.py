@@ -1,0 +1,58 @@
+"""Column entries <-> bytes, for those that move to another process.
+
+An entry is an array or a number of any fixed-size NumPy type. One that is the very same object as
+the entry before it (a prompt of several samples, an image of several questions) takes one byte.
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+_SAME = b"="
+_ARRAY = b"a"
+
+
+def encode(entries: Iterable[Any], what: str) -> bytes:
+    """Entries -> bytes. ValueError, naming `what`, for one that is no array or number."""
+    parts = []
+    before = None
+    for entry in entries:
+        if parts and entry is before:
+            parts.append(_SAME)
+            continue
+        array = np.asarray(entry)
+        if array.dtype.hasobject:
+            raise ValueError(
+                f"field {what!r} holds a {type(entry).__name__}, which cannot move to another "
+                "process: write arrays or numbers"
+            )
+        dtype = array.dtype.str.encode()
+        header = struct.pack("<BB", len(dtype), array.ndim)
+        parts += [_ARRAY, header, dtype, struct.pack(f"<{array.ndim}q", *array.shape)]
+        parts.append(np.ascontiguousarray(array).tobytes())
+        before = entry
+    return b"".join(parts)
+
+
+def decode(data: bytes) -> list[Any]:
+    """Inverse of encode: arrays (read-only), and NumPy scalars for numbers."""
+    entries: list[Any] = []
+    at = 0
+    while at < len(data):
+        tag, at = data[at : at + 1], at + 1
+        if tag == _SAME:
+            entries.append(entries[-1])
+            continue
+        dtype_size, ndim = struct.unpack_from("<BB", data, at)
+        at += 2
+        dtype = np.dtype(data[at : at + dtype_size].decode())
+        at += dtype_size
+        shape = struct.unpack_from(f"<{ndim}q", data, at)
+        at += 8 * ndim
+        count = int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += count * dtype.itemsize
+        entries.append(array[()] if ndim == 0 else array)
+    return entries

@@ -1,0 +1,90 @@
+"""Which sampler answers which prompt: longest expected first, to the one with the least to do.
+
+A pure function of numbers that every process has, so that all agree without asking.
+"""
+
+import base64
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MEMORY = 0.5  # weight of what was known against the newest length
+
+
+def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[list[int]]:
+    """Prompts 0 .. B-1 -> samplers, each list in the order to be answered.
+
+    Longest expected first, each to the sampler with the least expected tokens; every sampler gets
+    `least` prompts first. Equal expectations deal equal numbers, in turn.
+
+    Raises ValueError if there are fewer than samplers * least prompts.
+    """
+    if len(expected) < samplers * least:
+        raise ValueError(
+            f"{len(expected)} prompts are too few for {samplers} samplers of {least} hosts each; "
+            f"use at least {samplers * least}"
+        )
+    dealt: list[list[int]] = [[] for _ in range(samplers)]
+    load = [0.0] * samplers
+    for prompt in sorted(range(len(expected)), key=lambda i: (-expected[i], i)):
+        needy = [s for s in range(samplers) if len(dealt[s]) < least]
+        chosen = min(needy or range(samplers), key=lambda s: (load[s], len(dealt[s]), s))
+        dealt[chosen].append(prompt)
+        load[chosen] += expected[prompt]
+    return dealt
+
+
+class LengthEstimates:
+    """Expected response length of every row of a data set, from the responses it got before.
+
+    The estimate for step k knows steps up to k - 2: step k's prompts are dealt while step k - 1
+    runs. The same on every process, with or without reading ahead, and after a resume.
+    """
+
+    def __init__(self, num_rows: int):
+        self._length = np.zeros(num_rows, np.float32)  # 0: never answered
+        self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []  # (step, rows, lengths)
+        self._lock = threading.Lock()
+
+    def observe(self, step: int, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Takes the mean response length in tokens (at least 1) of the prompts of a step."""
+        with self._lock:
+            self._pending.append((step, np.asarray(rows), np.asarray(lengths, np.float32)))
+
+    def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """Tokens expected of each row in a step, float32; the mean of those known where unknown."""
+        with self._lock:
+            self._apply(step - 2)
+            known = self._length[self._length > 0]
+            mean = np.float32(known.mean(dtype=np.float64)) if len(known) else np.float32(1)
+            found = self._length[rows]
+        return np.where(found > 0, found, mean)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` holds, JSON-able."""
+        with self._lock:
+            self._apply(step - 1)
+            return {
+                "length": base64.b64encode(zlib.compress(self._length.tobytes())).decode(),
+                "pending": [[s, r.tolist(), n.tolist()] for s, r, n in self._pending],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state."""
+        data = zlib.decompress(base64.b64decode(state["length"]))
+        with self._lock:
+            self._length = np.frombuffer(data, np.float32).copy()
+            self._pending = [
+                (s, np.array(r, np.int64), np.array(n, np.float32)) for s, r, n in state["pending"]
+            ]
+
+    def _apply(self, last_step: int) -> None:
+        for step, rows, lengths in self._pending:
+            if step <= last_step:
+                before = self._length[rows]
+                mixed = MEMORY * before + (1 - MEMORY) * lengths
+                self._length[rows] = np.where(before > 0, mixed, lengths)
+        self._pending = [entry for entry in self._pending if entry[0] > last_step]

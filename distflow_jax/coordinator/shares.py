@@ -1,0 +1,154 @@
+"""Who holds which sequence of a step: at home where it was sampled, and in the rows of each layout.
+
+Every process builds the same `Shares` from a few all-gathered integers, and asks it for its own
+part. N sequences over all processes, in uid order; K mini-batches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from distflow_jax.batch import Placement, RowShape
+from distflow_jax.coordinator.balance import Assignment, Lengths, RowLimits, assign
+from distflow_jax.parallel.mesh import processes_of_rank, ranks_of_process
+from distflow_jax.types import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingPlan:
+    """Static facts of how sequences become rows."""
+
+    limits: RowLimits
+    mini_batches: int  # K
+    prompts_per_step: int
+    rows: Mapping[Layout, int]  # static rows per data rank and mini-batch, for each mesh layout
+    primary: Layout  # rows are balanced over the data ranks of this layout, the trainer's
+    threshold: float = 0.03  # share by which the busiest rank must get lighter for rows to move
+
+
+def data_ranks(layout: Layout) -> int:
+    """Data ranks of a mesh layout: devices that hold different rows."""
+    return dict(layout.axes)["fsdp"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Where each of N sequences is. Arrays are int64 [N], ordered by uid."""
+
+    plan: PackingPlan
+    processes: int
+    home: np.ndarray  # the process that sampled it
+    group: np.ndarray  # number of its prompt within the step
+    prompt: np.ndarray  # tokens
+    response: np.ndarray  # tokens
+    minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
+
+    @classmethod
+    def make(
+        cls,
+        plan: PackingPlan,
+        counter: np.ndarray,
+        home: np.ndarray,
+        prompt: np.ndarray,
+        response: np.ndarray,
+        *,
+        processes: int,
+    ) -> "Shares":
+        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
+        ranks = data_ranks(plan.primary)
+        group = counter % plan.prompts_per_step
+        mini = group * plan.mini_batches // plan.prompts_per_step
+        # processes that share a data rank are one site
+        sites = min(ranks, processes)
+        ranks_of_site = [list(ranks_of_process(ranks, sites, s)) for s in range(sites)]
+        lengths = Lengths(prompt, response, group, home * sites // processes)
+        minis = []
+        for k in range(plan.mini_batches):
+            chosen = np.flatnonzero(mini == k)
+            found = assign(
+                lengths.take(chosen),
+                plan.limits,
+                ranks_of_site,
+                threshold=plan.threshold,
+                max_rows=plan.rows[plan.primary],
+            )
+            rows = tuple(tuple(int(chosen[i]) for i in row) for row in found.rows)
+            minis.append(Assignment(rows, found.rank))
+        return cls(plan, processes, home, group, prompt, response, tuple(minis))
+
+    def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
+        """The K assignments for a mesh layout: the same rows, dealt over its ranks."""
+        if layout == self.plan.primary:
+            return self.minis
+        return tuple(mini.spread(data_ranks(layout)) for mini in self.minis)
+
+    @functools.cached_property
+    def _needed(self) -> dict[Layout, list[np.ndarray]]:
+        return {}
+
+    def needed(self, layout: Layout) -> list[np.ndarray]:
+        """For each process the sequences in the rows of its data ranks, in rising order."""
+        if layout not in self._needed:
+            ranks = data_ranks(layout)
+            at_rank: list[list[int]] = [[] for _ in range(ranks)]
+            for mini in self.assignments(layout):
+                for row, rank in zip(mini.rows, mini.rank, strict=True):
+                    at_rank[rank].extend(row)
+            self._needed[layout] = [
+                np.sort(
+                    np.concatenate(
+                        [
+                            np.array(at_rank[r], np.int64)
+                            for r in ranks_of_process(ranks, self.processes, p)
+                        ]
+                    )
+                )
+                for p in range(self.processes)
+            ]
+        return self._needed[layout]
+
+    def anything_moves(self, layout: Layout) -> bool:
+        """Whether some process needs a sequence that it does not have at home."""
+        return any((self.home[n] != p).any() for p, n in enumerate(self.needed(layout)))
+
+    def placement(self, layout: Layout, process: int) -> Placement:
+        """This process's rows; sequences are numbered by their place in `needed`."""
+        number = {int(n): i for i, n in enumerate(self.needed(layout)[process])}
+        ranks, room = data_ranks(layout), self.plan.rows[layout]
+        mine = ranks_of_process(ranks, self.processes, process)
+        minis = []
+        for mini in self.assignments(layout):
+            placed: list[tuple[int, ...]] = []
+            for rank in mine:
+                rows = [tuple(number[n] for n in row) for row in mini.rows_of(rank)]
+                assert len(rows) <= room, (len(rows), room)
+                placed += rows + [()] * (room - len(rows))
+            minis.append(tuple(placed))
+        limits = self.plan.limits
+        shape = RowShape(self.plan.mini_batches, room * len(mine), limits.tokens, limits.sequences)
+        return Placement(shape, tuple(minis), limits.shared)
+
+    def sender(self, layout: Layout) -> np.ndarray:
+        """For each sequence the one process that speaks for its row in a layout."""
+        ranks = data_ranks(layout)
+        sender = np.full(len(self.home), -1, np.int64)
+        for mini in self.assignments(layout):
+            for row, rank in zip(mini.rows, mini.rank, strict=True):
+                sender[list(row)] = processes_of_rank(ranks, self.processes, rank)[0]
+        return sender
+
+    def tokens_per_rank(self, layout: Layout) -> np.ndarray:
+        """Tokens in the rows of each data rank, int64 [ranks]; a shared prompt counts once a
+        row."""
+        tokens = np.zeros(data_ranks(layout), np.int64)
+        for mini in self.assignments(layout):
+            for row, rank in zip(mini.rows, mini.rank, strict=True):
+                members = np.array(row)
+                tokens[rank] += self.response[members].sum()
+                if self.plan.limits.shared:
+                    _, members = np.unique(self.group[members], return_index=True)
+                    members = np.array(row)[members]
+                tokens[rank] += self.prompt[members].sum()
+        return tokens

@@ -1,0 +1,60 @@
+"""What a process's main thread is doing: a span in the trace, a sign of life, work and waiting."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.observe.spans import Spans
+from distflow_jax.observe.watchdog import Watchdog
+
+
+class Phases:
+    """Times the nodes of a plan, and tells the watchdog where this process is.
+
+    Only for the main thread, and for phases that every process goes through in the same order: the
+    watchdogs compare how far each has come.
+    """
+
+    def __init__(self, spans: Spans, watchdog: Watchdog, waited: Callable[[], float]):
+        """`waited()`: seconds spent so far in collectives among the hosts, waiting included."""
+        self._spans, self._watchdog, self._waited = spans, watchdog, waited
+        self._work: dict[str, float] = {}
+        self.step = 0  # that is being made
+
+    @contextlib.contextmanager
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        """Times its body under `name`."""
+        self._watchdog.progress(self.step, name)
+        start, waited = time.perf_counter(), self._waited()
+        try:
+            with self._spans.span(name, **args):
+                yield
+        finally:
+            work = time.perf_counter() - start - (self._waited() - waited)
+            self._work[name] = self._work.get(name, 0.0) + work
+            self._watchdog.progress(self.step, f"after {name}")
+
+    def take_work(self) -> dict[str, float]:
+        """Seconds of work by name since the last call: spans without the waiting for others."""
+        work, self._work = self._work, {}
+        return work
+
+
+def straggler_report(names: Sequence[str], seconds: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Who was slow in which node: {node: {"seconds": [P], "idle": [P], "slowest": process}}.
+
+    `seconds` [P, nodes]: each process's work. A process is idle for the share of the slowest one's
+    time that it did not need itself.
+    """
+    report = {}
+    for name, work in zip(names, np.asarray(seconds).T, strict=True):
+        most = max(float(work.max()), 1e-9)
+        report[name] = {
+            "seconds": [round(float(s), 6) for s in work],
+            "idle": [round(1 - float(s) / most, 4) for s in work],
+            "slowest": int(work.argmax()),
+        }
+    return report

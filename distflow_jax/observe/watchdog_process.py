@@ -1,0 +1,368 @@
+"""The watchdog process: one beside each controller, in a session of its own, standard library only.
+
+Watchdog (observe/watchdog.py) starts it with `main(settings as JSON)`. File descriptors:
+
+  0  lines from the controller, each a JSON list:
+       ["at", sequence, step, phase]   a beat, or progress; silence means that it does not respond
+       ["connect", token, addresses]   the watchdogs of all processes, by index
+       ["done", code]                  an orderly end
+       ["failed", message]             an exception ends the process
+     and its end: the controller is gone (a pidfd says so too, as a forked child may hold the pipe)
+  1  one line of JSON to the controller: {"address": "host:port"} or {"error": "why"}
+  2  the controller's stderr, for the verdict
+  stacks_fd  a file that the controller's faulthandler writes into on SIGUSR1
+
+Watchdogs talk in datagrams (observe/watchdog_table.py): once per beat the whole table, every 0.1 s
+the news while there are any (an end, a verdict). The first verdict, by any of them, is everybody's.
+After a moment in which a competing one could still arrive it is printed, followed by the stack
+traces of the own controller if that still runs; the controller is ended by SIGKILL, so that
+its exit code is not zero (SIGTERM would mean: write a checkpoint, and start again). A watchdog ends
+about a second after its controller at the latest.
+"""
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from distflow_jax.observe.watchdog_table import (
+    CAUSE_CHARS,
+    DIED,
+    DONE,
+    ENDED,
+    FAILED,
+    PHASE_CHARS,
+    RUNNING,
+    Limits,
+    Peer,
+    Record,
+    Verdict,
+    better,
+    datagrams,
+    describe,
+    find_verdict,
+    merge,
+    parse,
+    peers_to_tell,
+    position,
+    time_of_day,
+)
+from distflow_jax.observe.watchdog_target import Target, arrange_stacks, say
+
+# Time during which nothing ran here, this watchdog included, counts as this much at most: a host
+# that was suspended or that swaps must not accuse others of its own absence.
+MAX_GAP_SECONDS = 1.0
+WAIT_SECONDS = 0.5  # longest sleep
+POLL_SECONDS = 0.05  # looking for the controller where there are no pidfds
+URGENT_SECONDS = 0.1  # between datagrams while there is news
+URGENT_ROWS = 12  # ended processes that news name; a job of 1,000 dies in one go
+SETTLE_SECONDS = 0.25  # from a verdict to acting on it: a competing one may arrive
+LINGER_SECONDS = 1.0  # for telling others, after the own controller's end
+FAILED_GRACE_SECONDS = 5.0  # for a controller that reported an exception to end by itself
+UNKILLABLE_SECONDS = 10.0  # after SIGKILL, when a controller hangs in the kernel
+
+
+class Settings(NamedTuple):
+    """What the controller hands over at the start. Durations in seconds."""
+
+    pid: int  # of the controller, our parent
+    index: int
+    count: int
+    host: str
+    heartbeat_seconds: float
+    dead_seconds: float
+    stuck_seconds: float
+    stacks_fd: int
+    main_thread: int  # threading's ident
+
+
+def main(argument: str) -> None:
+    """Runs until the controller's end, or until it has ended the controller."""
+    # It ends with its controller, not before: SIGTERM goes to all processes on some clusters, and
+    # a controller then still writes a checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings(**json.loads(argument))
+    try:
+        found = socket.getaddrinfo(settings.host, 0, type=socket.SOCK_DGRAM)[0]
+        peers = socket.socket(found[0], socket.SOCK_DGRAM)
+        peers.bind(found[4])
+    except OSError as error:
+        os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
+        return
+    host, port = peers.getsockname()[:2]
+    os.write(1, json.dumps({"address": f"{host}:{port}"}).encode() + b"\n")
+    silence(1)
+    Watch(settings, peers).run()
+
+
+class Watch:
+    """The state of one watchdog, and its loop."""
+
+    def __init__(self, settings: Settings, peers: socket.socket):
+        self.settings, self.index = settings, settings.index
+        self.limits = Limits(
+            settings.heartbeat_seconds, settings.dead_seconds, settings.stuck_seconds
+        )
+        self.controller = Target(settings.pid)
+        self.socket = peers
+        self.socket.setblocking(False)
+        os.set_blocking(0, False)
+        self.draw = random.Random(settings.index)
+        self.token = ""
+        self.targets: list[tuple[str, int]] = []  # the watchdogs of all processes, by index
+        self.now, self.read_clock = 0.0, time.monotonic()
+        self.last_beat = self.next_tick = self.next_urgent = self.next_judgement = 0.0
+        self.tick = 0
+        self.has_news = False  # an end or a verdict is known that others should know at once
+        self.pipe_open, self.line_start = True, b""
+        self.table = {self.index: Peer(Record(self.index), 0.0, 0.0)}
+        self.verdict: Verdict | None = None
+        self.act_at = self.finish_at = self.kill_at = float("inf")
+        self.printed = False
+
+    @property
+    def own(self) -> Peer:
+        """This process's entry of the table."""
+        return self.table[self.index]
+
+    def run(self) -> None:
+        """Watches until there is nothing left to say."""
+        while self.now < self.finish_at:
+            self.wait()
+            gone = self.controller.is_gone()
+            self.read_controller()  # what it wrote before it went
+            self.read_peers()
+            if gone:
+                self.note_end()
+            self.judge()
+            self.act()
+            self.tell()
+
+    def wait(self) -> None:
+        """Sleeps until something arrives or is due; moves the clock on."""
+        due = min(self.next_tick, self.act_at, self.kill_at, self.finish_at)
+        if self.has_news:
+            due = min(due, self.next_urgent)
+        longest = WAIT_SECONDS if self.controller.pidfd is not None else POLL_SECONDS
+        sources = [self.socket]
+        if self.pipe_open:
+            sources.append(0)
+        if self.controller.pidfd is not None and not self.controller.gone:
+            sources.append(self.controller.pidfd)
+        select.select(sources, [], [], min(max(0.0, due - self.now), longest))
+        before, self.read_clock = self.read_clock, time.monotonic()
+        self.now += min(self.read_clock - before, MAX_GAP_SECONDS)
+
+    # -- what comes in ----------------------------------------------------------------------------
+
+    def read_controller(self) -> None:
+        """Takes all lines that the controller has written."""
+        data = self.line_start
+        while self.pipe_open:
+            try:
+                part = os.read(0, 1 << 16)
+            except BlockingIOError:
+                break
+            self.pipe_open = bool(part)
+            data += part
+        *lines, self.line_start = data.split(b"\n")
+        for line in lines:
+            kind, *rest = json.loads(line)
+            if kind == "at":
+                self.last_beat = self.now
+                self.note_progress(*rest)
+            elif kind == "connect":
+                self.connect(*rest)
+            elif kind == "done":
+                self.note_done()
+            elif kind == "failed":
+                self.finish(FAILED, rest[0])
+
+    def note_progress(self, sequence: int, step: int, phase: str) -> None:
+        """The controller says where it is."""
+        own = self.own
+        if own.record.state == RUNNING:
+            record = own.record._replace(sequence=sequence, step=step, phase=phase[:PHASE_CHARS])
+            moved = self.now if sequence > own.record.sequence else own.moved
+            self.table[self.index] = own._replace(record=record, moved=moved)
+
+    def connect(self, token: str, addresses: list[str]) -> None:
+        """Begins to talk with the other watchdogs."""
+        self.token = token
+        for index, address in enumerate(addresses):
+            host, _, port = address.rpartition(":")
+            self.targets.append((host, int(port)))
+            if index != self.index:
+                self.table[index] = Peer(Record(index), self.now, self.now)
+        self.next_tick = self.now
+
+    def note_done(self) -> None:
+        """Orderly end: all that is left is to tell the others, in silence."""
+        if self.own.record.state != RUNNING:
+            return
+        silence(2)  # a launcher waits until nobody holds the pipe any more
+        own = self.own
+        record = own.record._replace(version=own.record.version + 1, state=DONE)
+        self.table[self.index] = own._replace(record=record, heard=self.now)
+        self.spread_news()
+        self.finish_at = self.now + (LINGER_SECONDS if self.targets[1:] else 0.0)
+
+    def note_end(self) -> None:
+        """The controller is gone."""
+        if self.own.record.state == RUNNING and self.verdict is None:
+            self.finish(DIED, self.controller.exit_status())
+
+    def finish(self, state: str, cause: str) -> None:
+        """Records that the controller ends, by itself and not by a verdict."""
+        if self.own.record.state != RUNNING or self.verdict:
+            return
+        if state == FAILED and self.settings.count == 1:
+            # it says itself what was wrong, and may be a notebook that lives on
+            self.finish_at = self.now
+            return
+        before = [peer for peer in self.table.values() if peer.record.state in ENDED]
+        before.sort(key=lambda peer: peer.ended)
+        record = self.own.record._replace(
+            version=self.own.record.version + 1,
+            state=state,
+            after=before[0].record.index if before else -1,
+            cause=" ".join(cause.split())[:CAUSE_CHARS],
+            detail=f"last beat {self.now - self.last_beat:.1f} s before; {self.controller.where()}",
+        )
+        self.table[self.index] = Peer(record, self.now, self.own.moved, self.now)
+        self.spread_news()
+
+    def read_peers(self) -> None:
+        """Takes what other watchdogs say."""
+        arrived: list[Record] = []
+        for _ in range(1000):  # so that a flood does not keep us from the rest
+            try:
+                data = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            records, verdict = parse(data, self.token) if self.token else ([], None)
+            arrived += records
+            if verdict and not self.printed:
+                self.adopt(verdict)
+        self.table = merge(self.table, arrived, self.now)
+        if any(record.state in ENDED for record in arrived):
+            self.spread_news()
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Declares a verdict if there is reason to and nobody has yet."""
+        if self.verdict or self.own.record.state == DONE:
+            return
+        if not self.has_news and self.now < self.next_judgement:
+            return  # going through a large table at every datagram would cost too much
+        self.next_judgement = self.now + WAIT_SECONDS
+        beat_age = self.now - self.last_beat
+        found = find_verdict(self.table, self.index, self.now, beat_age, self.limits)
+        if not found:
+            return
+        kind, who = found
+        if kind == "silent":
+            since = time_of_day(time.time() - beat_age)
+            detail = f"{self.controller.state()}; last beat at {since}; {self.controller.where()}"
+            record = self.own.record._replace(detail=detail)
+            self.table[self.index] = self.own._replace(record=record)
+        text = describe(
+            kind,
+            who,
+            self.table,
+            self.now,
+            wall=time.time(),
+            limits=self.limits,
+            hosts=[host for host, _ in self.targets],
+        )
+        self.adopt(Verdict(kind, self.index, text))
+
+    def adopt(self, verdict: Verdict) -> None:
+        """Takes over a verdict, our own or another's."""
+        if self.verdict is None:
+            self.act_at = self.now + (SETTLE_SECONDS if self.targets[1:] else 0.0)
+            self.spread_news()
+        self.verdict = better(self.verdict, verdict)
+
+    def act(self) -> None:
+        """Prints the verdict when it is settled, and ends the controller."""
+        if self.own.record.state == DONE:
+            return
+        if self.verdict and not self.printed and self.now >= self.act_at:
+            self.printed, self.act_at = True, float("inf")
+            self.speak()
+            grace = FAILED_GRACE_SECONDS if self.own.record.state == FAILED else 0.0
+            self.kill_at = self.now + grace
+            self.finish_at = self.kill_at + UNKILLABLE_SECONDS
+        if not self.printed:
+            return
+        if self.controller.is_gone():
+            self.kill_at = float("inf")
+            self.finish_at = min(self.finish_at, self.now + LINGER_SECONDS / 2)
+        elif self.now >= self.kill_at:
+            self.kill_at = float("inf")
+            self.controller.signal(signal.SIGKILL)
+            say(self.index, [f"process {self.index} ({self.controller.where()}) ended by SIGKILL"])
+
+    def speak(self) -> None:
+        """Prints the verdict and what this process was at."""
+        say(self.index, [self.verdict.text])
+        if self.own.record.state != RUNNING or self.controller.is_gone():
+            return
+        since = time_of_day(time.time() - (self.now - self.own.moved))
+        where = f"this process ({self.index}) is {position(self.own.record)} since {since}"
+        stacks = self.controller.stacks(self.settings.stacks_fd)
+        if not stacks:
+            say(self.index, [f"{where}; no stack traces: it does not answer SIGUSR1"])
+            return
+        say(self.index, [f"{where}:", *arrange_stacks(stacks, self.settings.main_thread)])
+
+    # -- what goes out ----------------------------------------------------------------------------
+
+    def spread_news(self) -> None:
+        """From now on others are told of ends and verdicts at once, again and again."""
+        if not self.has_news:
+            self.has_news, self.next_urgent = True, self.now
+
+    def tell(self) -> None:
+        """Sends what is due: the news, or the whole table."""
+        if self.has_news and self.now >= self.next_urgent:
+            self.next_urgent = self.now + URGENT_SECONDS
+            ended = [peer for peer in self.table.values() if peer.record.state in ENDED]
+            ended.sort(key=lambda peer: peer.ended)
+            others = [peer for peer in ended if peer is not self.own]
+            self.send([self.own, *others[:URGENT_ROWS]])
+        if self.now >= self.next_tick:
+            self.next_tick = self.now + self.limits.heartbeat
+            own = self.own
+            if own.record.state == RUNNING:
+                record = own.record._replace(version=own.record.version + 1)
+                self.table[self.index] = own._replace(record=record, heard=self.now)
+            self.send(self.table.values())
+
+    def send(self, peers: Iterable[Peer]) -> None:
+        """Sends entries of the table to the watchdogs whose turn it is."""
+        if not self.targets[1:]:
+            return
+        self.tick += 1
+        parts = datagrams(self.token, peers, self.verdict, self.now)
+        for target in peers_to_tell(self.index, len(self.targets), self.tick, self.draw):
+            for part in parts:
+                try:
+                    self.socket.sendto(part, self.targets[target])
+                except OSError:  # no route, no buffers: a datagram may be lost
+                    break
+
+
+def silence(fd: int) -> None:
+    """Points a file descriptor to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)

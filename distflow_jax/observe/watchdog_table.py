@@ -1,0 +1,330 @@
+"""What the watchdogs of a job know of its processes, and what follows from it: pure functions.
+
+Each watchdog keeps a table of all processes, one `Peer` each, and sends it to others. A datagram is
+the job's token, a newline, and compact JSON {"rows": [...], "verdict": [kind, by, text] or null};
+a row is a `Record` without its last fields while they are the defaults, about 45 bytes. The record
+with the higher version wins; only a process's own watchdog raises its version. Ages are always
+measured on the reader's own clock from the arrival of a new version: clocks of two hosts are never
+compared. The one time that travels is an age, "ended 230 ms ago".
+
+All times are seconds of the watchdog's own clock (`now`), which starts anywhere.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+RUNNING, DONE, FAILED, DIED = "running", "done", "failed", "died"
+STATES = (RUNNING, DONE, FAILED, DIED)
+ENDED = (FAILED, DIED)  # states that end the job
+# Earlier in the list wins if two watchdogs declare at a time: deaths follow from verdicts.
+KINDS = ("unreachable", "silent", "stuck", "died")
+
+DATAGRAM_BYTES = 1400  # below the 1,500 of Ethernet, so that nothing is fragmented
+PHASE_CHARS, CAUSE_CHARS, VERDICT_CHARS = 40, 300, 800
+ALL_TO_ALL = 16  # processes up to which everybody tells everybody
+FANOUT = 4  # peers told per beat in larger jobs; half of them by a fixed rule, half at random
+# How long deaths are collected before one is named: within 0.5 s the JAX runtime has aborted all
+# the others, and the news of the first is with everybody in milliseconds (five hops of gossip:
+# half a second).
+COLLECT_SECONDS = 0.5
+# Deaths of which neither watchdog knew the other's: within this time a signal that somebody sent
+# (SIGKILL, SIGSEGV) explains an abort or an exception, never the other way round.
+SIGNAL_WINDOW_SECONDS = 0.5
+TIE_SECONDS = 0.02  # an order of deaths closer than this is not certain
+NAMED = 8  # processes that a line lists before it says "and N more"
+
+
+class Record(NamedTuple):
+    """One process as its own watchdog last described it."""
+
+    index: int
+    version: int = 0  # counts what its watchdog says: the higher one is the newer
+    sequence: int = 0  # phases begun or ended; all processes go through the same ones
+    step: int = 0
+    phase: str = "start"
+    state: str = RUNNING
+    ended_ms: int = 0  # how long ago it ended, when this was sent
+    after: int = -1  # a process that its watchdog knew to have ended before it; -1: none
+    cause: str = ""  # "SIGKILL", "exit code 1", the message of an exception; "": not known
+    detail: str = ""  # last beat, host, pid
+
+
+class Peer(NamedTuple):
+    """A record, and when this watchdog saw it change."""
+
+    record: Record
+    heard: float  # the version rose
+    moved: float  # the sequence rose
+    ended: float = math.inf  # it ended; for others an upper bound, late by the way of the datagram
+
+
+class Verdict(NamedTuple):
+    """Why the job ends, in the words that all watchdogs print."""
+
+    kind: str
+    by: int  # the process whose watchdog declared it
+    text: str
+
+
+class Limits(NamedTuple):
+    """Deadlines in seconds, as in HealthConfig."""
+
+    heartbeat: float
+    dead: float
+    stuck: float
+
+
+Table = dict[int, Peer]
+
+
+def merge(table: Table, records: Iterable[Record], now: float) -> Table:
+    """The table with everything in `records` that is newer. Unknown processes are left out."""
+    table = dict(table)
+    for record in records:
+        known = table.get(record.index)
+        if known is None or record.version < known.record.version:
+            continue
+        ended = now - record.ended_ms / 1000 if record.state in ENDED else math.inf
+        if record.version > known.record.version:
+            moved = now if record.sequence > known.record.sequence else known.moved
+            table[record.index] = Peer(record, now, moved, ended)
+        elif ended < known.ended:  # another copy, less late
+            table[record.index] = known._replace(ended=ended)
+    return table
+
+
+def peers_to_tell(index: int, count: int, tick: int, draw: random.Random) -> list[int]:
+    """Whom process `index` tells at its beat number `tick`: all, or FANOUT of a large job.
+
+    Half of the FANOUT are at distances 1, 2, 4, 8, ... in turn, in which every process is told as
+    often as it tells and all is known everywhere after log2(count) beats; the others are drawn, so
+    that the news pass by hosts that are gone.
+    """
+    if count <= ALL_TO_ALL:
+        return [peer for peer in range(count) if peer != index]
+    turns = (count - 1).bit_length()
+    half = FANOUT // 2
+    turn = [(tick + i * turns // half) % turns for i in range(half)]
+    chosen = {(index + 2**t) % count for t in turn} - {index}
+    while len(chosen) < FANOUT:
+        chosen |= {draw.randrange(count)} - {index}
+    return sorted(chosen)
+
+
+# -- datagrams ------------------------------------------------------------------------------------
+
+
+def datagrams(
+    token: str, peers: Iterable[Peer], verdict: Verdict | None, now: float
+) -> list[bytes]:
+    """The peers' records in as few datagrams of at most DATAGRAM_BYTES as needed."""
+    head = f'{token}\n{{"verdict":{_compact(verdict)},"rows":['.encode()
+    parts, size = [[]], len(head) + 2
+    for peer in peers:
+        row = _compact(_row(peer, now)).encode()
+        if parts[-1] and size + len(row) + 1 > DATAGRAM_BYTES:
+            parts.append([])
+            size = len(head) + 2
+        parts[-1].append(row)
+        size += len(row) + 1
+    return [head + b",".join(rows) + b"]}" for rows in parts]
+
+
+def parse(data: bytes, token: str) -> tuple[list[Record], Verdict | None]:
+    """Records and verdict of a datagram; nothing of one that is foreign or damaged."""
+    head, _, body = data.partition(b"\n")
+    if head != token.encode():
+        return [], None
+    try:
+        content = json.loads(body)
+        records = [_record(row) for row in content["rows"]]
+        verdict = None if content["verdict"] is None else _verdict(content["verdict"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return [], None
+    return records, verdict
+
+
+_RECORD_TYPES = tuple(Record.__annotations__[field] for field in Record._fields)
+_compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def _row(peer: Peer, now: float) -> tuple:
+    if peer.record.state == RUNNING:
+        return tuple(peer.record)[:5]
+    if peer.ended == math.inf:
+        return tuple(peer.record)[:6]
+    return tuple(peer.record._replace(ended_ms=max(0, round((now - peer.ended) * 1000))))
+
+
+def _record(row: Sequence) -> Record:
+    record = Record(*row)
+    if tuple(map(type, record)) != _RECORD_TYPES or record.state not in STATES:
+        raise ValueError(row)
+    return record
+
+
+def _verdict(row: Sequence) -> Verdict:
+    verdict = Verdict(*row)
+    if tuple(map(type, verdict)) != (str, int, str) or verdict.kind not in KINDS:
+        raise ValueError(row)
+    return verdict
+
+
+# -- verdicts -------------------------------------------------------------------------------------
+
+
+def find_verdict(
+    table: Table, own: int, now: float, beat_age: float, limits: Limits
+) -> tuple[str, list[int]] | None:
+    """What is wrong with the job and the processes to name, or None.
+
+    `own` is the process of this watchdog, `beat_age` the seconds since its last beat: whether a
+    process responds only its own watchdog can tell.
+    """
+    ended = [peer for peer in table.values() if peer.record.state in ENDED]
+    if ended:
+        collected = len(table) == 1 or now - min(p.heard for p in ended) >= COLLECT_SECONDS
+        return ("died", order_of_deaths(table)[0]) if collected else None
+    running = {i: peer for i, peer in table.items() if peer.record.state == RUNNING}
+    if own in running and beat_age > limits.dead:
+        return "silent", [own]
+    late = limits.dead + _gossip_seconds(len(table), limits)
+    gone = [i for i, peer in running.items() if i != own and now - peer.heard > late]
+    if gone:
+        return "unreachable", gone
+    if running and now - max(peer.moved for peer in running.values()) > limits.stuck:
+        lowest = min(peer.record.sequence for peer in running.values())
+        return "stuck", [i for i, peer in running.items() if peer.record.sequence == lowest]
+    return None
+
+
+def order_of_deaths(table: Table) -> tuple[list[int], list[int]]:
+    """Processes that ended first (several if their order is not certain), and those after them.
+
+    A death that its watchdog saw when it knew of another is a consequence. Those left are ordered
+    by time, but see SIGNAL_WINDOW_SECONDS.
+    """
+    ended = [peer for peer in table.values() if peer.record.state in ENDED]
+    ended.sort(key=lambda peer: peer.ended)
+    first = [peer for peer in ended if peer.record.after < 0] or ended
+    first = [peer for peer in first if peer.ended - first[0].ended <= SIGNAL_WINDOW_SECONDS]
+    first = [peer for peer in first if _was_killed(peer.record)] or first
+    first = [peer for peer in first if peer.ended - first[0].ended <= TIE_SECONDS]
+    causes = [peer.record.index for peer in first]
+    return causes, [p.record.index for p in ended if p.record.index not in causes]
+
+
+def describe(
+    kind: str,
+    who: Sequence[int],
+    table: Table,
+    now: float,
+    *,
+    wall: float,
+    limits: Limits,
+    hosts: Sequence[str] = (),
+) -> str:
+    """The verdict in words.
+
+    `wall` is the time of day at `now` in seconds since 1970, `hosts` are those of the processes.
+    """
+
+    def clock(moment: float) -> str:
+        return time_of_day(wall - (now - moment))
+
+    if kind == "died":
+        text = _deaths(table, clock) + _unheard(table, limits)
+    elif kind == "silent":
+        record = table[who[0]].record
+        text = f"{names(who)} is alive but does not respond, {position(record)} ({record.detail})"
+    elif kind == "unreachable":
+        where = ", ".join(sorted({hosts[i] for i in who})[:NAMED])
+        since, record = clock(min(table[i].heard for i in who)), table[who[0]].record
+        text = (
+            f"the host of {names(who)} ({where}) is unreachable, or its watchdog has ended: "
+            f"nothing heard since {since}, last {position(record)}"
+        )
+    else:
+        text = _standstill(who, table, clock)
+    return text[:VERDICT_CHARS]
+
+
+def better(known: Verdict | None, other: Verdict) -> Verdict:
+    """The one of two verdicts that all watchdogs prefer."""
+    if known is None:
+        return other
+    return min(known, other, key=lambda verdict: (KINDS.index(verdict.kind), verdict.by))
+
+
+def names(indices: Sequence[int]) -> str:
+    """[2] -> "process 2", [0, 1] -> "processes 0, 1"; at most NAMED of them."""
+    shown = ", ".join(map(str, indices[:NAMED]))
+    more = f" and {len(indices) - NAMED} more" if len(indices) > NAMED else ""
+    return f"process{'es' if len(indices) > 1 else ''} {shown}{more}"
+
+
+def position(record: Record) -> str:
+    """Where a process is: "at step 7 in node 'rollout'"."""
+    return f"at step {record.step} in node {record.phase!r}"
+
+
+def time_of_day(wall: float) -> str:
+    """Seconds since 1970 as "12:03:04" of the local time zone."""
+    return time.strftime("%H:%M:%S", time.localtime(wall))
+
+
+def _gossip_seconds(count: int, limits: Limits) -> float:
+    """How late news may be in a large job, with every second datagram lost."""
+    return 0.0 if count <= ALL_TO_ALL else 2 * (count - 1).bit_length() * limits.heartbeat
+
+
+def _was_killed(record: Record) -> bool:
+    return record.cause.startswith("SIG") and record.cause != "SIGABRT"
+
+
+def _deaths(table: Table, clock: Callable[[float], str]) -> str:
+    causes, followers = order_of_deaths(table)
+    parts = []
+    for record, ended in ((table[i].record, table[i].ended) for i in causes[:2]):
+        start = f"process {record.index} {record.state} {position(record)}, {clock(ended)}"
+        if record.state == FAILED:
+            parts.append(f"{start}, with {record.cause} ({record.detail})")
+        else:
+            parts.append(f"{start} ({record.cause or 'reason not known'}; {record.detail})")
+    text = "; ".join(parts)
+    if len(causes) > 2:
+        text += f"; {names(causes[2:])} too"
+    if len(causes) > 1:
+        text += f"; within {TIE_SECONDS:g} s, so the order is not certain"
+    if followers:
+        first = table[causes[0]].ended
+        later = [f"{i} ({table[i].ended - first:+.2f} s)" for i in followers[:NAMED]]
+        more = f" and {len(followers) - NAMED} more" if len(followers) > NAMED else ""
+        text += f"; after that ended {', '.join(later)}{more}"
+    return text
+
+
+def _unheard(table: Table, limits: Limits) -> str:
+    """Names processes that fell silent before the first one ended: perhaps their host is gone."""
+    first = min(peer.heard for peer in table.values() if peer.record.state in ENDED)
+    late = 3 * limits.heartbeat + _gossip_seconds(len(table), limits)
+    silent = [i for i, p in table.items() if p.record.state == RUNNING and first - p.heard > late]
+    return f"; nothing was heard of {names(silent)} for some time before" if silent else ""
+
+
+def _standstill(who: Sequence[int], table: Table, clock: Callable[[float], str]) -> str:
+    running = [peer for peer in table.values() if peer.record.state == RUNNING]
+    done = [i for i, peer in table.items() if peer.record.state == DONE]
+    here = position(table[who[0]].record)
+    text = f"no progress since {clock(max(peer.moved for peer in running))}: "
+    if len(who) < len(running):
+        ahead = max(running, key=lambda peer: peer.record.sequence).record
+        verb = "is" if len(who) == 1 else "are"
+        text += f"{names(who)} {verb} behind, {here}; the others wait {position(ahead)}"
+    else:
+        text += f"{names(who) if len(who) == 1 else 'all processes'} stuck {here}"
+    return text + (f"; {names(done)} had ended in order" if done else "")

@@ -1,0 +1,163 @@
+"""Rows of device arrays from one mesh to another over the same devices, by all-to-all.
+
+K mini-batches, R rows per data rank, D devices; m and n data ranks of source and target.
+
+The row maps come from the host, where everybody knows them; a program of fixed shape carries up to
+`capacity` rows from each device to each other one, and runs again while some pair has more. A row
+goes straight from a device that has it to every device that needs it: nothing is gathered.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from distflow_jax.parallel.exchange import Traffic
+
+Row = tuple[int, int, int]  # mini-batch, data rank, row within the rank
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMoves:
+    """Which rows each device sends to each other in each round; int32 [rounds, D, D, capacity].
+
+    `send[t, d, e, c]` is a row of d's [K R] local rows, `receive[t, e, d, c]` the row of e's it
+    becomes. What is out of range stands for nothing.
+    """
+
+    send: np.ndarray
+    receive: np.ndarray
+    moved: int  # rows that leave their device, every copy counted
+
+
+def plan_moves(
+    pairs: Sequence[tuple[Row, Row]],
+    *,
+    devices: int,
+    ranks: tuple[int, int],
+    rows: tuple[int, int],
+    capacity: int,
+) -> RowMoves:
+    """Routes of rows, given as (source, target) pairs, from `ranks[0]` to `ranks[1]` data ranks.
+
+    `rows`: R of source and target. A device that has a row already takes it from itself; copies of
+    a source rank take turns in sending.
+    """
+    copies = tuple(devices // r for r in ranks)
+    routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (k, rank, row), (target_k, target_rank, target_row) in pairs:
+        for copy in range(copies[1]):
+            receiver = target_rank * copies[1] + copy
+            own = receiver // copies[0] == rank
+            sender = receiver if own else rank * copies[0] + copy % copies[0]
+            routes.setdefault((sender, receiver), []).append(
+                (k * rows[0] + row, target_k * rows[1] + target_row)
+            )
+    rounds = max((-(-len(route) // capacity) for route in routes.values()), default=0)
+    shape = (rounds, devices, devices, capacity)
+    nothing = np.iinfo(np.int32).max
+    send, receive = np.full(shape, nothing, np.int32), np.full(shape, nothing, np.int32)
+    for (sender, receiver), route in routes.items():
+        for place, (source, target) in enumerate(route):
+            t, c = divmod(place, capacity)
+            send[t, sender, receiver, c] = source
+            receive[t, receiver, sender, c] = target
+    moved = sum(len(route) for (a, b), route in routes.items() if a != b)
+    return RowMoves(send, receive, moved)
+
+
+class Repartition:
+    """Moves rows between two meshes, ("fsdp", "tensor") each, over one order of devices."""
+
+    def __init__(self, source: Mesh, target: Mesh, rows: tuple[int, int], *, capacity: int = 2):
+        assert source.devices.flatten().tolist() == target.devices.flatten().tolist()
+        self._source, self._target, self._rows = source, target, rows
+        self._capacity = capacity
+        self._by_device = NamedSharding(source, PartitionSpec(source.axis_names))
+
+    def __call__(self, value: Any, pairs: Sequence[tuple[Row, Row]]) -> tuple[Any, Traffic]:
+        """A pytree of [K, m R, ...] leaves -> the same rows as [K, n R', ...], others zero.
+
+        Also returns what a process received from the others at most, padding included. Collective.
+        """
+        ranks = self._source.shape["fsdp"], self._target.shape["fsdp"]
+        moves = plan_moves(
+            pairs,
+            devices=self._source.size,
+            ranks=ranks,
+            rows=self._rows,
+            capacity=self._capacity,
+        )
+        sends = [self._place(part) for part in moves.send]
+        receives = [self._place(part) for part in moves.receive]
+
+        def one(x):
+            out = _empty(self._source, x.shape[0], self._rows[1], x.shape[2:], x.dtype)
+            for send, receive in zip(sends, receives, strict=True):
+                out = _round(self._source, x, out, send, receive)
+            return self._as_target(out)
+
+        return jax.tree.map(one, value), self._traffic(moves, jax.tree.leaves(value))
+
+    def _place(self, index: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(
+            index.shape, self._by_device, lambda at: index[at], dtype=index.dtype
+        )
+
+    def _as_target(self, out: jax.Array) -> jax.Array:
+        """[K, D R', ...], a part per device -> [K, n R', ...]: copies of a rank are alike."""
+        shape = (out.shape[0], self._target.shape["fsdp"] * self._rows[1], *out.shape[2:])
+        layout = NamedSharding(self._target, PartitionSpec(None, "fsdp"))
+        return jax.make_array_from_single_device_arrays(
+            shape, layout, [shard.data for shard in out.addressable_shards]
+        )
+
+    def _traffic(self, moves: RowMoves, leaves: Sequence[jax.Array]) -> Traffic:
+        """What this process's devices receive from other devices."""
+        here = [i for i, d in enumerate(self._source.devices.flat) if d in set(_local_devices())]
+        row_bytes = sum(x.dtype.itemsize * int(np.prod(x.shape[2:])) for x in leaves)
+        rounds, devices, _, capacity = moves.send.shape
+        filled = moves.receive[:, here] < np.iinfo(np.int32).max
+        for place, device in enumerate(here):
+            filled[:, place, device] = False  # from itself
+        payload = int(filled.sum()) * row_bytes
+        room = rounds * len(here) * (devices - 1) * capacity * row_bytes
+        return Traffic(payload, room - payload, rounds)
+
+
+def _local_devices() -> list[Any]:
+    return jax.local_devices()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty(mesh, minis, rows, rest, dtype):
+    layout = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
+    out = jnp.zeros((minis, mesh.size * rows, *rest), dtype)
+    return jax.lax.with_sharding_constraint(out, layout)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _round(mesh, x, out, send, receive):
+    """One all-to-all: out [K, D R', ...] with the rows that came written into it."""
+    axes = mesh.axis_names
+    parts = PartitionSpec(None, axes)
+
+    def move(x, out, send, receive):
+        flat = x.reshape(-1, *x.shape[2:])
+        going = jnp.take(flat, send[0], axis=0, mode="fill", fill_value=0)  # [D, capacity, ...]
+        came = jax.lax.all_to_all(going, axes, split_axis=0, concat_axis=0, tiled=True)
+        target = out.reshape(-1, *out.shape[2:])
+        return target.at[receive[0]].set(came, mode="drop").reshape(out.shape)
+
+    return jax.shard_map(
+        move,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "fsdp"), parts, PartitionSpec(axes), PartitionSpec(axes)),
+        out_specs=parts,
+        check_vma=False,
+    )(x, out, send, receive)

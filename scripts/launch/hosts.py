@@ -1,0 +1,120 @@
+"""What the launchers beside this file share: arguments, and the hosts that a dry run shows."""
+
+import argparse
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from distflow_jax.parallel import job
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One host of a run: the variables from which it knows its place, and the command."""
+
+    name: str
+    environment: Mapping[str, str]
+    command: Sequence[str]
+
+    def line(self) -> str:
+        """As one would type it there: NAME=VALUE ... COMMAND."""
+        return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
+
+
+def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
+    """A parser with what every launcher takes; `doc` is summary, example and details."""
+    summary, example, details = doc.split("\n\n", 2)
+    result = argparse.ArgumentParser(
+        description=summary + "\n\n" + details,
+        epilog="example:\n  " + example.replace("\n", "\n  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print what would be submitted, and what each host would run; submit nothing",
+    )
+    result.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run"
+    )
+    result.add_argument(
+        "--python", default=python, help=f"interpreter on the hosts (default {python})"
+    )
+    result.add_argument("command", nargs="+", help="Python script and its arguments, after --")
+    return result
+
+
+def variables(pairs: Sequence[str]) -> dict[str, str]:
+    """The variables of a run: those of --env. The job's own are the launcher's to set."""
+    result = {"PYTHONUNBUFFERED": "1"}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ValueError(f"--env must be NAME=VALUE, got {pair!r}")
+        if name in (*job.VARIABLES, job.DISTRIBUTED):
+            raise ValueError(f"--env={pair}: the launcher sets {name}")
+        result[name] = value
+    one_line("--env", *pairs)
+    return result
+
+
+def one_line(what: str, *texts: str) -> None:
+    """Raises ValueError for a line break: what is submitted is read, and commented, by lines."""
+    for text in texts:
+        if re.search(r"[\r\n]", text):
+            raise ValueError(f"{what} takes no line breaks, got {text!r}")
+
+
+def assignments(environment: Mapping[str, str]) -> str:
+    """NAME=VALUE for every variable, as a shell reads them."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+
+
+def at_least(least: int, **sizes: int) -> None:
+    """Raises ValueError for the first of the sizes that is below `least`."""
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"--{name} must be at least {least}, got {size}")
+
+
+def name_of(flag: str, text: str, *, length: int) -> str:
+    """`text`, if Kubernetes and Google Cloud take it for a name; ValueError otherwise."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) or len(text) > length:
+        raise ValueError(
+            f"{flag} must be lower-case letters, digits and dashes, a letter first, at most "
+            f"{length} characters, got {text!r}"
+        )
+    return text
+
+
+def describe(hosts: Sequence[Host], where: str) -> str:
+    """Comment lines that follow what would be submitted: what each host runs, as which process."""
+    lines = [f"# What runs {where}:"]
+    for host in hosts:
+        lines.append(f"# {host.name}: {host.line()}")
+        lines.append(f"#     {job.find(host.environment).describe()}")
+    return "\n".join(lines)
+
+
+def submit(command: Sequence[str], text: str | None = None) -> int:
+    """Runs a cluster's own program with `text` as its input; returns its exit code."""
+    try:
+        return subprocess.run(command, input=text, text=True, check=False).returncode
+    except FileNotFoundError:
+        raise ValueError(
+            f"{command[0]} is not installed here; start this where it is, or see what it would be "
+            "given with --dry_run"
+        ) from None
+
+
+def run_main(main: Callable[[list[str]], int]) -> None:
+    """Exits with what main(arguments) returns, or with 2 and the line of a ValueError."""
+    try:
+        code = main(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
