@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
         c = self.config
         frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         tables = rope.rotary_tables(position_BT, frequencies)
-        x = self.embed.embedding[...].astype(dtype)[tokens_BT]
+        x = self._table(dtype)[tokens_BT]
         x = constrain(x, "batch", "length", "activation")
 
         # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
@@ -171,8 +171,13 @@ class Decoder(nnx.Module):
     def head_weight(self, dtype: Any = jnp.float32) -> jax.Array:
         """Output projection [V, D]: the embedding itself where tied."""
         if self.config.tie_embeddings:
-            return self.embed.embedding[...].astype(dtype)
-        return self.head[...].astype(dtype).T
+            return self._table(dtype)
+        return constrain(self.head[...].astype(dtype).T, "vocab", "activation")
+
+    def _table(self, dtype: Any) -> jax.Array:
+        # Gathered here, over the data ranks. Left to choose, XLA gathers the tokens of all ranks
+        # for the lookup, and the head once per chunk of the loop over the vocabulary's logits.
+        return constrain(self.embed.embedding[...].astype(dtype), "vocab", "activation")
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.batch import RowShape, sequence_field
@@ -20,7 +22,7 @@ from distflow_jax.training.loss import (
     step_denominators,
 )
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
-from distflow_jax.training.state import init_state
+from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape, make_logp, make_update
 from distflow_jax.types import flatten_dict
 
@@ -226,3 +228,34 @@ def test_schedule(schedule, warm):
 def test_wrong_settings_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**wrong)
+
+
+@pytest.mark.parametrize("fsdp, tensor", [(8, 1), (4, 2)])
+def test_rows_are_never_gathered(fsdp, tensor):
+    """Parameters are, layer by layer; fields of the batch stay with the rank that has the rows."""
+    length, sequences = 88, 7  # sizes that no parameter has
+    mesh = mesh_of(fsdp, tensor)
+    shape = UpdateShape(mesh, 1, 14)
+    parts = dict(shape=shape, model=TINY, forward=ForwardConfig(logp_chunk=8))
+    optimizer = make_optimizer(OPTIMIZER, STEPS)
+    update = make_update(optimizer, learning_rate(OPTIMIZER, STEPS), algorithm=ALGORITHM, **parts)
+    samples = random_samples(0, groups=8, size=4)
+    rows, placement = rows_of(samples, RowShape(1, 16, length, sequences), shared=True, ranks=8)
+    layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+
+    def abstract(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    token = jax.ShapeDtypeStruct(rows.tokens.shape, np.float32, sharding=layout)
+    rows = jax.tree.map(abstract, rows)
+    state = abstract_state(TINY, optimizer, mesh)
+    batch = MicroBatch(rows, token, token, token, None)
+    programs = {
+        "update": update.lower(state, batch, np.int32(0), TEMPERATURE),
+        "logp": make_logp(**parts).lower(state.params, rows, TEMPERATURE),
+    }
+    for name, program in programs.items():
+        gathered = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather", program.compile().as_text())
+        assert gathered, name  # of parameters: the search finds what there is
+        for dims in gathered:
+            assert not {length, sequences} & set(map(int, filter(None, dims.split(",")))), name

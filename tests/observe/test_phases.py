@@ -1,0 +1,32 @@
+"""Phases tell the watchdog where a process is, and split work from waiting."""
+
+import numpy as np
+
+from distflow_jax.observe.phases import Phases, straggler_report
+from distflow_jax.observe.spans import Spans
+
+
+class Recorder:
+    def __init__(self):
+        self.said = []
+
+    def progress(self, step, phase):
+        self.said.append((step, phase))
+
+
+def test_waiting_is_no_work():
+    spent = [0.0]
+    watchdog = Recorder()
+    phases = Phases(Spans(), watchdog, lambda: spent[0])
+    phases.step = 3
+    with phases.span("rollout"):
+        spent[0] += 1000.0  # as if the body had waited for the others
+    assert watchdog.said == [(3, "rollout"), (3, "after rollout")]
+    assert phases.take_work()["rollout"] < -999
+    assert phases.take_work() == {}
+
+
+def test_report_names_the_slowest():
+    report = straggler_report(["rollout", "reward"], np.array([[2.0, 0.0], [4.0, 0.0]]))
+    assert report["rollout"] == {"seconds": [2.0, 4.0], "idle": [0.5, 0.0], "slowest": 1}
+    assert report["reward"]["seconds"] == [0.0, 0.0]
