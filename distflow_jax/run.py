@@ -132,6 +132,7 @@ class Run:
         self.machinery: Machinery = build(setup, self.spans.span)
         self.step, self.nonfinite = 0, 0
         self._communicated = processes.communication_seconds()
+        self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
         self._warm = False  # whether a step has run: nothing may compile after it
         restored = self._restore()
         self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
@@ -199,9 +200,10 @@ class Run:
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         samples = coordinator.samples()
         with self.phases.span("statistics"):
-            table = gather_table(samples)
-            metrics |= batch_metrics(table, coordinator.tokens_per_rank())
-            self.setup.loader.observe(self.step, table.counter, table.response)
+            with processes.coordinating():
+                table = gather_table(samples)
+                metrics |= batch_metrics(table, coordinator.tokens_per_rank())
+                self.setup.loader.observe(self.step, table.counter, table.response)
         metrics["training/global_step"] = self.step
         metrics["training/epoch"] = self.setup.loader.epoch(self._position())
         self.nonfinite = self.nonfinite + 1 if metrics.get("training/nonfinite") else 0
@@ -310,7 +312,7 @@ class Run:
             log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
         self._warm = True
         names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
-        stragglers = self._stragglers()
+        per_process = self._per_process()
         timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
@@ -322,7 +324,7 @@ class Run:
                     1000 * timings[f"timing_s/{name}"] / max(1.0, count)
                 )
         return timings | {
-            **stragglers,
+            **per_process,
             "timing_s/host_communication": self._communication(),
             "perf/throughput": tokens / work / self.setup.machine.devices,
             "perf/time_per_step": work,
@@ -330,13 +332,25 @@ class Run:
             "perf/compilations": self.compilations.take(),
         }
 
-    def _stragglers(self) -> dict[str, float]:
-        """Writes who was slow in this step; {perf/idle/NODE: mean idle share}. Collective."""
+    def _per_process(self) -> dict[str, float]:
+        """What differs between processes: who was slow, and what it took. Collective.
+
+        Writes the straggler report; returns means over the processes, of bytes the maximum.
+        """
         work, nodes = self.phases.take_work(), [task.node.id for task in self.setup.plan.tasks]
-        mine = np.array([work.get(node, 0.0) for node in nodes])
-        report = straggler_report(nodes, processes.all_gather_ints(mine))
+        now = np.array([time.process_time(), processes.coordination_cpu_seconds()])
+        spent, self._spent = now - self._spent, now
+        received = self.machinery.coordinator.bytes_received()
+        mine = np.array([*spent, received, *(work.get(node, 0.0) for node in nodes)])
+        table = processes.all_gather_ints(mine)
+        report = straggler_report(nodes, table[:, 3:])
         self.writer.stragglers(self.step, report)
-        return {f"perf/idle/{node}": float(np.mean(report[node]["idle"])) for node in nodes}
+        idle = {f"perf/idle/{node}": float(np.mean(report[node]["idle"])) for node in nodes}
+        return idle | {
+            "perf/cpu_seconds": float(table[:, 0].mean()),
+            "perf/coordination_cpu_seconds": float(table[:, 1].mean()),
+            "perf/bytes_received": float(table[:, 2].max()),
+        }
 
     def _communication(self) -> float:
         """Seconds in collectives among hosts since the last call."""

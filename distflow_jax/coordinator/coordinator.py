@@ -121,7 +121,7 @@ class Coordinator:
             return value
         key = (edge.source, edge.field, edge.target_layout)
         if key not in self._moved:
-            with self._span("reshard"):
+            with self._span("reshard"), processes.coordinating():
                 self._moved[key] = self._move(edge, value)
         return self._moved[key]
 
@@ -156,6 +156,10 @@ class Coordinator:
         if self._shares is None:
             self._shares = self._make_shares()
         return self._shares
+
+    def bytes_received(self) -> int:
+        """What came to this process from others in this step, padding left out."""
+        return sum(traffic.payload for traffic in self.traffic.values())
 
     def tokens_per_rank(self) -> np.ndarray:
         """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""

@@ -7,6 +7,7 @@ P processes.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -87,18 +88,44 @@ def process_count() -> int:
 def communicating() -> Iterator[None]:
     """Counts the time of its body as communication among hosts."""
     start = time.perf_counter()
+    with coordinating():
+        try:
+            yield
+        finally:
+            _spent.waited += time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def coordinating() -> Iterator[None]:
+    """Counts the CPU time of its body, of all threads, as coordination. May be nested."""
+    outermost, _spent.depth = not _spent.depth, _spent.depth + 1
+    start = time.process_time()
     try:
         yield
     finally:
-        _spent[0] += time.perf_counter() - start
+        _spent.depth -= 1
+        if outermost:
+            _spent.cpu += time.process_time() - start
 
 
 def communication_seconds() -> float:
     """Time this process has spent in collectives among hosts, most of it waiting for others."""
-    return _spent[0]
+    return _spent.waited
 
 
-_spent = [0.0]
+def coordination_cpu_seconds() -> float:
+    """CPU time this process has spent in these collectives and in deciding what goes where."""
+    return _spent.cpu
+
+
+@dataclasses.dataclass
+class _Spent:
+    waited: float = 0.0
+    cpu: float = 0.0
+    depth: int = 0
+
+
+_spent = _Spent()
 
 
 def reachable_host(job: Job) -> str:

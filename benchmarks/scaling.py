@@ -1,0 +1,112 @@
+"""Weak scaling of a whole GRPO step over processes: work per process fixed.
+
+python benchmarks/scaling.py --processes 1 2 4 8 --json=scaling.json
+
+Each process has 16 prompts x 8 samples of a 4.98 M-parameter Llama (or --model). On one machine the
+processes share its cores, so wall time says nothing; what is compared is the CPU-seconds that the
+job spends per process and step, of all threads: E(N) = CPU-s per process with 1 / with N. Beside it
+stands what the coordinator costs: CPU-seconds of the main thread in collectives among hosts and in
+assigning, packing and moving the batch.
+
+Parameters are held whole on each process (mesh.tensor=1, fsdp over the N processes): the reduction
+of gradients is part of the step, and grows with N on any machine; --no-update leaves it out to show
+generation, rewards and redistribution alone.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODEL = "random:llama?hidden=256&layers=6&heads=8&kv_heads=4&mlp=512&vocab=2048&max_position=512"
+HEADER = (
+    "| processes | CPU-s per process and step | efficiency | coordination, CPU-s | share of step "
+    "| idle in rollout | bytes received |\n|---|---|---|---|---|---|---|"
+)
+
+
+def command(processes: int, args: argparse.Namespace, workdir: pathlib.Path) -> list[str]:
+    """The run's command line."""
+    settings = {
+        "model.source": args.model,
+        "data.prompts_per_step": 16 * processes,
+        "rollout.num_samples": 8,
+        "rollout.max_response_length": 32,
+        "rollout.num_slots": 64 * processes,
+        "training.steps": args.warmup + args.steps,
+        "training.row_tokens": 256,
+        "training.micro_batch_rows": 16 * processes,
+        "eval.dataset": "",
+        "checkpoint.every": args.warmup + args.steps,
+        "health.enabled": False,
+    }
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    script = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={workdir}", *flags]
+    launch = ["scripts/launch_local.py", f"--processes={processes}", "--", *script]
+    return [sys.executable, *launch]
+
+
+def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
+    """One run; the mean over its timed steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+        subprocess.run(
+            command(processes, args, pathlib.Path(folder)),
+            cwd=ROOT,
+            env=env,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][args.warmup : args.warmup + args.steps]
+
+    def mean(name: str) -> float:
+        values = sorted(row[name] for row in rows)
+        return values[len(values) // 2]
+
+    return {
+        "processes": processes,
+        "cpu_s": mean("perf/cpu_seconds"),
+        "coordination_s": mean("perf/coordination_cpu_seconds"),
+        "idle_rollout": mean("perf/idle/rollout"),
+        "bytes": mean("perf/bytes_received"),
+        "compilations": sum(row["perf/compilations"] for row in rows),
+    }
+
+
+def main() -> int:
+    """Runs every number of processes in turn, several times, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a run")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each number, interleaved")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    runs = [measure(n, args) for _ in range(args.rounds) for n in args.processes]
+    best = {
+        n: min((r for r in runs if r["processes"] == n), key=lambda r: r["cpu_s"])
+        for n in args.processes
+    }
+    base = best[args.processes[0]]["cpu_s"]
+    print(HEADER)
+    for n, run in best.items():
+        assert run["compilations"] == 0, "something compiled after the warm-up"
+        print(
+            f"| {n} | {run['cpu_s']:.2f} | {base / run['cpu_s']:.1%} | {run['coordination_s']:.3f} "
+            f"| {run['coordination_s'] / run['cpu_s']:.1%} | {run['idle_rollout']:.1%} "
+            f"| {run['bytes']:,.0f} |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(runs, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
