@@ -129,7 +129,7 @@ class Run:
             process_index=processes.process_index(),
         )
         self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
-        self.machinery: Machinery = build(setup, self.spans.span)
+        self.machinery: Machinery = build(setup, self.spans)
         self.step, self.nonfinite = 0, 0
         self._communicated = processes.communication_seconds()
         self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])

@@ -24,9 +24,9 @@ from distflow_jax.dag.planner import HOST, Plan, Task, plan
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.exchange import Exchange
 from distflow_jax.parallel.mesh import MeshSizes
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
@@ -223,8 +223,8 @@ class Machinery:
         return self.meshes[sizes.layout]
 
 
-def build(setup: Setup, span: Span) -> Machinery:
-    """Meshes, engine, compiled stages and the coordinator, which times its moves with `span`."""
+def build(setup: Setup, spans: Spans) -> Machinery:
+    """Meshes, engine, compiled stages and the coordinator; what they do is timed in `spans`."""
     config, sizes, model = setup.config, setup.sizes, setup.source.config
     all_sizes = {m.layout: m for m in (sizes.mesh, *sizes.role_meshes.values())}
     meshes = {layout: mesh_lib.role_mesh(m) for layout, m in all_sizes.items()}
@@ -246,19 +246,18 @@ def build(setup: Setup, span: Span) -> Machinery:
         hosts=sizes.sampler_hosts,
         on_response=ResponseListener(),
         early_rewards=False,
+        record=spans.add,
         prompts_per_step=config.data.prompts_per_step,
         mini_batches=config.training.mini_batches,
         epochs=config.training.epochs,
     )
-    exchange = Exchange()
-    exchange.compile()
     return Machinery(
         context=context,
         stages={
             task.node.id: setup.builders[task.node.id](_context_of(task, context, setup, meshes))
             for task in setup.plan.tasks
         },
-        coordinator=_coordinator(setup, meshes, exchange, span),
+        coordinator=_coordinator(setup, meshes, spans.span),
         sync=WeightSync(
             param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor)),
             engine.mesh,
@@ -291,7 +290,7 @@ def _context_of(
 
 
 def _coordinator(
-    setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh], exchange: Exchange, span: Span
+    setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh], span: Span
 ) -> Coordinator:
     packs: dict[Layout, set[tuple[str | None, str]]] = {layout: set() for layout in meshes}
     for task in setup.plan.tasks:
@@ -300,7 +299,7 @@ def _coordinator(
                 packs[edge.target_layout].add((edge.source, edge.field))
     writers: dict[str | None, Layout] = {t.node.id: t.layout for t in setup.plan.tasks}
     writers[None] = sampler_layout(setup.sizes)
-    return Coordinator(setup.sizes.packing, meshes, writers, packs, exchange, span=span)
+    return Coordinator(setup.sizes.packing, meshes, writers, packs, span=span)
 
 
 def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEngine:

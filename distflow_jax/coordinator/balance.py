@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+BLOCK = 64  # rows that first-fit looks at together
+
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
@@ -101,20 +103,18 @@ def assign(
     stay = _Packing(lengths, limits, ranks)
     for site_ranks, rows in zip(ranks_of_site, local, strict=True):
         stay.deal(rows, site_ranks)
-        stay.refine(site_ranks, tolerance=threshold / 3)
-    fewest = -(-_least_rows(lengths, limits) // ranks)
-    fits = max_rows is None or stay.busiest_rows() <= max_rows
-    if fits and stay.busiest_rows() <= fewest and stay.imbalance() <= threshold:
-        return stay.result()
-
+        stay.refine(site_ranks, tolerance=threshold)
     # rows stay whole and at home as far as their number allows; the surplus moves
     flat = [(row, site) for site, rows in enumerate(local) for row in rows]
     room = -(-len(flat) // ranks)
-    if room > fewest:  # packed all together, they may need fewer rows
+    if room > -(-_least_rows(lengths, limits) // ranks):  # all together may need fewer rows
         together = first_fit_decreasing(lengths, limits)
         if -(-len(together) // ranks) < room:
             room = -(-len(together) // ranks)
             flat = [(row, _site_of(row, lengths)) for row in map(tuple, together)]
+    fits = max_rows is None or stay.busiest_rows() <= max_rows
+    if fits and stay.busiest_rows() <= room and stay.imbalance() <= threshold:
+        return stay.result()
     move = _Packing(lengths, limits, ranks)
     surplus = []
     for site, site_ranks in enumerate(ranks_of_site):
@@ -123,7 +123,7 @@ def assign(
         move.deal(mine[:keep], site_ranks)
         surplus += mine[keep:]
     move.deal(surplus, range(ranks), room)
-    move.refine(range(ranks), tolerance=threshold / 3)
+    move.refine(range(ranks), tolerance=threshold)
     return stay.result() if fits and not _pays(stay, move, threshold) else move.result()
 
 
@@ -137,30 +137,35 @@ def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]
 
     Raises ValueError if a sequence is longer than a row.
     """
-    prompt, response = lengths.prompt, lengths.response
-    longest = int((prompt + response).max(initial=0))
+    longest = int((lengths.prompt + lengths.response).max(initial=0))
     if longest > limits.tokens:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit a row of {limits.tokens}; raise "
             "training.row_tokens"
         )
+    table = _Table(lengths, limits.shared)
     order: dict[int, list[int]] = {}
-    for i in np.argsort(-response, kind="stable"):
-        order.setdefault(int(lengths.group[i]) if limits.shared else int(i), []).append(int(i))
-    cost = {g: int(prompt[m[0]]) + int(response[m].sum()) for g, m in order.items()}
+    for i in np.argsort(-lengths.response, kind="stable").tolist():
+        order.setdefault(table.group[i] if limits.shared else i, []).append(i)
+    cost = {g: table.prompt[m[0]] + sum(table.response[i] for i in m) for g, m in order.items()}
     rows: list[list[int]] = []
-    free = np.zeros(len(lengths), np.int64)
-    count = np.zeros(len(lengths), np.int64)
+    free: list[int] = []
+    most_free: list[int] = []  # in each block of rows: full blocks are passed over
 
     def first(tokens: int, sequences: int) -> int | None:
-        fits = (free[: len(rows)] >= tokens) & (count[: len(rows)] + sequences <= limits.sequences)
-        place = int(fits.argmax()) if len(rows) else 0
-        return place if len(rows) and fits[place] else None
+        for block, room in enumerate(most_free):
+            if room >= tokens:
+                start = block * BLOCK
+                for row in range(start, min(start + BLOCK, len(rows))):
+                    if free[row] >= tokens and len(rows[row]) + sequences <= limits.sequences:
+                        return row
+        return None
 
     def place(row: int, members: list[int], tokens: int) -> None:
         rows[row].extend(members)
         free[row] -= tokens
-        count[row] += len(members)
+        start = row // BLOCK * BLOCK
+        most_free[row // BLOCK] = max(free[start : start + BLOCK])
 
     for key in sorted(order, key=lambda g: (-cost[g], g)):
         members = order[key]
@@ -170,19 +175,21 @@ def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]
             continue
         holding: list[int] = []  # rows that have this prompt
         for i in members:
-            alone = int(response[i])
+            alone = table.response[i]
             row = next(
-                (r for r in holding if free[r] >= alone and count[r] < limits.sequences), None
+                (r for r in holding if free[r] >= alone and len(rows[r]) < limits.sequences), None
             )
             if row is not None:
                 place(row, [i], alone)
                 continue
-            full = int(prompt[i]) + alone
+            full = table.prompt[i] + alone
             row = first(full, 1)
             if row is None:
                 row = len(rows)
                 rows.append([])
-                free[row] = limits.tokens
+                free.append(limits.tokens)
+                if len(rows) > BLOCK * len(most_free):
+                    most_free.append(0)
             place(row, [i], full)
             holding.append(row)
             holding.sort()
@@ -223,22 +230,73 @@ def _site_of(row: Sequence[int], lengths: Lengths) -> int:
     return int(np.bincount(lengths.site[i], (lengths.prompt + lengths.response)[i]).argmax())
 
 
+class _Row:
+    """A row while it is being filled. Lengths come as lists, which Python indexes faster."""
+
+    def __init__(self, table: "_Table", members: Sequence[int] = ()):
+        self._table = table
+        self.members: list[int] = []
+        self.tokens = 0
+        self.of_group: dict[int, int] = {}  # group -> how many of it are here
+        for member in members:
+            self.add(member)
+
+    def relief(self, member: int) -> int:
+        """Tokens that its going would free."""
+        n = self._table
+        if n.shared and self.of_group[n.group[member]] > 1:
+            return n.response[member]
+        return n.response[member] + n.prompt[member]
+
+    def add(self, member: int) -> int:
+        """Puts a sequence in; returns the tokens added."""
+        n = self._table
+        group, price = n.group[member], n.response[member]
+        here = self.of_group.get(group, 0)
+        if not (n.shared and here):
+            price += n.prompt[member]
+        self.members.append(member)
+        self.of_group[group] = here + 1
+        self.tokens += price
+        return price
+
+    def remove(self, member: int) -> int:
+        """Takes a sequence out; returns the tokens freed."""
+        relief, group = self.relief(member), self._table.group[member]
+        self.members.remove(member)
+        self.of_group[group] -= 1
+        if not self.of_group[group]:
+            del self.of_group[group]
+        self.tokens -= relief
+        return relief
+
+
+class _Table:
+    """Lengths as lists."""
+
+    def __init__(self, lengths: Lengths, shared: bool):
+        self.shared = shared
+        self.prompt: list[int] = lengths.prompt.tolist()
+        self.response: list[int] = lengths.response.tolist()
+        self.group: list[int] = lengths.group.tolist()
+
+
 class _Packing:
     """Rows on ranks while they are being made."""
 
     def __init__(self, lengths: Lengths, limits: RowLimits, ranks: int):
         self._lengths, self._limits = lengths, limits
-        self._rows: list[list[list[int]]] = [[] for _ in range(ranks)]  # rank -> rows -> members
-        self._load = np.zeros(ranks, np.int64)  # tokens
+        self._table = _Table(lengths, limits.shared)
+        self._rows: list[list[_Row]] = [[] for _ in range(ranks)]
+        self._load = [0] * ranks  # tokens
 
     def tokens(self, row: Sequence[int]) -> int:
         """Tokens in a row of these members."""
-        members = list(row)
-        n = self._lengths
+        n, members = self._lengths, np.asarray(row)
         total = int(n.response[members].sum())
-        if not self._limits.shared:
-            return total + int(n.prompt[members].sum())
-        return total + sum({int(n.group[i]): int(n.prompt[i]) for i in members}.values())
+        if self._limits.shared:
+            members = members[np.unique(n.group[members], return_index=True)[1]]
+        return total + int(n.prompt[members].sum())
 
     def deal(
         self, rows: Sequence[Sequence[int]], ranks: Sequence[int], room: int | None = None
@@ -247,14 +305,15 @@ class _Packing:
 
         With `room` the ranks that have fewer rows than that are filled up, lightest first.
         """
-        for row in sorted(rows, key=lambda r: (-self.tokens(r), r)):
+        made = [_Row(self._table, members) for members in rows]
+        for row in sorted(made, key=lambda r: (-r.tokens, r.members)):
             if room is None:
                 rank = min(ranks, key=lambda q: (len(self._rows[q]), self._load[q], q))
             else:
                 open_ranks = [q for q in ranks if len(self._rows[q]) < room]
                 rank = min(open_ranks, key=lambda q: (self._load[q], q))
-            self._rows[rank].append(list(row))
-            self._load[rank] += self.tokens(row)
+            self._rows[rank].append(row)
+            self._load[rank] += row.tokens
 
     def busiest_rows(self) -> int:
         """Rows of the rank that has the most."""
@@ -262,8 +321,8 @@ class _Packing:
 
     def imbalance(self) -> float:
         """By how much the tokens of the busiest rank exceed the mean, as a share of it."""
-        total = int(self._load.sum())
-        return float(self._load.max() * len(self._load) / total - 1) if total else 0.0
+        total = sum(self._load)
+        return max(self._load) * len(self._load) / total - 1 if total else 0.0
 
     def refine(self, ranks: Sequence[int], *, tolerance: float) -> None:
         """Moves single sequences from the busiest rank to others while that makes it lighter.
@@ -272,7 +331,7 @@ class _Packing:
         """
         ranks = list(ranks)
         room = max(len(self._rows[q]) for q in ranks)
-        mean = self._load[ranks].sum() / len(ranks)
+        mean = sum(self._load[q] for q in ranks) / len(ranks)
         for _ in range(4 * len(self._lengths)):
             by_load = sorted(ranks, key=lambda q: (self._load[q], q))
             heavy = by_load.pop()
@@ -283,43 +342,43 @@ class _Packing:
 
     def _exchange(self, heavy: int, light: int, room: int) -> bool:
         """Makes the best move, or else swap, from one rank to another, if there is one."""
-        out = self._candidates(heavy)
-        members, rows_at, relief = (np.array(x, np.int64) for x in zip(*out, strict=True))
-        gap = int(self._load[heavy] - self._load[light])
-        best: tuple[int, ...] | None = None  # (larger load after it, place in out, row)
-        for r, row in enumerate([*self._rows[light], []]):
-            if r == len(self._rows[light]) and r >= room:
-                break
-            cost = self._cost_in(row, members)
-            free = self._limits.tokens - self.tokens(row)
-            fits = (cost <= free) & (cost < gap) & (relief > 0)
-            if not fits.any() or len(row) >= self._limits.sequences:
+        members, rows_at, relief = self._candidates(heavy)
+        gap = self._load[heavy] - self._load[light]
+        best: tuple[int, int, int] | None = None  # (larger load after it, place in members, row)
+        targets = list(self._rows[light])
+        if len(targets) < room:
+            targets.append(_Row(self._table))
+        for r, row in enumerate(targets):
+            if len(row.members) >= self._limits.sequences:
                 continue
-            after = np.maximum(gap - relief, cost)
-            after[~fits] = gap
+            cost = self._prices(row, members)
+            fits = (cost <= self._limits.tokens - row.tokens) & (cost < gap)
+            if not fits.any():
+                continue
+            after = np.where(fits, np.maximum(gap - relief, cost), gap)
             place = int(after.argmin())
             if after[place] < gap and (best is None or after[place] < best[0]):
                 best = (int(after[place]), place, r)
-        if best is not None:
-            _, place, r = best
-            self._remove(heavy, int(rows_at[place]), int(members[place]))
-            if r == len(self._rows[light]):
-                self._rows[light].append([])
-            self._add(light, r, int(members[place]))
-            return True
-        return self._swap(heavy, light, gap)
+        if best is None:
+            return self._swap(heavy, light, gap)
+        _, place, r = best
+        source, member = self._rows[heavy][int(rows_at[place])], int(members[place])
+        self._load[heavy] -= source.remove(member)
+        if not source.members:
+            self._rows[heavy].remove(source)
+        if r == len(self._rows[light]):
+            self._rows[light].append(targets[r])
+        self._load[light] += targets[r].add(member)
+        return True
 
     def _swap(self, heavy: int, light: int, gap: int) -> bool:
-        """Swaps two sequences of prompts that stand alone in their rows, if that helps."""
+        """Swaps two sequences, if that helps."""
         n = self._lengths
-        ours, theirs = self._candidates(heavy), self._candidates(light)
-        if not ours or not theirs:
+        if not self._rows[light]:
             return False
-        (i, row_i, size_i), (j, row_j, size_j) = (
-            tuple(np.array(x, np.int64) for x in zip(*part, strict=True)) for part in (ours, theirs)
-        )
-        free_i = np.array([self._limits.tokens - self.tokens(r) for r in self._rows[heavy]])
-        free_j = np.array([self._limits.tokens - self.tokens(r) for r in self._rows[light]])
+        (i, row_i, size_i), (j, row_j, size_j) = self._candidates(heavy), self._candidates(light)
+        free_i = np.array([self._limits.tokens - row.tokens for row in self._rows[heavy]])
+        free_j = np.array([self._limits.tokens - row.tokens for row in self._rows[light]])
         full_i, full_j = (n.prompt + n.response)[i], (n.prompt + n.response)[j]
         # counted as if each brought its prompt along: never more than it says
         leaves = size_i[:, None] - full_j[None]  # the heavy rank gets lighter by at least this
@@ -329,47 +388,34 @@ class _Packing:
         a, b = np.unravel_index(int(after.argmin()), after.shape)
         if after[a, b] >= gap:
             return False
-        self._remove(heavy, int(row_i[a]), int(i[a]), keep_row=True)
-        self._remove(light, int(row_j[b]), int(j[b]), keep_row=True)
-        self._add(heavy, int(row_i[a]), int(j[b]))
-        self._add(light, int(row_j[b]), int(i[a]))
+        ours, theirs = self._rows[heavy][int(row_i[a])], self._rows[light][int(row_j[b])]
+        mine, other = int(i[a]), int(j[b])
+        self._load[heavy] += -ours.remove(mine) + ours.add(other)
+        self._load[light] += -theirs.remove(other) + theirs.add(mine)
         return True
 
-    def _candidates(self, rank: int) -> list[tuple[int, int, int]]:
-        """(sequence, its row, tokens that its going would free) of a rank."""
-        n, out = self._lengths, []
-        for r, row in enumerate(self._rows[rank]):
-            groups = n.group[row]
-            for i in row:
-                alone = not self._limits.shared or int((groups == n.group[i]).sum()) == 1
-                out.append((i, r, int(n.response[i]) + (int(n.prompt[i]) if alone else 0)))
-        return out
+    def _candidates(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(sequence, its row, tokens that its going would free) of a rank, as three arrays."""
+        found = [
+            (i, r, row.relief(i)) for r, row in enumerate(self._rows[rank]) for i in row.members
+        ]
+        members, rows, relief = np.array(found, np.int64).reshape(-1, 3).T
+        return members, rows, relief
 
-    def _cost_in(self, row: Sequence[int], members: np.ndarray) -> np.ndarray:
+    def _prices(self, row: _Row, members: np.ndarray) -> np.ndarray:
         """Tokens that each of `members` would add to a row."""
         n = self._lengths
         cost = n.response[members] + n.prompt[members]
-        if self._limits.shared and len(row):
-            held = np.isin(n.group[members], n.group[list(row)])
+        if self._limits.shared and row.members:
+            held = np.isin(n.group[members], list(row.of_group))
             cost = cost - np.where(held, n.prompt[members], 0)
         return cost
 
-    def _remove(self, rank: int, row: int, member: int, *, keep_row: bool = False) -> None:
-        members = self._rows[rank][row]
-        before = self.tokens(members)
-        members.remove(member)
-        self._load[rank] += self.tokens(members) - before
-        if not members and not keep_row:
-            del self._rows[rank][row]
-
-    def _add(self, rank: int, row: int, member: int) -> None:
-        members = self._rows[rank][row]
-        before = self.tokens(members)
-        members.append(member)
-        self._load[rank] += self.tokens(members) - before
-
     def result(self) -> Assignment:
         """Rows and ranks, in a canonical order."""
-        flat = [(rank, tuple(sorted(row))) for rank, rows in enumerate(self._rows) for row in rows]
-        flat.sort()
+        flat = sorted(
+            (rank, tuple(sorted(row.members)))
+            for rank, rows in enumerate(self._rows)
+            for row in rows
+        )
         return Assignment(tuple(row for _, row in flat), tuple(rank for rank, _ in flat))

@@ -4,6 +4,7 @@ An entry is an array or a number of any fixed-size NumPy type. One that is the v
 the entry before it (a prompt of several samples, an image of several questions) takes one byte.
 """
 
+import math
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -51,7 +52,7 @@ def decode(data: bytes) -> list[Any]:
         at += dtype_size
         shape = struct.unpack_from(f"<{ndim}q", data, at)
         at += 8 * ndim
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         array = np.frombuffer(data, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
         entries.append(array[()] if ndim == 0 else array)

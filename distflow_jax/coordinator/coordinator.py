@@ -20,7 +20,7 @@ from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.exchange import Exchange, Traffic, all_gather_ragged
+from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.types import Edge, Layout, hosts_of
 
@@ -61,14 +61,13 @@ class Coordinator:
         meshes: Mapping[Layout, Mesh],
         writers: Mapping[str | None, Layout],
         packs: Mapping[Layout, Collection[Value]],
-        exchange: Exchange,
         *,
         span: Callable[[str], contextlib.AbstractContextManager] | None = None,
     ):
         """`writers`: layout of each node by its id, of the loader under None. `packs`: what the
         plan brings from the host to each mesh."""
         self._packing, self._meshes = packing, dict(meshes)
-        self._writers, self._exchange = dict(writers), exchange
+        self._writers = dict(writers)
         self._packs = {layout: sorted(values, key=str) for layout, values in packs.items()}
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
@@ -108,6 +107,7 @@ class Coordinator:
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Takes what `source` wrote."""
         self._values[source, field] = value
+        self._forget((source, field))  # of an earlier write in this step
         if not isinstance(value, jax.Array | Rows):
             assert field not in STRUCTURE or self._shares is None, f"{field} came after packing"
             own = self._owned(source, field, value)
@@ -128,15 +128,19 @@ class Coordinator:
     def free(self, source: str | None, field: str) -> None:
         """Forgets the value: its last reader is done. Scalars per sample stay for the records."""
         self._values.pop((source, field), None)
-        self._received.pop((source, field), None)
-        self._fetched.pop((source, field), None)
-        for key in [key for key in self._moved if key[:2] == (source, field)]:
-            del self._moved[key]
+        self._forget((source, field))
         if field in STRUCTURE:
             if not any(name in STRUCTURE for _, name in self._values):
                 self._rows.clear()
         elif self._sources.get(field) == source and any(np.ndim(x) for x in self._columns[field]):
             del self._columns[field], self._sources[field]
+
+    def _forget(self, value: Value) -> None:
+        """Drops what was made of a value elsewhere."""
+        self._received.pop(value, None)
+        self._fetched.pop(value, None)
+        for key in [key for key in self._moved if key[:2] == value]:
+            del self._moved[key]
 
     def samples(self) -> Samples:
         """The responses that this process sampled, with what was written about them."""
@@ -200,7 +204,7 @@ class Coordinator:
             ],
             np.int32,
         ).reshape(-1, 3)
-        parts = all_gather_ragged(mine)
+        parts = processes.all_gather_ragged(mine)
         home = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         table = np.concatenate(parts).astype(np.int64)
         order = np.argsort(table[:, 0], kind="stable")  # samples of a prompt are in order
@@ -209,13 +213,17 @@ class Coordinator:
             self._packing, counter, home[order], prompt, response, processes=self._count
         )
 
-    def _entries(self, value: Value, layout: Layout) -> list[Any]:
-        """A column's entries for `needed(layout)`, in order; fetches what is not here yet."""
-        shares, me = self.shares, self._me
+    def entries(self, source: str | None, field: str, layout: Layout) -> list[Any]:
+        """A host column's entries for the sequences in this process's rows of a mesh, in order.
+
+        They are `shares.needed(layout)` of this process. For fields that rows do not hold, images
+        for instance; a prompt of another process comes as its tokens.
+        """
+        value, shares, me = (source, field), self.shares, self._me
         if layout not in self._fetched.get(value, ()) and shares.anything_moves(layout):
             self._fetch(layout)
         home = np.flatnonzero(shares.home == me)
-        mine = dict(zip(map(int, home), self._columns[value[1]], strict=True))
+        mine = dict(zip(map(int, home), self._columns[field], strict=True))
         received = self._received.get(value, {})
         return [mine[n] if n in mine else received[n] for n in map(int, shares.needed(layout)[me])]
 
@@ -224,44 +232,49 @@ class Coordinator:
 
         What a process has, by sampling it or because another layout wanted it, is not sent again.
         """
-        shares = self.shares
-        home = np.flatnonzero(shares.home == self._me)
+        shares, me = self.shares, self._me
+        number = np.cumsum(shares.home == me) - 1  # of a sequence in this process's columns
         wanted = [
             value
             for value in self._packs[layout]
             if self._sources.get(value[1], self) == value[0]
             and layout not in self._fetched.get(value, ())
         ]
-        everyone = range(self._count)
-        missing = {v: [self._missing(v, layout, q) for q in everyone] for v in wanted}
-        blobs = []
-        for q in range(self._count):
-            entries = []
-            for value in wanted if q != self._me else ():
-                column = self._columns[value[1]]
-                theirs = np.flatnonzero(np.isin(home, missing[value][q]))
-                entries += [_payload(column[i]) for i in theirs]
-            blobs.append(codec.encode(entries, " or ".join(field for _, field in wanted)))
-        came = self._swap(" ".join(field for _, field in wanted), blobs)
-        for p, blob in enumerate(came):
-            entries = iter(codec.decode(blob) if p != self._me else ())
-            for value in wanted if p != self._me else ():
-                mine = missing[value][self._me]
-                for n in mine[shares.home[mine] == p]:
-                    self._received.setdefault(value, {})[int(n)] = next(entries)
+        outgoing: dict[int, list[Any]] = {}
+        incoming: dict[int, list[tuple[Value, int]]] = {}
+        missing: dict[tuple[Layout, ...], list[np.ndarray]] = {}  # by where it has been fetched to
         for value in wanted:
+            before = tuple(self._fetched.get(value, ()))
+            if before not in missing:
+                missing[before] = [
+                    self._missing(before, layout, process) for process in range(self._count)
+                ]
+            column = self._columns[value[1]]
+            for q, theirs in enumerate(missing[before]):
+                for n in theirs[shares.home[theirs] == me]:
+                    outgoing.setdefault(q, []).append(_payload(column[number[n]]))
+            for n in missing[before][me]:
+                incoming.setdefault(int(shares.home[n]), []).append((value, int(n)))
             self._fetched.setdefault(value, []).append(layout)
+        names = " ".join(field for _, field in wanted)
+        blobs = {q: codec.encode(entries, names) for q, entries in outgoing.items()}
+        for p, blob in self._swap(names, blobs, incoming).items():
+            for (value, n), entry in zip(incoming[p], codec.decode(blob), strict=True):
+                self._received.setdefault(value, {})[n] = entry
 
-    def _missing(self, value: Value, layout: Layout, process: int) -> np.ndarray:
-        """Sequences that a process wants of a value and does not have."""
+    def _missing(self, before: Sequence[Layout], layout: Layout, process: int) -> np.ndarray:
+        """Sequences that a process wants for a layout and has neither at home nor from before."""
         needed = self.shares.needed(layout)[process]
         needed = needed[self.shares.home[needed] != process]
-        for other in self._fetched.get(value, ()):
+        for other in before:
             needed = np.setdiff1d(needed, self.shares.needed(other)[process])
         return needed
 
-    def _swap(self, what: str, blobs: Sequence[bytes]) -> list[bytes]:
-        came, traffic = self._exchange(blobs)
+    def _swap(
+        self, what: str, blobs: Mapping[int, bytes], sources: Collection[int]
+    ) -> dict[int, bytes]:
+        with processes.communicating():
+            came, traffic = processes.peers().exchange(blobs, sources)
         self.traffic[what] = self.traffic.get(what, Traffic()) + traffic
         return came
 
@@ -269,7 +282,7 @@ class Coordinator:
         """The sequences in this process's rows."""
         needed = self.shares.needed(layout)[self._me]
         prompt, response, mask = (
-            self._entries((self._sources[field], field), layout) for field in STRUCTURE
+            self.entries(self._sources[field], field, layout) for field in STRUCTURE
         )
         return Sequences(
             group=[int(g) for g in self.shares.group[needed]],
@@ -291,8 +304,14 @@ class Coordinator:
                 rows = batch_lib.to_rows(self._sequences(layout), placement)
                 self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
             return self._rows[layout]
-        entries = self._entries((edge.source, edge.field), layout)
-        if np.ndim(self._columns[edge.field][0]) == 0:
+        dims = np.ndim(self._columns[edge.field][0])
+        if dims > 1:
+            raise ValueError(
+                f"field {edge.field!r} has {dims}-dimensional entries, and rows hold one number "
+                "per token or per sequence: read it on the host"
+            )
+        entries = self.entries(edge.source, edge.field, layout)
+        if dims == 0:
             packed = batch_lib.sequence_field(placement, entries)
         else:
             packed = batch_lib.token_field(self._outline(layout), placement, entries)
@@ -342,27 +361,26 @@ class Coordinator:
         here = {int(n): found[i] for i, n in enumerate(needed)}
         sender = shares.sender(layout)
         if shares.anything_moves(layout):
-            blobs = []
+            blobs = {}
             for q in range(self._count):
                 wanted = needed[(sender[needed] == self._me) & (shares.home[needed] == q)]
-                blobs.append(
-                    codec.encode((here[int(n)] for n in wanted), edge.field)
-                    if q != self._me
-                    else b""
-                )
-            for p, blob in enumerate(self._swap(edge.field, blobs)):
-                if p != self._me:
-                    theirs = np.flatnonzero((shares.home == self._me) & (sender == p))
-                    here |= zip(map(int, theirs), codec.decode(blob), strict=True)
+                if q != self._me and len(wanted):
+                    blobs[q] = codec.encode((here[int(n)] for n in wanted), edge.field)
+            home = np.flatnonzero(shares.home == self._me)
+            senders = {int(p) for p in sender[home]} - {self._me}
+            for p, blob in self._swap(edge.field, blobs, senders).items():
+                here |= zip(map(int, home[sender[home] == p]), codec.decode(blob), strict=True)
         return [here[int(n)] for n in np.flatnonzero(shares.home == self._me)]
 
     def _with_peers(self, field: str, own: Sequence[Any], hosts: int) -> list[Any]:
         """The columns of all hosts of this process's sampler, one after the other."""
         first = self._me // hosts * hosts
-        peers = range(first, first + hosts)
+        group = range(first, first + hosts)
+        others = [p for p in group if p != self._me]
         blob = codec.encode(own, field)
-        came = self._swap(field, [blob if q in peers else b"" for q in range(self._count)])
-        return [entry for p in peers for entry in (own if p == self._me else codec.decode(came[p]))]
+        came = self._swap(field, dict.fromkeys(others, blob), others)
+        parts = (own if p == self._me else codec.decode(came[p]) for p in group)
+        return [entry for part in parts for entry in part]
 
 
 def _payload(entry: Any) -> Any:

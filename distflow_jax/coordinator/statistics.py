@@ -9,7 +9,7 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.observe.metrics import summarize
-from distflow_jax.parallel.exchange import all_gather_ragged
+from distflow_jax.parallel import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def gather_table(samples: Samples) -> StepTable:
         ],
         np.float64,
     ).reshape(-1, 6)
-    table = np.concatenate(all_gather_ragged(local))
+    table = np.concatenate(processes.all_gather_ragged(local))
     # by uid: sums in another order would differ in the last bit from layout to layout
     counter, _, prompt, response, finished, score = table[np.lexsort(table.T[1::-1])].T
     return StepTable(counter, prompt, response, finished, score)

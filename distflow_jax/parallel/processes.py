@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import platform
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
+from distflow_jax.parallel.peers import Peers, listen
 
-# Host data travel in pieces of two sizes: a third would compile a third program.
-CHUNK_BYTES = (64, 4096)
+ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # How much of a disagreement an error shows.
@@ -57,19 +58,42 @@ def initialize(job: Job) -> None:
                 f"jax finds no cluster ({job.describe()}; {error}); name the job by --coordinator, "
                 f"--num_processes and --process_id, or run alone with {DISTRIBUTED}=off"
             ) from error
-        return
-    jax.distributed.initialize(
-        job.coordinator,
-        job.num_processes,
-        job.process_id,
-        job.local_device_ids,
-        # or, within a Slurm step, jax would still choose one GPU for us
-        cluster_detection_method="deactivate",
-    )
+    else:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            job.local_device_ids,
+            # or, within a Slurm step, jax would still choose one GPU for us
+            cluster_detection_method="deactivate",
+        )
+    if process_count() > 1:
+        _joined.peers = _meet(reachable_host(job))
+
+
+def _meet(host: str) -> Peers:
+    """Tells the other processes where this one listens, by the one gather that XLA does for us."""
+    listener = listen(host)
+    port = listener.getsockname()[1]
+    mine = np.zeros(ADDRESS_BYTES, np.uint8)
+    text = f"{host} {port} {secrets.token_hex(16)}".encode()
+    mine[: len(text)] = np.frombuffer(text, np.uint8)
+    told = np.asarray(multihost_utils.process_allgather(mine))
+    parts = [row.tobytes().rstrip(b"\0").decode().split(" ") for row in told]
+    addresses = [(host, int(port)) for host, port, _ in parts]
+    return Peers(process_index(), addresses, listener, bytes.fromhex(parts[0][2]))
+
+
+def peers() -> Peers | None:
+    """Connections to the other processes; None in a run of one."""
+    return _joined.peers
 
 
 def shutdown() -> None:
     """Leaves the job, waiting for the other processes; does nothing in a run of one process."""
+    if _joined.peers is not None:
+        _joined.peers.close()
+        _joined.peers = None
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
@@ -119,6 +143,14 @@ def coordination_cpu_seconds() -> float:
 
 
 @dataclasses.dataclass
+class _Joined:
+    peers: Peers | None = None
+
+
+_joined = _Joined()
+
+
+@dataclasses.dataclass
 class _Spent:
     waited: float = 0.0
     cpu: float = 0.0
@@ -145,24 +177,25 @@ def reachable_host(job: Job) -> str:
 def all_gather_ints(array: np.ndarray) -> np.ndarray:
     """Every process's array, stacked in the order of the processes: [...] -> [P, ...].
 
-    Shape and dtype (any fixed-size NumPy type) must be equal on all processes. The result is exact:
-    64-bit values travel as bytes, because jax would cut them to 32 bits.
+    Shape and dtype (any fixed-size NumPy type) must be equal on all processes.
     """
+    return np.stack(all_gather_ragged(array))
+
+
+def all_gather_ragged(array: np.ndarray) -> list[np.ndarray]:
+    """Every process's array, in the order of the processes. First dims may differ."""
     array = np.asarray(array)
     if process_count() == 1:
-        return array[None].copy()
-    data = np.frombuffer(array.tobytes(), np.uint8)
-    gathered = np.empty((process_count(), data.size), np.uint8)
-    size = CHUNK_BYTES[data.size > CHUNK_BYTES[0]]
+        return [array.copy()]
     with communicating():
-        for start in range(0, data.size, size):
-            part = data[start : start + size]
-            chunk = np.zeros(size, np.uint8)
-            chunk[: part.size] = part
-            parts = np.asarray(multihost_utils.process_allgather(chunk))
-            gathered[:, start : start + size] = parts[:, : part.size]
-    shape = (process_count(), *array.shape)
-    return np.frombuffer(gathered.tobytes(), array.dtype).reshape(shape)
+        parts = _joined.peers.all_gather(array.tobytes())
+    width = max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize)
+    return [
+        np.frombuffer(part, array.dtype).reshape(
+            (len(part) // width, *array.shape[1:]) if array.ndim else ()
+        )
+        for part in parts
+    ]
 
 
 def barrier(name: str) -> None:
@@ -174,12 +207,10 @@ def barrier(name: str) -> None:
 
 def all_gather_text(text: str) -> list[str]:
     """Every process's text, in the order of the processes. Lengths may differ. Also a barrier."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = all_gather_ints(np.array(data.size, np.int64))
-    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-    padded[: data.size] = data
-    rows = all_gather_ints(padded)
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+    if process_count() == 1:
+        return [text]
+    with communicating():
+        return [part.decode() for part in _joined.peers.all_gather(text.encode())]
 
 
 # -- agreement --------------------------------------------------------------------------------

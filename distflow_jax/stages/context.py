@@ -60,6 +60,7 @@ class StageContext:
     hosts: int  # processes that share the sampler
     on_response: ResponseListener  # told of each response as soon as it ends
     early_rewards: bool  # whether the reward stage may score responses that it is told of
+    record: Callable[[str, int, int], None]  # takes a span: name, start and end in perf_counter ns
     prompts_per_step: int
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch

@@ -4,6 +4,7 @@ N responses of this process.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -40,8 +41,10 @@ def build_reward(context: StageContext) -> Stage:
         )
 
     def begin(response: Response) -> None:
-        uid = response.prompt.counter, response.sample
-        early[uid] = pool.submit(request(response.prompt, response.tokens))
+        uid, start = (response.prompt.counter, response.sample), time.perf_counter_ns()
+        future = pool.submit(request(response.prompt, response.tokens))
+        future.add_done_callback(lambda _: context.record("score", start, time.perf_counter_ns()))
+        early[uid] = future
 
     if context.early_rewards and pool.one_by_one:
         context.on_response.add(begin)

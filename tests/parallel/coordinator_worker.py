@@ -18,8 +18,8 @@ from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.parallel import job, processes
-from distflow_jax.parallel.exchange import Exchange, Traffic
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
+from distflow_jax.parallel.peers import Traffic
 from distflow_jax.types import Edge, Layout, move_between
 
 PROMPTS, SAMPLES = 32, 8
@@ -87,14 +87,11 @@ def main():
     writers = {None: sampler, "rollout": sampler, "reward": HOST, "old": actor.layout}
     packed = {(None, "prompt"), ("reward", "score")}
     packed |= {("rollout", f) for f in ("response", "response_mask", "rollout_logp")}
-    exchange = Exchange()
-    exchange.compile()
     coordinator = Coordinator(
         PackingPlan(LIMITS, 1, PROMPTS, room, actor.layout),
         meshes,
         writers,
         dict.fromkeys(meshes, packed),
-        exchange,
     )
 
     def edge(field, source, start, end):

@@ -51,7 +51,7 @@ def main():
     processes.initialize(job.find(os.environ))
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
     setup = prepare(config)
-    machinery = build(setup, Spans().span)
+    machinery = build(setup, Spans())
     mesh = machinery.mesh_of(setup.sizes.mesh)
     states = initial_states(setup, machinery, None)
     engine = machinery.context.engine

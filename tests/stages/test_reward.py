@@ -41,6 +41,7 @@ def scores_of(config, responses, *, early=False):
                 rollout=RolloutConfig(max_response_length=10),
                 early_rewards=early,
                 on_response=listener,
+                record=lambda name, start, end: None,
             )
         )
         for sample in reversed(range(len(responses)) if early else ()):

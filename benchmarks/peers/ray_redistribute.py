@@ -1,0 +1,254 @@
+"""One driver between two stages: collects a step's batch, balances it, dispatches it, on Ray.
+
+python benchmarks/peers/ray_redistribute.py --processes=4 --folder=DIR --json=out.json [--hosts]
+
+The design of a single controller, in the best form that Ray's object store allows: a part is a
+dict of concatenated NumPy arrays, so it is one object without pickling, read in place by whoever
+gets it. The driver touches each byte twice, reading what came and writing what goes: whole groups
+are dealt to data ranks, so an image travels once, and the processes of a rank get one object.
+With --hosts each process has an object store of its own, as on N hosts, and what moves crosses
+loopback; the driver shares that of process 0. Without, all share one, and nothing crosses anything.
+benchmarks/coordinator.py writes the parts into DIR, starts this and checks what it says.
+
+N processes (actors), R data ranks, G groups, S samples of a group.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import time
+import zlib
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+# by the name in a process's command line or title; the rest are helpers (log, dashboard, runtime
+# environments, autoscaler), which the totals leave out
+CORE = ("driver", "ray::Holder", "ray::IDLE", "raylet", "gcs_server")
+TOKEN_FIELDS = ("response", "response_mask", "rollout_logp")
+
+Part = dict[str, np.ndarray]  # what coordinator.py's make_part returns
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """One process of both stages."""
+
+    def load(self, path: str) -> None:
+        """Reads what the source stage left here."""
+        with np.load(path) as file:
+            self._part = dict(file)
+
+    def collect(self, fields: list[str]) -> Part:
+        """Its part of the batch."""
+        return {name: self._part[name] for name in fields}
+
+    def receive(self, part: Part) -> None:
+        """Its part for the target stage: arrays that lie in the object store."""
+        self._held = part
+
+    def digests(self) -> list[str]:
+        """What it has received, one digest per sequence."""
+        return digests(self._held)
+
+
+def digests(part: Part) -> list[str]:
+    """As in benchmarks/coordinator.py: all fields of a sequence -> 16 hexadecimal digits."""
+    ends = np.cumsum(part["length"])
+    samples = len(ends) // len(part["prompt"])
+    images = part.get("pixel_values", np.zeros((len(part["prompt"]), 0), np.uint8))
+    checks = [zlib.crc32(np.ascontiguousarray(image)) for image in images]
+    result = []
+    for i, (end, length) in enumerate(zip(ends, part["length"], strict=True)):
+        whole = hashlib.blake2b(digest_size=8)
+        whole.update(part["prompt"][i // samples].tobytes())
+        for name in TOKEN_FIELDS:
+            whole.update(part[name][end - length : end].tobytes())
+        whole.update(part["score"][i].tobytes())
+        whole.update(checks[i // samples].to_bytes(4, "little"))
+        result.append(whole.hexdigest())
+    return result
+
+
+# -- the driver --------------------------------------------------------------------------------
+
+
+def redistribute(actors: list, fields: list[str], ranks: int) -> dict[str, int]:
+    """One step: parts of N processes in, parts of `ranks` data ranks out. Returns bytes."""
+    count = len(actors)
+    parts = ray.get([actor.collect.remote(fields) for actor in actors])
+    targets = split(parts, deal(parts, ranks))
+    refs = [ray.put(part) for part in targets]
+    ray.get([a.receive.remote(refs[i * ranks // count]) for i, a in enumerate(actors)])
+    # process 0 is where the driver is; the processes of a rank may hand its part on to each other
+    away = [i * ranks // count for i in range(1, count)]
+    return {
+        "collected": sum(size(part) for part in parts[1:]),
+        "sent": sum(size(targets[rank]) for rank in set(away)),
+        "sent_to_each": sum(size(targets[rank]) for rank in away),
+    }
+
+
+def size(part: Part) -> int:
+    """Bytes of the arrays."""
+    return sum(array.nbytes for array in part.values())
+
+
+def deal(parts: list[Part], ranks: int, threshold: float = 0.03) -> list[list[tuple[int, int]]]:
+    """Groups, as (part, group), of each rank: in order if that is balanced, else evened out."""
+    groups, tokens = [], []
+    for p, part in enumerate(parts):
+        per_group = part["length"].reshape(len(part["prompt"]), -1).sum(axis=1)
+        groups += [(p, g) for g in range(len(per_group))]
+        tokens += [int(n) + part["prompt"].shape[1] for n in per_group]
+    room = len(groups) // ranks
+    load = np.array(tokens).reshape(ranks, room).sum(axis=1)
+    if load.max() <= load.mean() * (1 + threshold):
+        return [groups[r * room : (r + 1) * room] for r in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = np.zeros(ranks)
+    for i in np.argsort(-np.array(tokens), kind="stable"):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < room), key=lambda r: load[r])
+        dealt[rank].append(int(i))
+        load[rank] += tokens[i]
+    return [[groups[i] for i in sorted(mine)] for mine in dealt]
+
+
+def split(parts: list[Part], dealt: list[list[tuple[int, int]]]) -> list[Part]:
+    """The part of each rank, every array written once."""
+    starts = [np.concatenate([[0], np.cumsum(part["length"])]) for part in parts]
+    samples = len(parts[0]["length"]) // len(parts[0]["prompt"])
+    result = []
+    for mine in dealt:
+        target = {}
+        for name in parts[0]:
+            pieces = []
+            for p, g in mine:
+                if name in TOKEN_FIELDS:
+                    piece = slice(starts[p][g * samples], starts[p][(g + 1) * samples])
+                elif name in ("length", "score"):
+                    piece = slice(g * samples, (g + 1) * samples)
+                else:
+                    piece = slice(g, g + 1)
+                pieces.append(parts[p][name][piece])
+            target[name] = np.concatenate(pieces)
+        result.append(target)
+    return result
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def cpu_seconds() -> dict[int, tuple[str, float]]:
+    """pid -> (kind, CPU-seconds so far) of this process and everything below it."""
+    me, parent, ticks = os.getpid(), {}, {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            text = pathlib.Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended in between
+        parent[int(entry)], ticks[int(entry)] = int(text[1]), int(text[11]) + int(text[12])
+    result = {}
+    for pid in parent:
+        above = pid
+        while above not in (0, me):
+            above = parent.get(above, 0)
+        if above == me:
+            result[pid] = (kind_of(pid), ticks[pid] / os.sysconf("SC_CLK_TCK"))
+    return result
+
+
+def kind_of(pid: int) -> str:
+    """Which of Ray's processes this is."""
+    if pid == os.getpid():
+        return "driver"
+    try:
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return "helper"
+    name = words[0].strip().split("/")[-1].split(".")[0]
+    return name if name in CORE else "helper"
+
+
+def spent(before: dict[int, tuple[str, float]]) -> dict[str, float]:
+    """CPU-seconds since `before`, by kind."""
+    total: dict[str, float] = {}
+    for pid, (kind, seconds) in cpu_seconds().items():
+        since = before.get(pid, (kind, 0.0))[1]
+        total[kind] = total.get(kind, 0.0) + seconds - since
+    return total
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has carried."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    return 0
+
+
+def start(args: argparse.Namespace) -> Cluster:
+    """Starts Ray with one object store, or one per process; process i belongs on "host{i}"."""
+    hosts = [{f"host{i}": 1} for i in range(args.processes)]
+    if not args.hosts:
+        hosts = [{name: 1 for host in hosts for name in host}]
+    head = {"object_store_memory": args.store_mib << 20, "include_dashboard": False}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args=head | {"num_cpus": os.cpu_count(), "resources": hosts[0]},
+    )
+    for host in hosts[1:]:
+        cluster.add_node(
+            num_cpus=1, resources=host, object_store_memory=(args.store_mib << 20) // 4
+        )
+    ray.init(address=cluster.address, log_to_driver=False)
+    return cluster
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--folder", type=pathlib.Path, required=True, help="cases.json, parts")
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="file for the result")
+    parser.add_argument("--hosts", action="store_true", help="an object store for each process")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--store-mib", type=int, default=512, help="driver's object store")
+    args = parser.parse_args()
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    cluster = start(args)
+    actors = [Holder.options(resources={f"host{i}": 1}).remote() for i in range(args.processes)]
+    report = []
+    for case in json.loads((args.folder / "cases.json").read_text()):
+        ranks = args.processes // case["shared_by"]
+        paths = [args.folder / f"{case['lengths']}-{i}.npz" for i in range(args.processes)]
+        ray.get([a.load.remote(str(path)) for a, path in zip(actors, paths, strict=True)])
+        for _ in range(args.warmup):
+            redistribute(actors, case["fields"], ranks)
+        cpu, lo, walls = cpu_seconds(), loopback_bytes(), [time.perf_counter()]
+        for _ in range(args.repetitions):
+            moved = redistribute(actors, case["fields"], ranks)
+            walls.append(time.perf_counter())
+        cpu, lo = spent(cpu), loopback_bytes() - lo
+        cpu = {kind: seconds / args.repetitions for kind, seconds in cpu.items()}
+        record = {"case": case["name"], "ranks": ranks, **moved, "cpu_by_kind_s": cpu}
+        record["busiest_bytes"] = moved["collected"] + moved["sent"]
+        record["cpu_s"] = sum(seconds for kind, seconds in cpu.items() if kind in CORE)
+        record["wall_s"] = np.diff(walls).tolist()
+        record["loopback_bytes"] = lo / args.repetitions
+        record["found"] = ray.get([actor.digests.remote() for actor in actors])
+        report.append(record)
+    args.json.write_text(json.dumps(report) + "\n")
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
