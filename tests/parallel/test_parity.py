@@ -64,17 +64,25 @@ LAYOUTS = {
     "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
         devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
     ),
+}
+
+
+SLOW = {
     "8 processes, tensor and sampler over 2 of them": dict(
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
+    "8 processes": dict(devices=8, processes=8),
 }
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+)
 def test_one_step_agrees(single, layout, tmp_path):
     batch, (grads, metrics, responses) = single
-    new_grads, new_metrics, new_responses = run(tmp_path, batch, **LAYOUTS[layout])
+    options = (LAYOUTS | SLOW)[layout]
+    new_grads, new_metrics, new_responses = run(tmp_path, batch, **options)
 
     assert new_grads.keys() == grads.keys()
     difference = np.sqrt(sum(np.sum((new_grads[k] - grads[k]) ** 2.0) for k in grads))
