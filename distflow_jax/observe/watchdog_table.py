@@ -35,6 +35,8 @@ COLLECT_SECONDS = 0.5
 # (SIGKILL, SIGSEGV) explains an abort or an exception, never the other way round.
 SIGNAL_WINDOW_SECONDS = 0.5
 TIE_SECONDS = 0.02  # an order of deaths closer than this is not certain
+# What a controller says that loses its connection to another.
+CONNECTION_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "ConnectionError", "BarrierTimeout")
 NAMED = 8  # processes that a line lists before it says "and N more"
 
 
@@ -205,12 +207,15 @@ def find_verdict(
 def order_of_deaths(table: Table) -> tuple[list[int], list[int]]:
     """Processes that ended first (several if their order is not certain), and those after them.
 
-    A death that its watchdog saw when it knew of another is a consequence. Those left are ordered
-    by time, but see SIGNAL_WINDOW_SECONDS.
+    A death that its watchdog saw when it knew of another is a consequence, and so is an exception
+    over a lost connection, wherever there is any other death: who was at the other end may be
+    noticed later. Those left are ordered by time, but see SIGNAL_WINDOW_SECONDS.
     """
     ended = [peer for peer in table.values() if peer.record.state in ENDED]
     ended.sort(key=lambda peer: peer.ended)
-    first = [peer for peer in ended if peer.record.after < 0] or ended
+    lost = {peer.record.index for peer in ended if _lost_connection(peer.record)}
+    first = [p for p in ended if p.record.after < 0 or p.record.after in lost] or ended
+    first = [peer for peer in first if peer.record.index not in lost] or first
     first = [peer for peer in first if peer.ended - first[0].ended <= SIGNAL_WINDOW_SECONDS]
     first = [peer for peer in first if _was_killed(peer.record)] or first
     first = [peer for peer in first if peer.ended - first[0].ended <= TIE_SECONDS]
@@ -284,6 +289,11 @@ def _gossip_seconds(count: int, limits: Limits) -> float:
 
 def _was_killed(record: Record) -> bool:
     return record.cause.startswith("SIG") and record.cause != "SIGABRT"
+
+
+def _lost_connection(record: Record) -> bool:
+    """Whether a process failed because another did not answer."""
+    return record.state == FAILED and record.cause.startswith(CONNECTION_ERRORS)
 
 
 def _deaths(table: Table, clock: Callable[[float], str]) -> str:

@@ -512,6 +512,19 @@ def test_a_signal_explains_an_abort_but_not_the_reverse():
     assert order_of_deaths(table) == ([0], [1])
 
 
+def test_a_lost_connection_is_a_consequence_even_where_it_is_noticed_first():
+    gloo = "JaxRuntimeError: Gloo AllGather failed: Connection reset by peer"
+    table = table_of(
+        ended(0, at=110.01, after=3),  # killed, and noticed late by a busy host
+        ended(1, at=110.01, after=3, cause=gloo, state="failed"),
+        ended(2, at=110.2, after=3, cause="SIGABRT"),
+        ended(3, at=110.0, cause=gloo, state="failed"),
+    )
+    assert order_of_deaths(table) == ([0], [3, 1, 2])
+    alone = table_of(running(0), ended(1, at=110.0, cause=gloo, state="failed"))
+    assert order_of_deaths(alone) == ([1], [])
+
+
 def test_deaths_at_the_same_time_are_both_named():
     table = table_of(ended(0, at=110.01), ended(1, at=110.0), ended(2, at=110.2), running(3))
     assert order_of_deaths(table) == ([1, 0], [2])
