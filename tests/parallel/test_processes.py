@@ -128,8 +128,10 @@ from distflow_jax.parallel import job, processes
 found = job.find(os.environ)
 processes.initialize(found)
 import jax, numpy as np
-print(found.describe(), jax.local_device_count(), jax.device_count())
-print(processes.all_gather_ints(np.array(processes.process_index())).tolist())
+told = f"{found.describe()} {jax.local_device_count()} {jax.device_count()}"
+told += f"\\n{processes.all_gather_ints(np.array(processes.process_index())).tolist()}"
+# in one write, on lines of its own: the runtime's threads write to the same pipe
+os.write(1, f"\\n{told}\\n".encode())
 processes.shutdown()
 """
 
