@@ -207,17 +207,18 @@ def find_verdict(
 def order_of_deaths(table: Table) -> tuple[list[int], list[int]]:
     """Processes that ended first (several if their order is not certain), and those after them.
 
-    A death that its watchdog saw when it knew of another is a consequence, and so is an exception
-    over a lost connection, wherever there is any other death: who was at the other end may be
-    noticed later. Those left are ordered by time, but see SIGNAL_WINDOW_SECONDS.
+    A kill explains the other deaths of SIGNAL_WINDOW_SECONDS, even those that its watchdog heard of
+    before: the kernel closes a process's connections, at which the others fail within
+    milliseconds, before it reports its end. Otherwise a death that its watchdog saw when it knew of
+    another is a consequence, and so is an exception over a lost connection, wherever there is any
+    other death. Those left are ordered by time.
     """
     ended = [peer for peer in table.values() if peer.record.state in ENDED]
     ended.sort(key=lambda peer: peer.ended)
     lost = {peer.record.index for peer in ended if _lost_connection(peer.record)}
     first = [p for p in ended if p.record.after < 0 or p.record.after in lost] or ended
     first = [peer for peer in first if peer.record.index not in lost] or first
-    first = [peer for peer in first if peer.ended - first[0].ended <= SIGNAL_WINDOW_SECONDS]
-    first = [peer for peer in first if _was_killed(peer.record)] or first
+    first = _killed(ended) or first
     first = [peer for peer in first if peer.ended - first[0].ended <= TIE_SECONDS]
     causes = [peer.record.index for peer in first]
     return causes, [p.record.index for p in ended if p.record.index not in causes]
@@ -287,8 +288,24 @@ def _gossip_seconds(count: int, limits: Limits) -> float:
     return 0.0 if count <= ALL_TO_ALL else 2 * (count - 1).bit_length() * limits.heartbeat
 
 
-def _was_killed(record: Record) -> bool:
-    return record.cause.startswith("SIG") and record.cause != "SIGABRT"
+def _killed(ended: Sequence[Peer]) -> list[Peer]:
+    """Of processes ordered by their ends those that somebody killed, and not because of another.
+
+    SIGTERM does not count: it is how launchers answer a failure. Nor is every cause known: who
+    started the process may have taken its status first.
+    """
+    near = [p for p in ended if p.ended - ended[0].ended <= SIGNAL_WINDOW_SECONDS]
+    killed = [
+        p
+        for p in near
+        if p.record.cause.startswith("SIG") and p.record.cause not in ("SIGABRT", "SIGTERM")
+    ] or [
+        p
+        for p in near
+        if p.record.state == DIED and not p.record.cause and p.ended - ended[0].ended <= 0.1
+    ]
+    kills = {p.record.index for p in killed}
+    return [p for p in killed if p.record.after not in kills] or killed
 
 
 def _lost_connection(record: Record) -> bool:
