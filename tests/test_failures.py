@@ -4,7 +4,7 @@ Every job trains a model of 40,000 parameters, so that its time is that of start
 """
 
 import contextlib
-import json
+import itertools
 import os
 import pathlib
 import random
@@ -24,7 +24,7 @@ from distflow_jax.observe.writers import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROCESSES = 4
-STEPS = 8
+STEPS = 12
 COMMAND = [
     "scripts/train.py",
     "--config=configs/tiny.py",
@@ -209,7 +209,7 @@ def wait_for_moment(job, moment, undisturbed, workdir):
     step, fraction = int(moment), moment % 1
     if step:
         job.wait_until(lambda: job.step() >= step)
-        time.sleep(fraction * sorted(durations)[STEPS // 2])
+        time.sleep(fraction * min(durations))
     else:
         # then the first thing is a look whether the folder can be written to
         job.wait_until(lambda: workdir.exists() and workdir.stat().st_mtime > job.started)
@@ -253,13 +253,12 @@ def terminate(folder, workdir, moment, undisturbed):
 def test_an_interrupted_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
     """One run, interrupted in turn in every way: a start for each instead of two."""
     draw, workdir = random.Random(1), tmp_path / "run"
-    processes = draw.sample([0, *draw.sample(range(1, PROCESSES), 2)], 3)
+    victims = draw.sample([0, draw.randrange(1, PROCESSES)], 2)
     kill(tmp_path, workdir, draw.randrange(PROCESSES), draw.random(), undisturbed)
     terminate(tmp_path, workdir, draw.random(), undisturbed)
-    kill(tmp_path, workdir, processes[0], draw.uniform(1, 3), undisturbed)
-    kill(tmp_path, workdir, processes[1], draw.uniform(3, 5), undisturbed)
-    terminate(tmp_path, workdir, draw.uniform(5, 6), undisturbed)
-    kill(tmp_path, workdir, processes[2], draw.uniform(6, 8), undisturbed)
+    kill(tmp_path, workdir, victims[0], draw.uniform(1, 5), undisturbed)
+    kill(tmp_path, workdir, victims[1], draw.uniform(5, 8), undisturbed)
+    terminate(tmp_path, workdir, draw.uniform(8, STEPS - 2), undisturbed)
     check_finishes(tmp_path, workdir, undisturbed)
 
 
@@ -293,7 +292,7 @@ def test_ended_before_the_processes_have_joined(undisturbed, tmp_path, number, s
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
 def test_asked_to_end_at_any_moment(undisturbed, tmp_path, seed):
-    terminate(tmp_path, tmp_path / "run", random.Random(seed).uniform(0, 6), undisturbed)
+    terminate(tmp_path, tmp_path / "run", random.Random(seed).uniform(0, STEPS - 2), undisturbed)
     check_finishes(tmp_path, tmp_path / "run", undisturbed)
 
 
@@ -302,6 +301,8 @@ def test_a_stopped_process_is_named(tmp_path):
     dead_seconds = 4.0
     with Job(tmp_path, tmp_path / "run", f"--config.health.dead_seconds={dead_seconds}") as job:
         job.wait_until(lambda: job.step() >= 2)
+        # else "nothing is left" would say little: a controller, a watchdog and a reward worker each
+        assert len(job.pids()) == 3 * PROCESSES
         os.kill(job.controller(2), signal.SIGSTOP)
         assert job.end(dead_seconds + 8) != 0
         verdict = r"watchdog \d+: process 2 is alive but does not respond.*stopped by a signal"
@@ -385,7 +386,7 @@ def check_goes_on_in(layout, source, whole_run, tmp_path):
             if not name.startswith("global_seqlen/balanced"):  # ranks differ
                 worst = max(worst, abs(row[name] - other[name]) / (1e-3 * abs(other[name]) + 1e-4))
                 assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
-    print(json.dumps({"worst": worst}))
+    print(f"{source} to {layout}: at most {worst:.2g} of the tolerance")
 
 
 @pytest.mark.multiprocess
@@ -394,9 +395,6 @@ def test_a_checkpoint_goes_on_in_another_layout(whole_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("source", "layout"), list(itertools.permutations(LAYOUTS, 2)))
 def test_a_checkpoint_goes_on_in_every_layout(whole_run, tmp_path, source, layout):
-    if source == layout:
-        pytest.skip("the same layout")
     check_goes_on_in(layout, source, whole_run, tmp_path)
