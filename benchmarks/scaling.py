@@ -4,9 +4,13 @@ python benchmarks/scaling.py --processes 1 2 4 8 --json=scaling.json
 
 Each process has 16 prompts x 8 samples of a 4.98 M-parameter Llama (or --model). On one machine the
 processes share its cores, so wall time says nothing; what is compared is the CPU-seconds that the
-job spends per process and step, of all threads: E(N) = CPU-s per process with 1 / with N. Beside it
-stands what the coordinator costs: CPU-seconds of the main thread in collectives among hosts and in
-assigning, packing and moving the batch.
+job spends per process and step, of all threads: E(N) = CPU-s per process with 1 / with N.
+
+A second of a core is not always the same: clock, neighbours on the host and the other core's work
+change what it does. A thread of this script therefore does a fixed piece of work all along, 2 % of
+a core; `adjusted` is E(N) in units of the CPU-seconds which that piece took during each run. Beside
+it stands what the coordinator costs: CPU-seconds of the main thread in collectives among hosts and
+in assigning, packing and moving the batch.
 
 Parameters are held whole on each process (mesh.tensor=1, fsdp over the N processes): the reduction
 of gradients is part of the step, and grows with N on any machine; --no-update leaves it out to show
@@ -20,13 +24,47 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+
+import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = "random:llama?hidden=256&layers=6&heads=8&kv_heads=4&mlp=512&vocab=2048&max_position=512"
 HEADER = (
-    "| processes | CPU-s per process and step | efficiency | coordination, CPU-s | share of step "
-    "| idle in rollout | bytes received |\n|---|---|---|---|---|---|---|"
+    "| processes | CPU-s per process and step | efficiency | adjusted | coordination, CPU-s "
+    "| share of step | idle in rollout | bytes received |\n|---|---|---|---|---|---|---|---|"
 )
+
+
+class Pace:
+    """How much CPU time a fixed piece of work takes while something else runs."""
+
+    def __init__(self):
+        self._stop, self._seconds = threading.Event(), []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        square = np.random.default_rng(0).random((256, 256), np.float32)
+        large = np.random.default_rng(1).random(1 << 21)  # 16 MB: memory is a part of it
+        while not self._stop.wait(0.5):
+            start = time.thread_time()
+            for _ in range(4):
+                np.einsum("ij,ij->", square @ square, square)
+            large.sum()
+            self._seconds.append(time.thread_time() - start)
+
+    def __enter__(self) -> "Pace":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def seconds(self) -> float:
+        """CPU-seconds of one piece: the median over the run."""
+        return float(np.median(self._seconds))
 
 
 def command(processes: int, args: argparse.Namespace, workdir: pathlib.Path) -> list[str]:
@@ -54,14 +92,15 @@ def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
     """One run; the mean over its timed steps."""
     with tempfile.TemporaryDirectory() as folder:
         env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-        subprocess.run(
-            command(processes, args, pathlib.Path(folder)),
-            cwd=ROOT,
-            env=env,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with Pace() as pace:
+            subprocess.run(
+                command(processes, args, pathlib.Path(folder)),
+                cwd=ROOT,
+                env=env,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines][args.warmup : args.warmup + args.steps]
 
@@ -71,6 +110,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
 
     return {
         "processes": processes,
+        "pace_s": pace.seconds(),
         "cpu_s": mean("perf/cpu_seconds"),
         "coordination_s": mean("perf/coordination_cpu_seconds"),
         "idle_rollout": mean("perf/idle/rollout"),
@@ -91,15 +131,18 @@ def main() -> int:
     args = parser.parse_args()
     runs = [measure(n, args) for _ in range(args.rounds) for n in args.processes]
     best = {
-        n: min((r for r in runs if r["processes"] == n), key=lambda r: r["cpu_s"])
+        n: min((r for r in runs if r["processes"] == n), key=lambda r: r["cpu_s"] / r["pace_s"])
         for n in args.processes
     }
-    base = best[args.processes[0]]["cpu_s"]
+    base = best[args.processes[0]]
     print(HEADER)
     for n, run in best.items():
         assert run["compilations"] == 0, "something compiled after the warm-up"
+        plain = base["cpu_s"] / run["cpu_s"]
+        adjusted = plain * run["pace_s"] / base["pace_s"]
         print(
-            f"| {n} | {run['cpu_s']:.2f} | {base / run['cpu_s']:.1%} | {run['coordination_s']:.3f} "
+            f"| {n} | {run['cpu_s']:.2f} | {plain:.1%} | {adjusted:.1%} "
+            f"| {run['coordination_s']:.3f} "
             f"| {run['coordination_s'] / run['cpu_s']:.1%} | {run['idle_rollout']:.1%} "
             f"| {run['bytes']:,.0f} |"
         )
