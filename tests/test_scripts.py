@@ -222,7 +222,15 @@ def test_plan_prints_order_fields_and_sizes(plans, config):
 
 @pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/plan.py"], ids=" ".join)
 def test_plan_commands(place, command):
-    assert "plan grpo, digest " in run_shown(place, command)
+    output = run_shown(place, command)
+    assert "plan grpo, digest " in output
+    assert ("flowchart LR" in output) == ("--mermaid" in command)
+    for out in [argument[6:] for argument in command if argument.startswith("--out=")]:
+        folder = place / out
+        assert (folder / "plan.txt").read_text() in output
+        assert (folder / "plan.mmd").read_text() in output
+        assert (folder / "plan.svg").read_text().startswith("<svg ")
+        assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
