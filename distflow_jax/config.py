@@ -93,12 +93,12 @@ class ObserveConfig:
 
     samples_every: int = 1  # steps between samples/STEP.jsonl; 0: never
     trace: bool = True  # spans in trace.json (Chrome / Perfetto)
+    report_every: int = 0  # steps between versions of report.html; 0: only at the end
 
     def __post_init__(self):
-        if self.samples_every < 0:
-            raise ValueError(
-                f"observe.samples_every must not be negative, got {self.samples_every}"
-            )
+        for name in ("samples_every", "report_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"observe.{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)

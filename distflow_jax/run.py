@@ -21,9 +21,11 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
 from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
+from distflow_jax.dag.picture import draw
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
+from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.phases import Phases, straggler_report
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import HealthConfig, Watchdog
@@ -137,7 +139,12 @@ class Run:
         restored = self._restore()
         self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
         del restored
-        self.writer = RunWriter(folder, enabled=self.is_first, resume_step=self.step or None)
+        self.writer = RunWriter(
+            folder,
+            enabled=self.is_first,
+            resume_step=self.step or None,
+            report_every=self.config.observe.report_every,
+        )
         self._describe()
         self._start_sampler()
 
@@ -293,7 +300,9 @@ class Run:
             _warn_of_changes(self.folder / "config.json", described)
         self.writer.config(described)
         text = setup.plan.describe()
-        self.writer.plan(f"{text}\n\ndigest {setup.plan.digest}")
+        picture = to_svg(draw(setup.plan), f"plan {setup.plan.name}")
+        digest = f"\n\ndigest {setup.plan.digest}"
+        self.writer.plan(text + digest, svg=picture, tree=setup.plan.to_json())
         if self.is_first:
             model = setup.source.config
             progress.table(
