@@ -85,8 +85,9 @@ def _scale(series: Sequence[Series]) -> Scale:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):  # a constant: in the middle
         margin = abs(low) / 2 or 1.0
-        low, high = low - margin, high + margin
-    return Scale(min(steps), max(steps), low, high)
+        return Scale(min(steps), max(steps), low - margin, high + margin)
+    margin = 0.04 * (high - low)
+    return Scale(min(steps), max(steps), low - margin, high + margin)
 
 
 def _axes(scale: Scale) -> list[Shape]:
@@ -136,7 +137,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def format_value(value: float) -> str:
-    """Short: 0.00012 -> "1.2e-4", 12345.6 -> "12,346", 1250000 -> "1.25M"."""
+    """Short: 0.0000123 -> "1.23e-5", 12345.6 -> "12,346", 1250000 -> "1.25M"."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

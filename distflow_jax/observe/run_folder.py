@@ -66,10 +66,9 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     rows: dict[int, dict[str, float]] = {}
     for row in _json_lines(folder / "metrics.jsonl", notes):
         step = row.get("step")
-        if isinstance(step, int):
-            rows[step] = {
-                name: number for name, v in row.items() if (number := _number(v)) is not None
-            }
+        if isinstance(step, int) and 0 <= step < 1 << 53:
+            numbers = {name: _number(value) for name, value in row.items() if name != "step"}
+            rows[step] = {name: n for name, n in numbers.items() if n is not None}
     config = _json(folder / "config.json", notes)
     tree = _json(folder / "plan.json", notes)
     return RunFolder(
@@ -168,8 +167,8 @@ def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
 def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
     """Spans of the first and last step in a trace, each of the last time that it was made.
 
-    The spans of the main thread say which step they belong to; those of other threads belong to
-    it by their time. A resumed run makes steps anew; what an attempt began does not count then.
+    The phases of a step say which it is; what else took place belongs to it by its time. A resumed
+    run makes steps anew; what the attempt before it made of them does not count then.
     """
     events = [e for e in _events(path) if e.get("ph") in ("X", "M")]
     attempts: list[list[dict[str, Any]]] = [[]]
@@ -235,10 +234,11 @@ def _spans(own: Iterable[dict[str, Any]], attempt: Iterable[dict[str, Any]]) -> 
         if e.get("ph") == "M" and e.get("name") == "thread_name"
     }
     main = {e.get("tid") for e in own}
+    known = {id(e) for e in own}
     others = [
         e
         for e in attempt
-        if _timed(e) and e.get("tid") not in main and e["ts"] < end and e["ts"] + e["dur"] > begin
+        if _timed(e) and id(e) not in known and e["ts"] < end and e["ts"] + e["dur"] > begin
     ]
     return [
         Span(

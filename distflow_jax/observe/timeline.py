@@ -41,7 +41,7 @@ def timeline(plan: Sequence[PlannedNode], spans: Sequence[Span]) -> Drawing:
             title = f"{name}: {start:.3f} s to {stop:.3f} s"
             x = left + start * scale
             shapes.append(Rect(x, y + 1.0, width, _BAR, color, radius=2.0, title=title))
-        seconds = sum(stop - start for start, stop in bars)
+        seconds = sum(stop - start for start, stop in _merged(bars, 0.0))
         total = f"{format_value(seconds)} s" if bars else "not run"
         shapes.append(Text(WIDTH - 6.0, y + 11.0, total, 10.0, INK, anchor="end"))
     return Drawing(WIDTH, height, shapes)
