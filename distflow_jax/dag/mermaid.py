@@ -13,7 +13,7 @@ from distflow_jax.dag.captions import (
     role_of,
     wire_captions,
 )
-from distflow_jax.dag.picture import MOVE_STYLES, ROLE_COLORS
+from distflow_jax.dag.legend import MOVE_STYLES, ROLE_COLORS
 from distflow_jax.dag.planner import Plan
 
 _ARROWS = {"stay": "-->", "pack": "==>", "reshard": "==>", AFTER: "-.->"}  # others: -.->

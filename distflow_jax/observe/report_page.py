@@ -1,5 +1,8 @@
 """The page around a report: its style, light and dark, and its script; nothing from outside."""
 
+import html
+from typing import Any
+
 _STYLE = """
 :root { color-scheme: light; --page: #f8fafc; --card: #fff; --ink: #1f2937; --faint: #64748b;
   --grid: #e2e8f0; --line0: #1d4ed8; --line1: #ea7a0c; --line2: #0f766e; --pale0: #a9c0f5;
@@ -152,3 +155,9 @@ def fill(*, title: str, body: str, plot: tuple[float, float, float]) -> str:
     for name, value in zip(("WIDTH", "LEFT", "RIGHT"), plot, strict=True):
         script = script.replace(name, f"{value:g}")
     return _PAGE.format(title=title, style=_STYLE, body=body, script=script)
+
+
+def escaped(value: Any) -> str:
+    """Any text as HTML; halves of surrogate pairs, which no encoding takes, are replaced."""
+    clean = str(value).encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
+    return html.escape(clean)
