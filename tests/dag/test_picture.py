@@ -28,7 +28,7 @@ SEEDS = range(200)
 
 def random_nodes(rng):
     """1 to 40 nodes, sparse or dense, with names of all lengths; not all of them joined."""
-    count = rng.choice([1, 2, 3, 5, 8, 12, 12, 20, 40])
+    count = rng.choice([1, 2, 3, 4, 5, 6, 8, 10, 12, 12, 16, 20, 40])
     density = rng.choice([0.5, 1.5, 4.0]) / max(4, count)
     nodes, upstream = [], {}
     for i in range(count):
@@ -93,13 +93,28 @@ def within(a, b):
     return ((a[..., :2] >= b[..., :2]) & (a[..., 2:] <= b[..., 2:])).all(-1)
 
 
-def enters(pieces, boxes):
-    """[P, B]: whether a piece comes into the inside of a box. Liang and Barsky's clipping."""
-    start, delta = pieces[:, None, :2], (pieces[:, 2:] - pieces[:, :2])[:, None]
+def entered(pieces, boxes):
+    """Pairs of a piece and a box into whose inside it comes. Liang and Barsky's clipping."""
+    around = np.concatenate(
+        [np.minimum(pieces[:, :2], pieces[:, 2:]), np.maximum(pieces[:, :2], pieces[:, 2:])], axis=1
+    )
+    boxes = boxes + np.array([0.5, 0.5, -0.5, -0.5])
+    near, box = np.nonzero(overlap(around, boxes))
+    start, delta = pieces[near, :2], pieces[near, 2:] - pieces[near, :2]
     delta = np.where(np.abs(delta) < 1e-9, 1e-9, delta)
-    ends = np.stack([(boxes[:, :2] + 0.5 - start) / delta, (boxes[:, 2:] - 0.5 - start) / delta])
+    ends = np.stack([(boxes[box, :2] - start) / delta, (boxes[box, 2:] - start) / delta])
     first, last = ends.min(0).max(-1), ends.max(0).min(-1)
-    return np.maximum(first, 0.0) < np.minimum(last, 1.0)
+    inside = np.maximum(first, 0.0) < np.minimum(last, 1.0)
+    return list(zip(near[inside], box[inside], strict=True))
+
+
+def test_entered_tells_a_line_through_a_box_from_one_beside_it():
+    box = np.array([[10.0, 10.0, 20.0, 20.0]])
+    through = [[0, 15, 30, 15], [15, 0, 15, 30], [5, 5, 25, 25], [12, 12, 13, 13], [0, 25, 15, 8]]
+    beside = [[0, 5, 30, 5], [0, 10, 30, 10], [10, 0, 10, 30], [0, 18, 8, 40], [0, 18, 18, 0]]
+    pieces = np.array(through + beside, dtype=float)
+    found = {int(piece) for piece, _ in entered(pieces, box)}
+    assert found == set(range(len(through)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -113,10 +128,10 @@ def test_nothing_covers_anything(seed):
     assert (overlap(texts, texts) == np.eye(len(texts), dtype=bool)).all()
     assert (overlap(texts, boxes) == within(texts, boxes)).all()
     assert within(texts, np.array([[0, 0, drawing.width, drawing.height]])).all()
-    assert not enters(pieces, np.concatenate([boxes, texts])).any()
+    assert not entered(pieces, np.concatenate([boxes, texts]))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_the_picture_does_not_depend_on_the_order_of_listing(seed):
     rng = random.Random(seed)
     nodes = random_nodes(rng)
@@ -129,7 +144,7 @@ def test_the_picture_does_not_depend_on_the_order_of_listing(seed):
     assert to_mermaid(first, regions=regions) == to_mermaid(again, regions=shuffled)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_node_field_and_order_is_shown(seed):
     the_plan, regions = random_case(seed)
     svg = to_svg(draw(the_plan, regions=regions))
