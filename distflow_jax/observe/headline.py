@@ -63,9 +63,10 @@ def tiles(run: RunFolder) -> list[Tile]:
         found.append(Tile("tokens/s per device", median, "median of the steps"))
     seconds = series(rows, "timing_s/step")
     if seconds:
-        tokens = sum(series(rows, "perf/total_num_tokens").values())
+        # by the mean, since of a long run not every step is read
+        tokens = _mean(series(rows, "perf/total_num_tokens")) * max(rows)
         more = f"{format_value(tokens)} tokens" if tokens else ""
-        found.append(Tile("in steps", _duration(sum(seconds.values())), more))
+        found.append(Tile("in steps", _duration(_mean(seconds) * max(rows)), more))
     gap = series(rows, "training/rollout_probs_diff_max")
     if gap:
         most = format_value(max(gap.values()))
@@ -94,6 +95,10 @@ def _edges(values: list[float]) -> tuple[float, float]:
     """Means of the first and of the last tenth."""
     count = max(1, int(len(values) * _EDGE))
     return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def _mean(points: Mapping[int, float]) -> float:
+    return sum(points.values()) / len(points) if points else 0.0
 
 
 def _duration(seconds: float) -> str:

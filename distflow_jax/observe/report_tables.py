@@ -20,10 +20,8 @@ def samples(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         if not rows:
             continue
         body = "".join(_sample_row(row) for row in rows[:_MOST_SAMPLES])
-        more = len(rows) - _MOST_SAMPLES
-        rest = (
-            f"<p class='note'>{more} more in samples/{escaped(name)}.jsonl</p>" if more > 0 else ""
-        )
+        note = f"<p class='about'>the others are in samples/{escaped(name)}.jsonl</p>"
+        rest = note if len(rows) > _MOST_SAMPLES else ""
         hidden = " hidden" if options else ""
         tables.append(
             f"<div class='samples' data-file='{number}'{hidden}><table><thead><tr><th>score</th>"

@@ -5,6 +5,7 @@ read is left out and named in `notes`.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,9 @@ from typing import Any
 from distflow_jax.types import flatten_dict
 
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
-_SAMPLE_BYTES = 32 << 20  # of one file of samples
+_MOST_LINES = 20_000  # of metrics; of stragglers a tenth
+_MOST_RECORDS = 100  # of one file of samples
+_KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines with it are read in any case
 _EARLIER = 4  # steps whose samples are read beside the last
 
 
@@ -42,9 +45,9 @@ class Span:
 class RunFolder:
     """The contents of a run's folder.
 
-    `rows` are the metrics by step, in order, `samples` the records of a few files by name, `steps`
-    the spans of the first and the last step in the trace, `stragglers` as RunWriter.stragglers
-    wrote them.
+    `rows` are the metrics by step, in order; `samples` the first records of a few files by name;
+    `steps` the spans of the first and the last step in the trace; `stragglers` what
+    RunWriter.stragglers wrote.
     """
 
     name: str
@@ -64,7 +67,7 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     folder = pathlib.Path(folder)
     notes: list[str] = []
     rows: dict[int, dict[str, float]] = {}
-    for row in _json_lines(folder / "metrics.jsonl", notes):
+    for row in _thinned(folder / "metrics.jsonl", _MOST_LINES, notes):
         step = row.get("step")
         if isinstance(step, int) and 0 <= step < 1 << 53:
             numbers = {name: _number(value) for name, value in row.items() if name != "step"}
@@ -77,7 +80,7 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
         rows={step: rows[step] for step in sorted(rows)},
         samples=_samples(folder / "samples", notes),
         steps=_steps(folder / "trace.json", notes),
-        stragglers=_json_lines(folder / "stragglers.jsonl", notes),
+        stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
         plan=_plan(tree),
         plan_text=_text(folder / "plan.txt"),
         plan_svg=_text(folder / "plan.svg"),
@@ -105,9 +108,27 @@ def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
     return {}
 
 
-def _json_lines(path: pathlib.Path, notes: list[str], most: int = 1 << 28) -> list[dict[str, Any]]:
+def _thinned(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
+    """Objects of about `most` lines at equal distances, the last among them; and those of _KEPT."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        count = sum(1 for _ in file)
+    stride = -(-count // most) or 1
+    if stride > 1:
+        notes.append(f"{path.name}: of {count} lines one in {stride} is read")
+    with path.open("rb") as file:
+        lines = (
+            line
+            for number, line in enumerate(file, 1)
+            if number % stride == 0 or number == count or any(word in line for word in _KEPT)
+        )
+        return _objects(lines, path.name, notes)
+
+
+def _objects(lines: Iterable[bytes], name: str, notes: list[str]) -> list[dict[str, Any]]:
     rows, wrong = [], 0
-    for line in _text(path, most).split("\n"):
+    for line in lines:
         try:
             row = json.loads(line) if line.strip() else {}
         except ValueError:
@@ -117,7 +138,7 @@ def _json_lines(path: pathlib.Path, notes: list[str], most: int = 1 << 28) -> li
         else:
             wrong += 1
     if wrong:
-        notes.append(f"{path.name}: {wrong} lines cannot be read")
+        notes.append(f"{name}: {wrong} lines cannot be read")
     return rows
 
 
@@ -145,10 +166,12 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
         parts = _EARLIER if kind == "" else 1
         places = sorted({round(i * (len(files) - 1) / parts) for i in range(parts + 1)})
         chosen += [files[place][1] for place in reversed(places)] if files else []
-    return {
-        name.removesuffix(".jsonl"): _json_lines(folder / name, notes, _SAMPLE_BYTES)
-        for name in chosen
-    }
+    found = {}
+    for name in chosen:
+        with (folder / name).open("rb") as file:
+            lines = itertools.islice(file, _MOST_RECORDS)
+            found[name.removesuffix(".jsonl")] = _objects(lines, name, notes)
+    return found
 
 
 # -- the plan and its times -------------------------------------------------------------------

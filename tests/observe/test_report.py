@@ -197,6 +197,16 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path):
     assert 100_000 < size < 3_000_000
 
 
+def test_of_a_very_long_run_some_steps_are_read_and_all_validations(tmp_path):
+    rows = [{"step": s, "timing_s/step": 2.0} for s in range(1, 50_001)]
+    rows[4320]["val-core/a"] = 0.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert run.notes == ["metrics.jsonl: of 50000 lines one in 3 is read"]
+    assert {4321, 50_000} < set(run.rows) and len(run.rows) < 20_000
+    assert "27h46m" in checked(tmp_path).text
+
+
 def test_many_metrics_make_a_page_of_bounded_size(tmp_path):
     row = {f"reward/word{i}": 0.123456789 for i in range(3000)}
     lines = [json.dumps({"step": step} | row) for step in range(1, 101)]
