@@ -286,6 +286,7 @@ class Coordinator:
         )
         return Sequences(
             group=[int(g) for g in self.shares.group[needed]],
+            sample=[int(n) for n in self.shares.sample[needed]],
             prompt=[_payload(p) for p in prompt],
             response=response,
             response_mask=mask,
@@ -325,6 +326,7 @@ class Coordinator:
         tokens = np.zeros(int(max(prompt.max(initial=0), response.max(initial=0))), np.int32)
         return Sequences(
             group=[int(g) for g in shares.group[needed]],
+            sample=[int(n) for n in shares.sample[needed]],
             prompt=[tokens[:n] for n in prompt],
             response=[tokens[:n] for n in response],
             response_mask=[tokens[:n] > 0 for n in response],
