@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from distflow_jax import setup as setup_lib
+from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config import (
     Config,
@@ -45,7 +46,6 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
 from distflow_jax.stages.context import Stage
 from distflow_jax.stages.table import resolve
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"

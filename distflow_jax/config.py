@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import jax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
@@ -30,7 +31,6 @@ from distflow_jax.rollout.engine import EngineConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 
 

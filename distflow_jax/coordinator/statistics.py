@@ -50,7 +50,6 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     total = table.prompt + table.response
     return {
         **summarize("critic/score", table.score),
-        **summarize("critic/rewards", table.score),
         **summarize("response_length", table.response),
         "response_length/clip_ratio": float(1.0 - table.finished.mean()),
         **summarize("prompt_length", table.prompt),

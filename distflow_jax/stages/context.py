@@ -1,11 +1,12 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -13,7 +14,6 @@ from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Response
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
@@ -39,6 +39,15 @@ class ResponseListener:
 def own_part(count: int, member: int, hosts: int) -> slice:
     """The share of `count` prompts of a sampler that one of its hosts answers for."""
     return slice(count * member // hosts, count * (member + 1) // hosts)
+
+
+def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """ValueError unless a stage was handed all fields that `what` (a setting) needs."""
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(
+            f"{what} needs {', '.join(missing)}: add that to the node's reads, and to the graph a "
+            "node that writes it"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,11 @@ class StageKind(NamedTuple):
     build: Builder
     reads: frozenset[str]
     writes: frozenset[str]
+    may_write: frozenset[str] = frozenset()  # some settings of the stage add these
 
 
-def _kind(build: Builder, reads: str, writes: str) -> StageKind:
-    return StageKind(build, frozenset(reads.split()), frozenset(writes.split()))
+def _kind(build: Builder, reads: str, writes: str, may_write: str = "") -> StageKind:
+    return StageKind(build, *(frozenset(names.split()) for names in (reads, writes, may_write)))
 
 
 STAGES: dict[tuple[str, str], StageKind] = {
@@ -31,7 +32,7 @@ STAGES: dict[tuple[str, str], StageKind] = {
         build_rollout, "prompt", "response response_mask rollout_logp version finished"
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score"),
-    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage"),
+    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage", "returns"),
     ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
     ("ACTOR", "MODEL_TRAIN"): _kind(build_update, "response advantage", ""),
     ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
@@ -81,7 +82,7 @@ def _check_fields(node: NodeLike, kind: StageKind) -> None:
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")
     if missing := sorted(kind.writes - set(node.writes)):
         raise ValueError(f"{what} writes {', '.join(missing)}: add that to the node's writes")
-    if extra := sorted(set(node.writes) - kind.writes):
+    if extra := sorted(set(node.writes) - kind.writes - kind.may_write):
         raise ValueError(
             f"{what} does not write {', '.join(extra)}: take that out of the node's writes"
         )

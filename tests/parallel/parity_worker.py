@@ -29,7 +29,7 @@ from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
 from distflow_jax.setup import build, initial_states, prepare
-from distflow_jax.training.loss import MicroBatch, step_denominators
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import accumulate_gradients
 from distflow_jax.types import flatten_dict
 
@@ -99,16 +99,15 @@ def main():
             return accumulate_gradients(
                 params,
                 batch,
-                step_denominators(context.algorithm, batch.rows, 16),
                 jnp.float32(1.0),
                 shape=context.shape,
-                model=context.model,
-                algorithm=context.algorithm,
-                forward=context.forward,
+                objective=policy_objective(
+                    context.model, context.algorithm, context.forward, max_response=16
+                ),
             )[0]
 
     def train(state, fields, options):
-        batch = MicroBatch(
+        batch = PolicyBatch(
             fields["response"],
             fields["advantage"],
             fields["rollout_logp"],
