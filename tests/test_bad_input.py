@@ -160,7 +160,9 @@ KEYS_AND_TYPES = [
     ("seed=-1", "seed must be from 0 to 2147483647, got -1"),
     ("training.steps=0", "training.steps must be at least 1, got 0"),
     ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0"),
-    ("algorithm.advantage=gae", "'gae' is unknown; choose one of ['dr_grpo', 'grpo', 'rloo']"),
+    ("algorithm.advantage=gea", "'gea' is unknown; choose one of ['cpgd', 'dr_grpo', 'gae', "),
+    ("algorithm.gamma=0.9", "gamma=0.9 has no effect with algorithm.advantage='grpo'"),
+    ("algorithm.policy_loss=gspo ; algorithm.aggregation=token-mean", "'seq-mean-token-mean', got"),
     (
         "algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1",
         "has zero expected gradient as a loss; use k2",
