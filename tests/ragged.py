@@ -96,23 +96,30 @@ class Packed:
         return np.array([found[i] for i in range(len(self.sequences))])
 
 
-def pack(sequences, seed: int, *, shared: bool, shape: RowShape = SHAPE) -> Packed:
+def pack(
+    sequences, seed: int, *, shared: bool, shape: RowShape = SHAPE, together: bool = False
+) -> Packed:
     """Sequences in random order at random places; some rows stay empty.
 
-    A group's mini-batch is its number modulo K.
+    A group's mini-batch is its number modulo K. `together`: a group lies in one row, as pairs do.
     """
     rng = np.random.default_rng(seed)
     used = rng.permutation(shape.rows)[: shape.rows - 3]
     at = [[[] for _ in range(shape.rows)] for _ in range(shape.mini_batches)]
     room = np.zeros((shape.mini_batches, shape.rows), int)
+    atoms: dict[int, list[int]] = {}
     for i in rng.permutation(len(sequences)):
-        s = sequences[i]
-        k, need = s.group % shape.mini_batches, s.prompt + len(s.mask)
+        atoms.setdefault(sequences[i].group if together else int(i), []).append(int(i))
+    for atom in atoms.values():
+        k = sequences[atom[0]].group % shape.mini_batches
+        need = sum(sequences[i].prompt + len(sequences[i].mask) for i in atom)
         fits = [
-            r for r in used if room[k, r] + need <= shape.tokens and len(at[k][r]) < shape.sequences
+            r
+            for r in used
+            if room[k, r] + need <= shape.tokens and len(at[k][r]) + len(atom) <= shape.sequences
         ]
         row = rng.choice(fits)
-        at[k][row].append(int(i))
+        at[k][row] += atom
         room[k, row] += need
     table = Sequences(
         group=[s.group for s in sequences],

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
@@ -165,6 +166,23 @@ def test_sum_over_a_group_is_zero(case):
         sums[s.group] += x[s.mask][0] if s.mask.any() else 0
     several = [2, 3, 6, 7, 0]
     np.testing.assert_allclose(sums[several], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gae", "grpo"])
+def test_the_mesh_does_not_matter(case):
+    """Rows divided over 4 devices: groups, and the whitening, are over all of them."""
+    step = Step(18, dense=True)
+    packed = packed_of(step, 19, True)
+    plain = step.compute(case, packed)
+    mesh = Mesh(np.array(jax.devices()[:4], dtype=object), ("fsdp",))
+    place = functools.partial(
+        jax.device_put, device=NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    )
+    tokens = (place(packed.tokens(x)) for x in (step.reward, step.value))
+    score = place(packed.per_sequence(step.baseline))
+    divided = compiled(case)(*tokens, score, jax.tree.map(place, packed.rows))
+    for a, b in zip(plain, divided, strict=True):
+        assert_close(np.concatenate(packed.unpack(b)), np.concatenate(a))
 
 
 def test_one_sequence_does_not_leak_into_its_neighbour():
