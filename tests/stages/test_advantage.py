@@ -1,4 +1,4 @@
-"""The advantage stage: rewards of tokens from scores and KL, the algorithm, and what is reported."""
+"""The advantage stage: rewards of tokens from scores and KL, the algorithm, what is reported."""
 
 import types
 
@@ -6,12 +6,17 @@ import formulas
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from ragged import assert_close, draw, pack, random_sequences
+from tiny_model import mesh_of
 
 from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.observe.compilations import Compilations
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.table import STAGES, resolve
+from distflow_jax.training.update import UpdateShape
 
+MESH = mesh_of(2, 1)
 SEQUENCES = random_sequences(0)
 COUNTED = np.array([s.mask.any() for s in SEQUENCES])
 PACKED = pack(SEQUENCES, 1, shared=True)
@@ -20,12 +25,22 @@ VALUE, OLD, REF = draw(3, SEQUENCES), draw(4, SEQUENCES, 0.1, -3), draw(5, SEQUE
 
 
 def stage_of(**options):
-    context = types.SimpleNamespace(algorithm=AlgorithmConfig(**options), prompts_per_step=8)
-    return build_advantage(context)
+    return build_advantage(
+        types.SimpleNamespace(
+            algorithm=AlgorithmConfig(**options),
+            prompts_per_step=8,
+            shape=UpdateShape(MESH, 1, 12),
+        )
+    )
 
 
 def fields(*names):
     known = {"value": VALUE, "old_logp": OLD, "ref_logp": REF}
+    layout = NamedSharding(MESH, PartitionSpec(None, "fsdp"))
+    return jax.device_put(_fields(names, known), layout)
+
+
+def _fields(names, known):
     return {
         "score": PACKED.per_sequence(SCORE, np.nan),
         "response_mask": PACKED.rows,
@@ -105,7 +120,10 @@ def test_gae_with_kl_in_the_reward_and_an_adaptive_coefficient():
     assert_close(metrics["actor/reward_kl_penalty_coeff"], 0.2)
     factor = 1 + np.clip(np.mean(kl) / 0.05 - 1, -0.2, 0.2) * COUNTED.sum() / 100
     assert_close(state, 0.2 * factor)
+    compilations = Compilations()
     _, _, metrics = stage(state, given, {})
+    assert compilations.take() == 0, compilations.names()
+    compilations.close()
     assert_close(metrics["actor/reward_kl_penalty_coeff"], 0.2 * factor)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(metrics))
 
