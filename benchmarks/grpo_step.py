@@ -37,6 +37,7 @@ from distflow_jax.config import (
     TrainingConfig,
     derive_sizes,
 )
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.weights.source import open_model
@@ -203,7 +204,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         if states["rollout"].version != step - 1:
             params = states["actor"].params
             states["rollout"] = update_weights(states["rollout"], machinery.sync, params, step - 1)
-        coordinator.begin(batch, args.samples)
+        coordinator.begin(given_columns(batch, args.samples))
         states, metrics = run_step(setup.plan, step, machinery.stages, states, coordinator, spans)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record = {"step": step, "step_s": time.perf_counter() - wall}

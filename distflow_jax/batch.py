@@ -28,6 +28,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     expected_length: float = 0.0  # tokens of its responses, as far as known; long ones start first
+    answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
 
 
 @dataclasses.dataclass

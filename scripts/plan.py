@@ -12,8 +12,8 @@ from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe import progress
-from distflow_jax.setup import make_plan
-from distflow_jax.stages.table import resolve
+from distflow_jax.setup import make_plan, settle
+from distflow_jax.states import models_of
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
@@ -39,9 +39,11 @@ def main(argv: list[str]) -> int:
             machine.platform,
         )
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
-    sizes = derive_sizes(config, source.config, machine)
-    plan = make_plan(config, sizes)
-    resolve(task.node for task in plan.tasks)
+    chosen = config_flags.get_override_values(flags.FLAGS["config"])
+    config, graph = settle(config, chosen)
+    sizes = derive_sizes(config, source.config, machine, graph)
+    plan = make_plan(config, graph, sizes)
+    models_of(plan)
     progress.table(f"{source.spec}", sizes.table(config, source.config, machine))
     print(plan.describe())
     return 0

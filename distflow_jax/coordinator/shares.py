@@ -58,8 +58,8 @@ class Shares:
     ) -> "Shares":
         """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
         ranks = data_ranks(plan.primary)
-        group = counter % plan.prompts_per_step
-        mini = group * plan.mini_batches // plan.prompts_per_step
+        _, group = np.unique(counter, return_inverse=True)
+        mini = group * plan.mini_batches // max(1, group.max(initial=0) + 1)
         # processes that share a data rank are one site
         sites = min(ranks, processes)
         ranks_of_site = [list(ranks_of_process(ranks, sites, s)) for s in range(sites)]

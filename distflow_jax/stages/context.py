@@ -1,8 +1,8 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import optax
 
@@ -18,6 +18,19 @@ from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
+
+
+class NodeLike(Protocol):
+    """What is read of a node."""
+
+    id: str
+    role: str
+    type: str
+    fn: str | None
+    reads: Mapping[str, str]
+    may_read: Mapping[str, str]
+    writes: Mapping[str, str]
+    options: Mapping[str, Any]
 
 
 class ResponseListener:
@@ -45,6 +58,8 @@ def own_part(count: int, member: int, hosts: int) -> slice:
 class StageContext:
     """Handed to every stage builder; a stage keeps what it needs of it."""
 
+    node: NodeLike  # the node that the stage is for
+    prefix: str  # of its metrics: "", or "node id/" where several nodes have this kind of stage
     model: DecoderConfig
     tokenizer: Tokenizer
     algorithm: AlgorithmConfig

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from configs import tiny
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.worker import run_step
 from distflow_jax.observe.spans import Spans
@@ -119,7 +120,7 @@ def main():
         return update(state, fields, options)
 
     stages = machinery.stages | {"rollout": rollout, "reward": reward, "actor_train": train}
-    machinery.coordinator.begin(prompts, config.rollout.num_samples)
+    machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
     _, metrics = run_step(setup.plan, 1, stages, states, machinery.coordinator, Spans())
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
     table = gather_table(machinery.coordinator.samples())
