@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 import jax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
@@ -32,7 +35,6 @@ from distflow_jax.rollout.engine import EngineConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 
 
@@ -129,6 +131,9 @@ class Config:
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    value: ValueConfig = dataclasses.field(default_factory=ValueConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
+    reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     coordinator: CoordinatorConfig = dataclasses.field(default_factory=CoordinatorConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

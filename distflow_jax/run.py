@@ -49,7 +49,9 @@ _TIMINGS = {
     ("REWARD", "COMPUTE"): "reward",
     ("ACTOR", "MODEL_INFERENCE"): "old_log_prob",
     ("REFERENCE", "MODEL_INFERENCE"): "ref",
+    ("CRITIC", "MODEL_INFERENCE"): "values",
     ("ACTOR", "COMPUTE"): "adv",
+    ("CRITIC", "MODEL_TRAIN"): "update_critic",
     ("ACTOR", "MODEL_TRAIN"): "update_actor",
 }
 
@@ -250,7 +252,9 @@ class Run:
             metrics |= rounds.metrics()
         metrics["training/global_step"] = self.step
         metrics["training/epoch"] = self.setup.loader.epoch(self._position())
-        self.nonfinite = self.nonfinite + 1 if metrics.get("training/nonfinite") else 0
+        of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
+        metrics["training/nonfinite"] = sum(metrics.pop(name) for name in of_nodes)
+        self.nonfinite = self.nonfinite + 1 if metrics["training/nonfinite"] else 0
         if self.is_first and self.nonfinite:
             self.writer.samples(f"nonfinite-{self.step}", _sample_records(samples, self._tokenizer))
         elif self.is_first and _due(self.step, self.config.observe.samples_every):

@@ -70,7 +70,7 @@ class Setup:
             for t in self.plan.tasks
             if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
         }
-        policies = [m.key for m in self.models.values() if m.trained and not m.is_value]
+        policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
         return keys
@@ -335,6 +335,9 @@ class _Contexts:
             schedule=schedule,
             rollout=config.rollout,
             engine=self._engine,
+            value=config.value,
+            preference=config.preference,
+            reward_model=config.reward_model,
             reward=config.reward,
             rewards=setup.rewards,
             member=self._member,

@@ -1,11 +1,14 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import optax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -13,7 +16,6 @@ from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Response
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
@@ -54,6 +56,15 @@ def own_part(count: int, member: int, hosts: int) -> slice:
     return slice(count * member // hosts, count * (member + 1) // hosts)
 
 
+def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """ValueError unless a stage was handed all fields that `what` (a setting) needs."""
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(
+            f"{what} needs {', '.join(missing)}: add that to the node's reads, and to the graph a "
+            "node that writes it"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class StageContext:
     """Handed to every stage builder; a stage keeps what it needs of it."""
@@ -69,6 +80,9 @@ class StageContext:
     schedule: optax.Schedule
     rollout: RolloutConfig
     engine: RolloutEngine
+    value: ValueConfig
+    preference: PreferenceConfig
+    reward_model: RewardModelConfig
     reward: RewardConfig
     rewards: RewardPool
     member: int  # this process's number among the hosts of its sampler

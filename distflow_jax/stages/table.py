@@ -13,8 +13,15 @@ from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
 from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
-from distflow_jax.stages.update import build_update
-from distflow_jax.training.loss import AlgorithmConfig
+from distflow_jax.stages.update import (
+    build_policy_update,
+    build_preference_update,
+    build_reward_model_update,
+    build_sft_update,
+    build_value_update,
+)
+from distflow_jax.stages.values import build_scores, build_values
+from distflow_jax.algorithms.config import AlgorithmConfig
 
 Builder = Callable[[StageContext], Stage]
 
@@ -28,12 +35,20 @@ class Demands:
 
     def of(self, node: NodeLike) -> dict[str, str]:
         """{field inside the stage: why it is needed} of a node that runs a default stage."""
-        if node.fn is not None or (node.role, node.type) != ("ACTOR", "MODEL_TRAIN"):
+        if node.fn is not None:
             return {}
-        wanted = {}
-        if self.algorithm.kl_coef > 0:
+        algorithm, kind = self.algorithm, kind_of(node)
+        if kind.build is build_advantage:
+            why = f"algorithm.advantage={algorithm.advantage!r}"
+            if algorithm.kl_in_reward:
+                why += " with algorithm.kl_in_reward"
+            return dict.fromkeys(algorithm.advantage_reads, f"{why} needs it")
+        if kind.build is not build_policy_update:
+            return {}
+        wanted = dict.fromkeys(algorithm.update_reads, "what the section algorithm asks for")
+        if algorithm.kl_in_loss:
             wanted["ref_logp"] = "algorithm.kl_coef is above 0"
-        if self.updates > 1:
+        if self.updates > 1 and algorithm.proximal == "recomputed":
             wanted["old_logp"] = (
                 f"a batch gets {self.updates} optimizer steps (training.mini_batches x "
                 "training.epochs)"
@@ -63,10 +78,21 @@ STAGES: dict[tuple[str, str], StageKind] = {
         build_rollout, "prompt", "response", "response_mask rollout_logp version finished"
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),
-    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage"),
+    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
+    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
+    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage", "returns"),
     ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
-    ("ACTOR", "MODEL_TRAIN"): _kind(build_update, "response advantage", ""),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "response advantage", ""),
+    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "response", "value"),
+    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, "response value returns", ""),
     ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
+}
+
+# of ACTOR MODEL_TRAIN, by options.objective
+OBJECTIVES: dict[str, StageKind] = {
+    "policy": STAGES["ACTOR", "MODEL_TRAIN"],
+    "preference": _kind(build_preference_update, "response ref_logp", ""),
+    "sft": _kind(build_sft_update, "response", ""),
 }
 
 # by the name that a node gives in `fn`
@@ -113,6 +139,14 @@ def kind_of(node: NodeLike) -> StageKind:
             f"node {node.id!r}: no stage for {node.role} {node.type}; there are stages for "
             f"{known}; or name your own in `fn`"
         )
+    if (node.role, node.type) == ("ACTOR", "MODEL_TRAIN"):
+        objective = node.options.get("objective", "policy")
+        if objective not in OBJECTIVES:
+            raise ValueError(
+                f"node {node.id!r}: unknown options.objective {objective!r} "
+                f"({hint(objective, OBJECTIVES)})"
+            )
+        return OBJECTIVES[objective]
     return STAGES[node.role, node.type]
 
 
