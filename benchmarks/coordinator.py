@@ -47,6 +47,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.mesh import MeshSizes, ranks_of_process, role_mesh
@@ -226,7 +227,7 @@ class Stages:
     def step(self) -> dict[str, list[Any]]:
         """The source stage puts its columns, the target stage gets what it needs of them."""
         coordinator = self.coordinator
-        coordinator.begin(self._prompts, SAMPLES)
+        coordinator.begin(given_columns(self._prompts, SAMPLES))
         for name in self._case.fields:
             if name != "prompt":
                 coordinator.put(SOURCES[name], name, self._columns[name])

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from distflow_jax import setup as setup_lib
+from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config import (
     Config,
@@ -37,6 +38,7 @@ from distflow_jax.config import (
     TrainingConfig,
     derive_sizes,
 )
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.weights.source import open_model
@@ -45,7 +47,7 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
 from distflow_jax.stages.context import Stage
 from distflow_jax.stages.table import resolve
-from distflow_jax.training.loss import AlgorithmConfig
+from distflow_jax.states import States, models_of
 from distflow_jax.training.optimizer import OptimizerConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"
@@ -166,16 +168,29 @@ def build(args: argparse.Namespace) -> tuple[setup_lib.Setup, setup_lib.Machiner
     ends = max(1, round(vocab * args.eos_frac)) if args.eos_frac else 0
     tokenizer = dataclasses.replace(source.tokenizer, stop_ids=tuple(range(vocab - ends, vocab)))
     source = dataclasses.replace(source, tokenizer=tokenizer)
-    sizes = derive_sizes(config, source.config, machine)
-    plan = setup_lib.make_plan(config, sizes)
+    config, graph = setup_lib.settle(config)
+    sizes = derive_sizes(config, source.config, machine, graph)
+    plan = setup_lib.make_plan(config, graph, sizes)
     builders = resolve(task.node for task in plan.tasks)
     builders["reward"] = lambda context: share_of_lower_half(vocab)
     # neither loader nor reward pool: prompts and scores are made here
-    setup = setup_lib.Setup(config, machine, source, sizes, plan, builders, None, [], None)
-    machinery = setup_lib.build(setup)
+    setup = setup_lib.Setup(
+        config=config,
+        machine=machine,
+        source=source,
+        sizes=sizes,
+        plan=plan,
+        models=models_of(plan),
+        builders=builders,
+        until=None,
+        loader=None,
+        eval_prompts=[],
+        rewards=None,
+    )
+    machinery = setup_lib.build(setup, Spans())
     machinery.stages = {name: blocking(stage) for name, stage in machinery.stages.items()}
-    states = setup_lib.initial_states(setup, machinery, None)
-    engine = machinery.context.engine
+    states = States(setup.models, source, config, machinery.meshes).initial({})
+    engine = machinery.engine
     weights = machinery.sync(states["actor"].params)
     states["rollout"] = SamplerState(weights, 0, engine.init_decode_state())
     engine.compile(weights)
@@ -203,7 +218,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         if states["rollout"].version != step - 1:
             params = states["actor"].params
             states["rollout"] = update_weights(states["rollout"], machinery.sync, params, step - 1)
-        coordinator.begin(batch, args.samples)
+        coordinator.begin(given_columns(batch, args.samples))
         states, metrics = run_step(setup.plan, step, machinery.stages, states, coordinator, spans)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record = {"step": step, "step_s": time.perf_counter() - wall}

@@ -28,6 +28,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     expected_length: float = 0.0  # tokens of its responses, as far as known; long ones start first
+    answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
 
 
 @dataclasses.dataclass
@@ -56,7 +57,9 @@ class Rows:
 
     Sequence s of a row is segment s + 1; segment 0 is padding. A prompt that several responses of a
     row share is a segment above S, and their `parent`. `previous` is the index in the row whose
-    hidden state predicts the token. Sequences keep their place in every field of the batch.
+    hidden state predicts the token. Sequences keep their place in every field of the batch. (group,
+    sample) orders all sequences of a step, wherever they lie; of a preference pair sample 0 is the
+    chosen one.
     """
 
     tokens: Any  # int32 [K, R, L]
@@ -66,6 +69,7 @@ class Rows:
     response_mask: Any  # bool [K, R, L]
     parent: Any  # int32 [K, R, S]; segment of the sequence's prompt (its own where not shared)
     group: Any  # int32 [K, R, S]; index of the prompt within the step
+    sample: Any  # int32 [K, R, S]; index of the response within its group
     valid: Any  # bool [K, R, S]
     length: Any  # int32 [K, R, S]; number of masked-in response tokens
 
@@ -85,6 +89,7 @@ class Sequences:
     """What goes into rows: prompts and responses that a process holds, whoever sampled them."""
 
     group: Sequence[int]  # [N], number of the prompt within the step
+    sample: Sequence[int]  # [N], number of the response within its group
     prompt: Sequence[np.ndarray]  # int32 [P_i] each
     response: Sequence[np.ndarray]  # int32 [T_i] each
     response_mask: Sequence[np.ndarray]  # bool [T_i] each
@@ -143,6 +148,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
         response_mask=np.zeros(token_shape, bool),
         parent=np.zeros(sequence_shape, np.int32),
         group=np.zeros(sequence_shape, np.int32),
+        sample=np.zeros(sequence_shape, np.int32),
         valid=np.zeros(sequence_shape, bool),
         length=np.zeros(sequence_shape, np.int32),
     )
@@ -166,6 +172,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
             rows.response_mask[at][start:end] = sequences.response_mask[i]
             rows.parent[at][slot] = parent
             rows.group[at][slot] = sequences.group[i]
+            rows.sample[at][slot] = sequences.sample[i]
             rows.valid[at][slot] = True
             rows.length[at][slot] = int(np.sum(sequences.response_mask[i]))
     return rows

@@ -10,11 +10,16 @@ from collections.abc import Mapping
 
 import jax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
+from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
+from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import num_params
 from distflow_jax.observe.watchdog import HealthConfig
@@ -30,7 +35,6 @@ from distflow_jax.rollout.engine import EngineConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 
 
@@ -88,17 +92,29 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """How the critic is trained, where the graph has one."""
+
+    warmup: int = 0  # first steps in which the critic alone is trained
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    def __post_init__(self):
+        if self.warmup < 0:
+            raise ValueError(f"critic.warmup must not be negative, got {self.warmup}")
+
+
+@dataclasses.dataclass(frozen=True)
 class ObserveConfig:
     """What is written down beside the metrics."""
 
     samples_every: int = 1  # steps between samples/STEP.jsonl; 0: never
     trace: bool = True  # spans in trace.json (Chrome / Perfetto)
+    report_every: int = 0  # steps between versions of report.html; 0: only at the end
 
     def __post_init__(self):
-        if self.samples_every < 0:
-            raise ValueError(
-                f"observe.samples_every must not be negative, got {self.samples_every}"
-            )
+        for name in ("samples_every", "report_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"observe.{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +122,18 @@ class Config:
     """One run."""
 
     seed: int = 0  # of model initialisation, shuffle and sampling
-    dag: str = "grpo"  # a built-in pipeline, a .yaml file, module:function or file.py:function
+    # a file of configs/dags by its name, a .yaml file, module:function or file.py:function
+    dag: str = "grpo"
     model: ModelSourceConfig = dataclasses.field(default_factory=ModelSourceConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    value: ValueConfig = dataclasses.field(default_factory=ValueConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
+    reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     coordinator: CoordinatorConfig = dataclasses.field(default_factory=CoordinatorConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -204,8 +225,21 @@ def _divides(what: str, value: int, by: dict[str, int]) -> int:
     return value // unit
 
 
-def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Sizes:
-    """Checks sizes against each other and the machine. ValueError names both sides and the fix."""
+def trains_on_pairs(graph: Graph) -> bool:
+    """Whether a loss of the graph compares two responses to a prompt: they must share a row."""
+    trainers = [node for node in graph.nodes if node.type == "MODEL_TRAIN"]
+    return any(
+        node.role == "REWARD" or node.options.get("objective") == "preference" for node in trainers
+    )
+
+
+def derive_sizes(
+    config: Config, model: DecoderConfig, machine: Machine, graph: Graph | None = None
+) -> Sizes:
+    """Checks sizes against each other and the machine. ValueError names both sides and the fix.
+
+    `graph` None: one that trains on all the responses sampled.
+    """
     mesh, roles = _mesh_sizes(config.mesh, model, machine)
     data, rollout, training = config.data, config.rollout, config.training
     longest = data.max_prompt_length + rollout.max_response_length
@@ -226,9 +260,9 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
             f"data.max_prompt_length={data.max_prompt_length} + eval.max_response_length="
             f"{config.eval.max_response_length} exceed the model's {model.max_position} positions"
         )
-    if config.reward.overlong_buffer > rollout.max_response_length:
+    if config.reward.overlong_tokens(rollout.max_response_length) > rollout.max_response_length:
         raise ValueError(
-            f"reward.overlong_buffer={config.reward.overlong_buffer} is above "
+            f"reward.overlong_buffer={config.reward.overlong_buffer:g} is above "
             f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
         )
     mini_prompts = _divides(
@@ -256,7 +290,7 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
         role_meshes=roles,
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
-        packing=_packing(config, mini_prompts * rollout.num_samples, longest, micro, mesh, roles),
+        packing=_packing(config, graph, mini_prompts, micro, mesh, roles),
         engine=EngineConfig(
             slots=rollout.num_slots // (machine.processes // hosts),
             max_prompt=data.max_prompt_length,
@@ -273,25 +307,42 @@ def derive_sizes(config: Config, model: DecoderConfig, machine: Machine) -> Size
 
 def _packing(
     config: Config,
-    sequences: int,
-    longest: int,
+    graph: Graph | None,
+    mini_prompts: int,
     micro: int,
     mesh: MeshSizes,
     roles: Mapping[str, MeshSizes],
 ) -> PackingPlan:
-    """Static rows of every training mesh; `sequences` of a mini-batch, up to `longest` tokens."""
-    training = config.training
+    """Static rows of every training mesh, for `mini_prompts` prompts per mini-batch."""
+    training, prompt = config.training, config.data.max_prompt_length
+    response = config.rollout.max_response_length
+    pairs = graph is not None and trains_on_pairs(graph)
+    answers = ANSWERS[graph.data] if graph is not None else None
+    size = 2 if pairs else answers or config.rollout.num_samples
     limits = RowLimits(
         tokens=training.row_tokens,
         sequences=training.row_sequences or max(1, training.row_tokens // 4),
         shared=training.share_prompts,
+        group_size=2 if pairs else 0,
     )
+    longest_pair = prompt + 2 * response if limits.shared else 2 * (prompt + response)
+    if pairs and (longest_pair > limits.tokens or limits.sequences < 2):
+        raise ValueError(
+            f"a pair of responses must share a row, and the longest takes {longest_pair} tokens "
+            f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
+            f"training.row_tokens={limits.tokens} to that"
+        )
     actor = roles.get("ACTOR", mesh)
 
     def room(rows: int, ranks: int) -> int:
         return -(-rows // (ranks * micro)) * micro
 
-    most = room(rows_bound(sequences, longest, limits), actor.fsdp)
+    if pairs:
+        whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
+        needed = rows_bound(mini_prompts, longest_pair, whole)
+    else:
+        needed = rows_bound(mini_prompts * size, prompt + response, limits)
+    most = room(needed, actor.fsdp)
     # another layout takes the same rows, as they come, even where some are not filled well
     rows = {m.layout: room(most * actor.fsdp, m.fsdp) for m in (mesh, *roles.values())}
     return PackingPlan(

@@ -226,14 +226,15 @@ def explain_flag_error(
         if not given:
             continue
         path, value = given[1], given[2][1:] if given[2] else following
-        if problem := _unknown_key(config, path):
+        if problem := unknown_key(config, path):
             return problem
         if re.match(rf"flag --(no)?config\.{re.escape(f'{path}={value}:')}", str(error)):
             return f"config.{path} must be {_describe(_type_at(config, path))}, got {value!r}"
     return str(error) if isinstance(error, flags.Error) else None
 
 
-def _unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
+def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
+    """One line if the config has no such key ("a.b.c"), with the nearest one; else None."""
     keys = path.split(".")
     where, section = "config", config
     for i, key in enumerate(keys):

@@ -14,8 +14,7 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.training.optimizer import make_optimizer
-from distflow_jax.training.state import abstract_state
+from distflow_jax.training.state import sharded_params
 
 
 @dataclasses.dataclass
@@ -70,7 +69,9 @@ def _trained_params(
     if not folder.is_dir():
         raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
     checkpointer = Checkpointer(folder, CheckpointConfig())
-    optimizer = make_optimizer(config.training.optimizer, config.training.steps)
-    step, state, _ = checkpointer.restore(None, abstract_state(source.config, optimizer, mesh))
-    checkpointer.close()
-    return step, state.params
+    wanted = {"actor": {"params": sharded_params(source.config, mesh)}}
+    try:
+        step, arrays, _ = checkpointer.restore(None, wanted, partial=True)
+    finally:
+        checkpointer.close()
+    return step, arrays["actor"]["params"]

@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -19,11 +19,15 @@ from distflow_jax.batch import Prompt, Samples
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.prefetch import Prefetch
+from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
+from distflow_jax.dag.picture import draw
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
+from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.phases import Phases, straggler_report
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import HealthConfig, Watchdog
@@ -31,9 +35,10 @@ from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.rollout.sampler import SamplerState, update_weights
-from distflow_jax.setup import Machinery, Setup, build, initial_states, prepare
+from distflow_jax.setup import Machinery, Setup, build, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
-from distflow_jax.training.state import TrainState, abstract_state
+from distflow_jax.states import States
+from distflow_jax.training.state import TrainState
 from distflow_jax.types import flatten_dict
 
 EXIT_DONE = 0
@@ -45,23 +50,32 @@ _TIMINGS = {
     ("REWARD", "COMPUTE"): "reward",
     ("ACTOR", "MODEL_INFERENCE"): "old_log_prob",
     ("REFERENCE", "MODEL_INFERENCE"): "ref",
+    ("CRITIC", "MODEL_INFERENCE"): "values",
     ("ACTOR", "COMPUTE"): "adv",
+    ("CRITIC", "MODEL_TRAIN"): "update_critic",
     ("ACTOR", "MODEL_TRAIN"): "update_actor",
 }
 
 log = logging.getLogger("distflow_jax")
 
 
-def train(config: Config, workdir: str | os.PathLike, job: Job = ALONE) -> int:
+def train(
+    config: Config,
+    workdir: str | os.PathLike,
+    job: Job = ALONE,
+    *,
+    chosen: Collection[str] = (),
+) -> int:
     """Runs a training run, or goes on with it; returns the exit code. Collective.
 
     `job` is what this process has joined, see parallel/job.py. A watchdog process looks after it
-    meanwhile (observe/watchdog.py).
+    meanwhile (observe/watchdog.py). `chosen` are the config keys that the command line gives: they
+    win over the settings of the graph.
 
     Raises ValueError or FileNotFoundError for what the user can mend, before any device works.
     """
     with stop_on_sigterm() as stop, watched(config.health, job) as watchdog:
-        code = _train(config, pathlib.Path(workdir), watchdog, stop)
+        code = _train(config, pathlib.Path(workdir), watchdog, stop, chosen)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
@@ -80,7 +94,13 @@ def watched(config: HealthConfig, job: Job) -> Watchdog:
     return watchdog
 
 
-def _train(config: Config, folder: pathlib.Path, watchdog: Watchdog, stop: threading.Event) -> int:
+def _train(
+    config: Config,
+    folder: pathlib.Path,
+    watchdog: Watchdog,
+    stop: threading.Event,
+    chosen: Collection[str],
+) -> int:
     check_writable(folder)
     with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
         done = saved.latest()
@@ -91,7 +111,7 @@ def _train(config: Config, folder: pathlib.Path, watchdog: Watchdog, stop: threa
                     "another --workdir, or raise training.steps to go on"
                 )
             return EXIT_DONE
-        setup = prepare(config)
+        setup = prepare(config, chosen)
         with contextlib.closing(setup.rewards):
             return Run(setup, folder, saved, watchdog).loop(stop)
 
@@ -131,13 +151,17 @@ class Run:
         self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
         self.machinery: Machinery = build(setup, self.spans)
         self.step, self.nonfinite = 0, 0
+        self.batches = 0  # of the loader that were used: one a step, or as many as a region took
         self._communicated = processes.communication_seconds()
         self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
         self._warm = False  # whether a step has run: nothing may compile after it
-        restored = self._restore()
-        self.states: dict[str, Any] = initial_states(setup, self.machinery, restored)
-        del restored
-        self.writer = RunWriter(folder, enabled=self.is_first, resume_step=self.step or None)
+        self.states: dict[str, Any] = self._first_states()
+        self.writer = RunWriter(
+            folder,
+            enabled=self.is_first,
+            resume_step=self.step or None,
+            report_every=self.config.observe.report_every,
+        )
         self._describe()
         self._start_sampler()
 
@@ -145,6 +169,7 @@ class Run:
         """All steps that are left, or those until `stop` is set; returns the exit code."""
         config, steps = self.config, self.config.training.steps
         buffered = config.coordinator.double_buffer
+        evaluates = bool(config.eval.dataset and self.setup.samplers)
         line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
         with (
             contextlib.ExitStack() as files,
@@ -156,13 +181,16 @@ class Run:
                 started = time.perf_counter()
                 self.step += 1
                 self.phases.step = self.step
-                metrics = self.run_step(next(prompts))
-                if self.step == 1 and config.eval.dataset:
+                try:
+                    metrics = self.run_step(prompts)
+                except EndOfData:
+                    return self._end_early()
+                if self.step == 1 and evaluates:
                     # the sampler still holds the untrained weights: their evaluation need not
                     # come before the first update
                     self.writer.metrics(0, self.evaluate(0))
                 last = self.step == steps
-                if config.eval.dataset and (last or _due(self.step, config.eval.every)):
+                if evaluates and (last or _due(self.step, config.eval.every)):
                     self.sync_weights(self.step)
                     metrics |= self.evaluate(self.step)
                 metrics |= self._timings(time.perf_counter() - started, metrics)
@@ -178,6 +206,18 @@ class Run:
             line.print(f"done: {steps} steps in {self.folder}")
         return EXIT_DONE
 
+    def _end_early(self) -> int:
+        """The data ended, since rounds of a region took more than a batch for some steps."""
+        self.step -= 1
+        log.warning(
+            "the data ended after step %d of %d; raise data.epochs for more",
+            self.step,
+            self.config.training.steps,
+        )
+        if self.step and self.checkpointer.latest() != self.step:
+            self.save()
+        return EXIT_DONE
+
     def _prompts(self) -> Iterator[list[Prompt]]:
         """What this process's sampler answers, step by step."""
         while True:
@@ -187,13 +227,23 @@ class Run:
                 return
             yield prompts
 
-    def run_step(self, prompts: list[Prompt]) -> dict[str, Any]:
+    def run_step(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any]:
         """One walk over the plan; returns the step's metrics on the host."""
-        coordinator = self.machinery.coordinator
+        coordinator, plan = self.machinery.coordinator, self.setup.plan
         self.sync_weights(self.step - 1)
-        coordinator.begin(prompts, self.config.rollout.num_samples)
+        rounds = None
+        if plan.region is None:
+            coordinator.begin(self._draw(prompts))
+        else:
+            rounds = Rounds(
+                coordinator,
+                lambda: self._draw(prompts),
+                self.setup.until,
+                groups=self.config.data.prompts_per_step,
+                max_rounds=plan.region.max_rounds,
+            )
         self.states, metrics = run_step(
-            self.setup.plan, self.step, self.machinery.stages, self.states, coordinator, self.phases
+            plan, self.step, self.machinery.stages, self.states, coordinator, self.phases, rounds
         )
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(self.setup.plan.tasks[-1].node.id):
@@ -203,40 +253,58 @@ class Run:
             with processes.coordinating():
                 table = gather_table(samples)
                 metrics |= batch_metrics(table, coordinator.tokens_per_rank())
-                self.setup.loader.observe(self.step, table.counter, table.response)
+                self.setup.loader.observe(self.batches, table.counter, table.response)
+        if rounds is not None:
+            metrics |= rounds.metrics()
         metrics["training/global_step"] = self.step
         metrics["training/epoch"] = self.setup.loader.epoch(self._position())
-        self.nonfinite = self.nonfinite + 1 if metrics.get("training/nonfinite") else 0
+        of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
+        metrics["training/nonfinite"] = sum(metrics.pop(name) for name in of_nodes)
+        self.nonfinite = self.nonfinite + 1 if metrics["training/nonfinite"] else 0
         if self.is_first and self.nonfinite:
             self.writer.samples(f"nonfinite-{self.step}", _sample_records(samples, self._tokenizer))
         elif self.is_first and _due(self.step, self.config.observe.samples_every):
             self.writer.samples(self.step, _sample_records(samples, self._tokenizer))
         return metrics
 
+    def _draw(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any] | None:
+        """The columns that the loader gives next; None at the end of the data."""
+        batch = next(prompts, None)
+        if batch is None:
+            return None
+        self.batches += 1
+        return given_columns(batch, self.config.rollout.num_samples)
+
     def sync_weights(self, version: int) -> None:
-        """Gives the sampler the actor's weights of `version` finished steps. Collective."""
-        state = self.states["rollout"]
-        if state.version == version:
-            return
-        with self.phases.span("update_weights"):
-            state = update_weights(state, self.machinery.sync, self.states["actor"].params, version)
-            jax.block_until_ready(state.params)
-        self.states["rollout"] = state
+        """Gives each sampler its policy's weights of `version` finished steps. Collective."""
+        for key, policy in self.setup.samplers.items():
+            state = self.states[key]
+            if state.version == version:
+                continue
+            with self.phases.span("update_weights"):
+                params = self._policy_params(policy)
+                state = update_weights(state, self.machinery.sync, params, version)
+                jax.block_until_ready(state.params)
+            self.states[key] = state
+
+    def _policy_params(self, key: str) -> Any:
+        state = self.states[key]
+        return state.params if isinstance(state, TrainState) else state
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
-        config = self.config
+        config, sampler = self.config, next(iter(self.setup.samplers))
         with self.phases.span("testing"):
-            self.states["rollout"], scored = evaluate(
-                self.machinery.context.engine,
-                self.states["rollout"],
+            self.states[sampler], scored = evaluate(
+                self.machinery.engine,
+                self.states[sampler],
                 self._tokenizer,
                 self.setup.rewards,
                 self.setup.eval_prompts,
                 config.eval,
                 limit=config.rollout.max_response_length,
-                member=self.machinery.context.member,
-                hosts=self.machinery.context.hosts,
+                member=self.machinery.member,
+                hosts=self.machinery.hosts,
             )
             metrics = validation_metrics(scored, config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))
@@ -249,8 +317,10 @@ class Run:
                 "loader": self.setup.loader.state(self._position()),
                 "nonfinite": self.nonfinite,
                 "model": self.setup.source.fingerprint,
+                "nodes": {key: float(self.states[key]) for key in self._small_states()},
             }
-            self.checkpointer.save(self.step, self.states["actor"], info)
+            trained = {k: self.states[k] for k, m in self.setup.models.items() if m.trained}
+            self.checkpointer.save(self.step, trained, info)
 
     # -- what surrounds the loop ------------------------------------------------------------------
 
@@ -260,30 +330,38 @@ class Run:
 
     def _position(self) -> int:
         """Counter after the last prompt trained on."""
-        return self.step * self.config.data.prompts_per_step
+        return self.batches * self.config.data.prompts_per_step
 
-    def _restore(self) -> TrainState | None:
-        """Reads the newest checkpoint, if there is one, and sets step and loader by it."""
+    def _first_states(self) -> dict[str, Any]:
+        """The states of all models: from the newest checkpoint, where there is one, which sets step
+        and loader too; from the source otherwise."""
+        setup = self.setup
+        states = States(setup.models, setup.source, self.config, self.machinery.meshes)
         if self.checkpointer.latest() is None:
-            return None
-        abstract = abstract_state(
-            self.setup.source.config,
-            self.machinery.context.optimizer,
-            self.machinery.mesh_of(self.setup.sizes.mesh),
-        )
-        self.step, state, info = self.checkpointer.restore(None, abstract)
-        self.setup.loader.restore(info["loader"])
+            return states.initial({})
+        self.step, restored, info = self.checkpointer.restore(None, states.abstract())
+        setup.loader.restore(info["loader"])
+        self.batches = setup.loader.position // self.config.data.prompts_per_step
         self.nonfinite = info["nonfinite"]
-        return state
+        small = {key: np.float32(value) for key, value in info["nodes"].items()}
+        return states.initial(restored) | small
+
+    def _small_states(self) -> list[str]:
+        """Keys of the states that are one number of a node's own, an adaptive coefficient."""
+        others = {*self.setup.models, *self.setup.samplers}
+        return [key for key in self.states if key not in others]
 
     def _start_sampler(self) -> None:
-        """First weights for the sampler; compiles all of its programs."""
-        engine = self.machinery.context.engine
-        with self.phases.span("update_weights"):
-            weights = self.machinery.sync(self.states["actor"].params)
-        self.states["rollout"] = SamplerState(weights, self.step, engine.init_decode_state())
-        with self.phases.span("compile_sampler"):
-            engine.compile(weights)
+        """First weights for the samplers; compiles all of their programs."""
+        engine, compiled = self.machinery.engine, False
+        for key, policy in self.setup.samplers.items():
+            with self.phases.span("update_weights"):
+                weights = self.machinery.sync(self._policy_params(policy))
+            self.states[key] = SamplerState(weights, self.step, engine.init_decode_state())
+            if not compiled:
+                with self.phases.span("compile_sampler"):
+                    engine.compile(weights)
+            compiled = True
 
     def _describe(self) -> None:
         """Writes config and plan, and prints what a person wants to see before step 1."""
@@ -293,7 +371,9 @@ class Run:
             _warn_of_changes(self.folder / "config.json", described)
         self.writer.config(described)
         text = setup.plan.describe()
-        self.writer.plan(f"{text}\n\ndigest {setup.plan.digest}")
+        picture = to_svg(draw(setup.plan), f"plan {setup.plan.name}")
+        digest = f"\n\ndigest {setup.plan.digest}"
+        self.writer.plan(text + digest, svg=picture, tree=setup.plan.to_json())
         if self.is_first:
             model = setup.source.config
             progress.table(

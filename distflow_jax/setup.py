@@ -4,11 +4,11 @@
 engine, stages and coordinator from what it found.
 """
 
+import collections
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 
@@ -17,24 +17,26 @@ from distflow_jax.config import Config, Machine, Sizes, derive_sizes
 from distflow_jax.config_dict import to_config_dict, to_json
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.dataset import open_dataset
+from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.loader import Loader, SamplerShare
-from distflow_jax.dag.graph import ROLES, hint
+from distflow_jax.coordinator.rounds import UNTIL, Until
+from distflow_jax.dag.graph import DATA, ROLES, Graph, Node
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import HOST, Plan, Task, plan
-from distflow_jax.inference import load_or_init_params
+from distflow_jax.hints import hint
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.mesh import MeshSizes
 from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.settings import with_settings
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
-from distflow_jax.stages.table import resolve
-from distflow_jax.training.optimizer import learning_rate, make_optimizer
-from distflow_jax.training.state import TrainState, init_state
+from distflow_jax.stages.table import Demands, resolve, wanted_reads
+from distflow_jax.states import ModelOfRun, models_of, optimizer_of
 from distflow_jax.training.update import UpdateShape
 from distflow_jax.types import Layout, flatten_dict
 
@@ -50,43 +52,53 @@ class Setup:
     source: ModelSource
     sizes: Sizes
     plan: Plan
+    models: dict[str, ModelOfRun]  # by the key of their state
     builders: dict[str, Callable[[StageContext], Stage]]
+    until: Until | None  # where the plan has a region
     loader: Loader
     eval_prompts: list[Prompt]
     rewards: RewardPool
 
+    @property
+    def samplers(self) -> dict[str, str]:
+        """State key of each sampler -> that of the policy whose weights it has.
 
-def make_plan(config: Config, sizes: Sizes) -> Plan:
-    """The plan of the configured graph, with its layouts. Pure in (config, sizes)."""
+        Evaluation samples too: of the one policy that is trained, if there is one.
+        """
+        keys = {
+            t.state_key: t.node.model or "actor"
+            for t in self.plan.tasks
+            if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
+        }
+        policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
+        if not keys and self.config.eval.dataset and policies:
+            keys["rollout"] = "actor" if "actor" in policies else policies[0]
+        return keys
+
+
+def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
+    """The configured graph, as this run needs it, and the config with the graph's settings.
+
+    `chosen` are the config keys that the command line gives. Pure in its arguments and the graph's
+    file. Raises ValueError or FileNotFoundError.
+    """
+    graph = load_graph(config.dag, config)
+    if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
+        raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
+    config = with_settings(config, graph.settings, chosen=chosen)
+    graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     updates = config.training.mini_batches * config.training.epochs
-    graph = load_graph(
-        config.dag,
-        use_reference=config.algorithm.kl_coef > 0,
-        recompute_old_logp=updates > 1,
-    )
-    trainers = [n for n in graph.nodes if (n.role, n.type) == ("ACTOR", "MODEL_TRAIN")]
-    if not trainers:
-        raise ValueError(f"dag {config.dag!r} trains nothing: it has no node ACTOR MODEL_TRAIN")
-    for field, wanted, why, otherwise in (
-        (
-            "ref_logp",
-            config.algorithm.kl_coef > 0,
-            "algorithm.kl_coef is above 0",
-            "set algorithm.kl_coef to 0",
-        ),
-        (
-            "old_logp",
-            updates > 1,
-            f"a batch gets {updates} optimizer steps",
-            "set training.mini_batches and training.epochs to 1",
-        ),
-    ):
-        for node in trainers:
-            if wanted and field not in node.reads:
-                raise ValueError(
-                    f"dag {config.dag!r}: node {node.id!r} reads no {field!r}, but {why}; add it "
-                    f"to its reads and a node that writes it, or {otherwise}"
-                )
+    try:
+        wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
+        graph = graph.settle(wanted)
+        resolve(graph.nodes)
+    except ValueError as error:
+        raise ValueError(f"dag {config.dag!r}: {error}") from error
+    return config, graph
+
+
+def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
+    """The plan of a settled graph, with the layouts of its nodes. Pure in its arguments."""
     known = {*ROLES, *(n.model for n in graph.nodes if n.model)}
     for name in sizes.role_meshes:
         if name not in known:
@@ -94,7 +106,11 @@ def make_plan(config: Config, sizes: Sizes) -> Plan:
                 f"mesh.roles.{name}: no role or model of dag {config.dag!r} is called so "
                 f"({hint(name, known)})"
             )
-    return plan(graph, role_layouts(sizes), {"prompt": sampler_layout(sizes)})
+    given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
+    try:
+        return plan(graph, role_layouts(sizes), given)
+    except ValueError as error:
+        raise ValueError(f"dag {config.dag!r}: {error}") from error
 
 
 def sampler_layout(sizes: Sizes) -> Layout:
@@ -106,16 +122,25 @@ def role_layouts(sizes: Sizes) -> dict[str, Layout]:
     """Layout of every role, and of every model that has one of its own."""
     trainers = {role: sizes.mesh_of(role).layout for role in ("ACTOR", "CRITIC", "REFERENCE")}
     own = {name: mesh.layout for name, mesh in sizes.role_meshes.items()}
-    return {"ROLLOUT": sampler_layout(sizes), "REWARD": HOST} | trainers | own
+    # a reward is computed on the host, unless it is a model
+    reward = sizes.mesh_of("REWARD").layout
+    models = {"REWARD MODEL_INFERENCE": reward, "REWARD MODEL_TRAIN": reward}
+    return trainers | own | models | {"ROLLOUT": sampler_layout(sizes), "REWARD": HOST}
 
 
-def prepare(config: Config) -> Setup:
-    """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError."""
+def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
+    """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
+
+    `chosen` are the config keys that the command line gives; see `settle`.
+    """
     machine = Machine.current()
+    config, graph = settle(config, chosen)
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
-    sizes = derive_sizes(config, source.config, machine)
-    the_plan = make_plan(config, sizes)
+    sizes = derive_sizes(config, source.config, machine, graph)
+    the_plan = make_plan(config, graph, sizes)
+    models = models_of(the_plan)
     builders = resolve(task.node for task in the_plan.tasks)
+    until = _until(the_plan)
     dataset = open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
@@ -127,6 +152,8 @@ def prepare(config: Config) -> Setup:
         config.data,
         seed=config.seed,
         share=sampler_share(sizes, machine),
+        answers=ANSWERS[graph.data] or 0,
+        max_answer=config.rollout.max_response_length,
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
@@ -149,7 +176,33 @@ def prepare(config: Config) -> Setup:
     except BaseException:
         rewards.close()
         raise
-    return Setup(config, machine, source, sizes, the_plan, builders, loader, eval_prompts, rewards)
+    return Setup(
+        config=config,
+        machine=machine,
+        source=source,
+        sizes=sizes,
+        plan=the_plan,
+        models=models,
+        builders=builders,
+        until=until,
+        loader=loader,
+        eval_prompts=eval_prompts,
+        rewards=rewards,
+    )
+
+
+def _until(plan: Plan) -> Until | None:
+    """What tells whether a round's groups are worth training on, where the plan has a region."""
+    if plan.region is None:
+        return None
+    name = plan.region.until
+    if name in UNTIL:
+        return UNTIL[name]
+    if ":" not in name:
+        raise ValueError(
+            f"region: until is {name!r} ({hint(name, UNTIL)}); or give module:function"
+        )
+    return load_function(name, "region's until")
 
 
 def config_table(config: Config) -> dict[str, str]:
@@ -210,17 +263,16 @@ def load_eval_prompts(
 
 @dataclasses.dataclass
 class Machinery:
-    """What lives on the devices and beside them."""
+    """What lives on the devices and beside them. `engine` and `sync` are None where nothing is
+    sampled."""
 
-    context: StageContext
     stages: dict[str, Stage]
     coordinator: Coordinator
-    sync: WeightSync
+    engine: RolloutEngine | None
+    sync: WeightSync | None
     meshes: dict[Layout, jax.sharding.Mesh]
-
-    def mesh_of(self, sizes: MeshSizes) -> jax.sharding.Mesh:
-        """The mesh of these sizes."""
-        return self.meshes[sizes.layout]
+    member: int  # this process's number among the hosts of its sampler
+    hosts: int  # processes that share the sampler
 
 
 def build(setup: Setup, spans: Spans) -> Machinery:
@@ -228,65 +280,93 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     config, sizes, model = setup.config, setup.sizes, setup.source.config
     all_sizes = {m.layout: m for m in (sizes.mesh, *sizes.role_meshes.values())}
     meshes = {layout: mesh_lib.role_mesh(m) for layout, m in all_sizes.items()}
-    engine = make_engine(setup.source, config, sizes)
-    updates = config.training.steps * config.training.mini_batches * config.training.epochs
-    context = StageContext(
-        model=model,
-        tokenizer=setup.source.tokenizer,
-        algorithm=config.algorithm,
-        forward=sizes.forward,
-        shape=_update_shape(meshes[sizes.mesh.layout], setup),
-        optimizer=make_optimizer(config.training.optimizer, updates),
-        schedule=learning_rate(config.training.optimizer, updates),
-        rollout=config.rollout,
-        engine=engine,
-        reward=config.reward,
-        rewards=setup.rewards,
-        member=processes.process_index() % sizes.sampler_hosts,
-        hosts=sizes.sampler_hosts,
-        on_response=ResponseListener(),
-        early_rewards=False,
-        record=spans.add,
-        prompts_per_step=config.data.prompts_per_step,
-        mini_batches=config.training.mini_batches,
-        epochs=config.training.epochs,
-    )
+    engine = make_engine(setup.source, config, sizes) if setup.samplers else None
+    member = processes.process_index() % sizes.sampler_hosts
+    contexts = _Contexts(setup, meshes, engine, member, spans)
+    sync = None
+    if engine is not None:
+        replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
+        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
+    stages = {}
+    for task in setup.plan.tasks:
+        stages[task.node.id] = setup.builders[task.node.id](contexts.of(task))
     return Machinery(
-        context=context,
-        stages={
-            task.node.id: setup.builders[task.node.id](_context_of(task, context, setup, meshes))
-            for task in setup.plan.tasks
-        },
+        stages=stages,
         coordinator=_coordinator(setup, meshes, spans.span),
-        sync=WeightSync(
-            param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor)),
-            engine.mesh,
-            sizes.engine.dtype,
-        ),
+        engine=engine,
+        sync=sync,
         meshes=meshes,
+        member=member,
+        hosts=sizes.sampler_hosts,
     )
 
 
-def _update_shape(mesh: jax.sharding.Mesh, setup: Setup) -> UpdateShape:
-    return UpdateShape(mesh, setup.sizes.micro_rows, setup.config.rollout.max_response_length)
+class _Contexts:
+    """Makes each node's context: on the mesh of its role, with the optimizer of its model."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        meshes: Mapping[Layout, jax.sharding.Mesh],
+        engine: RolloutEngine | None,
+        member: int,
+        spans: Spans,
+    ):
+        self._setup, self._meshes, self._engine = setup, meshes, engine
+        self._member, self._spans = member, spans
+        self._on_response = ResponseListener()
+        self._kinds = collections.Counter(_stage_name(t.node) for t in setup.plan.tasks)
+
+    def of(self, task: Task) -> StageContext:
+        """The context of one node."""
+        setup, config, node = self._setup, self._setup.config, task.node
+        layout = task.layout if task.layout.kind == "mesh" else setup.sizes.mesh.layout
+        optimizer, schedule = optimizer_of(config, node.role)
+        limit = config.rollout.max_response_length
+        return StageContext(
+            node=node,
+            prefix=f"{node.id}/" if self._kinds[_stage_name(node)] > 1 else "",
+            model=setup.source.config,
+            tokenizer=setup.source.tokenizer,
+            algorithm=config.algorithm,
+            forward=setup.sizes.forward,
+            shape=UpdateShape(self._meshes[layout], setup.sizes.micro_rows, limit),
+            optimizer=optimizer,
+            schedule=schedule,
+            rollout=config.rollout,
+            engine=self._engine,
+            value=config.value,
+            preference=config.preference,
+            reward_model=config.reward_model,
+            reward=config.reward,
+            rewards=setup.rewards,
+            member=self._member,
+            hosts=setup.sizes.sampler_hosts,
+            on_response=self._on_response,
+            early_rewards=self._early_rewards(task),
+            record=self._spans.add,
+            prompts_per_step=config.data.prompts_per_step,
+            mini_batches=config.training.mini_batches,
+            epochs=config.training.epochs,
+        )
+
+    def _early_rewards(self, task: Task) -> bool:
+        """Whether rewards may begin while the sampler works: they need nothing but its responses,
+        and there is no doubt which."""
+        tasks = self._setup.plan.tasks
+        samplers = [t.node.id for t in tasks if t.node.role == "ROLLOUT"]
+        rewards = [t for t in tasks if _stage_name(t.node) == _stage_name(task.node)]
+        return (
+            self._setup.config.coordinator.overlap_rewards
+            and (task.node.role, task.node.type, task.node.fn) == ("REWARD", "COMPUTE", None)
+            and task.node.scope != "batch"
+            and len(samplers) == len(rewards) == 1
+            and {edge.source for edge in task.edges_in} <= {None, *samplers}
+        )
 
 
-def _context_of(
-    task: Task, context: StageContext, setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh]
-) -> StageContext:
-    """The context of one node: on the mesh of its role, rewards early where its inputs allow it."""
-    if task.layout.kind == "mesh":
-        return dataclasses.replace(context, shape=_update_shape(meshes[task.layout], setup))
-    samplers = {t.node.id for t in setup.plan.tasks if t.node.role == "ROLLOUT"}
-    sources = {edge.source for edge in task.edges_in}
-    early = (
-        setup.config.coordinator.overlap_rewards
-        and task.node.role == "REWARD"
-        and task.node.scope != "batch"
-        and len(samplers) == 1
-        and sources <= {None, *samplers}
-    )
-    return dataclasses.replace(context, early_rewards=early)
+def _stage_name(node: Node) -> tuple:
+    return (node.fn,) if node.fn else (node.role, node.type)
 
 
 def _coordinator(
@@ -312,24 +392,3 @@ def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEng
         seed=config.seed,
         tokenizer=source.tokenizer,
     )
-
-
-def initial_states(
-    setup: Setup, machinery: Machinery, restored: TrainState | None
-) -> dict[str, Any]:
-    """States by state_key: the actor, and where the plan has one the frozen reference."""
-    model, sizes = setup.source.config, setup.sizes
-    mesh = machinery.mesh_of(sizes.mesh)
-    reference = next((t for t in setup.plan.tasks if t.state_key == "reference"), None)
-    states: dict[str, Any] = {}
-    if reference is not None:
-        own_mesh = machinery.meshes[reference.layout]
-        states["reference"] = load_or_init_params(setup.source, setup.config.seed, own_mesh)
-    if restored is not None:
-        return states | {"actor": restored}
-    if reference is not None and reference.layout == sizes.mesh.layout:
-        # a copy of its own: the actor's parameters are donated from step to step
-        params = jax.tree.map(lambda x: x.copy(), states["reference"])
-    else:
-        params = load_or_init_params(setup.source, setup.config.seed, mesh)
-    return states | {"actor": init_state(params, model, machinery.context.optimizer, mesh)}

@@ -5,6 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+# A field that decides, when a node on the host writes it, which responses there are from then on:
+# one integer per response. 0 drops it; the others of a prompt are put in the order of their numbers
+KEEP = "keep"
+
 Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/metrics.md)
 
 

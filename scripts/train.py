@@ -28,7 +28,8 @@ def main(argv: list[str]) -> int:
     config = from_config_dict(Config, CONFIG.value)
     job = find_job()
     processes.initialize(job)
-    code = run.train(config, WORKDIR.value, job)
+    chosen = config_flags.get_override_values(flags.FLAGS["config"])
+    code = run.train(config, WORKDIR.value, job, chosen=set(chosen))
     processes.shutdown()
     return code
 

@@ -16,7 +16,8 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
-from distflow_jax.dag.pipelines import grpo
+from distflow_jax.dag.pipelines import load_graph
+from distflow_jax.dag.yaml_form import write_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.setup import prepare
@@ -71,7 +72,7 @@ DATA = {
     "table.csv": "question,answer\n",
 }
 
-GRAPH = grpo(use_reference=False, recompute_old_logp=False).to_yaml()
+GRAPH = write_graph(load_graph("grpo").settle({}))
 GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "good.yaml": ("name: grpo", "name: mine"),
     "role.yaml": ("role: REWARD", "role: REWRD"),
@@ -81,7 +82,7 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "cycle.yaml": ("reads: [prompt]", "reads: [prompt]\n  deps: [actor_train]"),
     "syntax.yaml": ("nodes:", "nodes: ["),
     "critic.yaml": ("role: REWARD", "role: CRITIC"),
-    "stage.yaml": ("type: COMPUTE", "type: MODEL_INFERENCE"),
+    "stage.yaml": ("type: MODEL_INFERENCE", "type: COMPUTE"),
     "fn.yaml": ("role: REWARD", "role: REWARD\n  fn: configs.tiny:get_confg"),
     "reads.yaml": ("rollout_logp, advantage]", "rollout_logp]"),
     "writes.yaml": ("writes: [score]", "writes: [score, grade]"),
@@ -160,7 +161,9 @@ KEYS_AND_TYPES = [
     ("seed=-1", "seed must be from 0 to 2147483647, got -1"),
     ("training.steps=0", "training.steps must be at least 1, got 0"),
     ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0"),
-    ("algorithm.advantage=gae", "'gae' is unknown; choose one of ['dr_grpo', 'grpo', 'rloo']"),
+    ("algorithm.advantage=gea", "'gea' is unknown; choose one of ['cpgd', 'dr_grpo', 'gae', "),
+    ("algorithm.gamma=0.9", "gamma=0.9 has no effect with algorithm.advantage='grpo'"),
+    ("algorithm.policy_loss=gspo ; algorithm.aggregation=token-mean", "'seq-mean-token-mean', got"),
     (
         "algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1",
         "has zero expected gradient as a loss; use k2",
@@ -221,25 +224,24 @@ GRAPH_CASES = [
     ("dag={dir}/role.yaml", "node 'reward': unknown role 'REWRD' (did you mean 'REWARD'?"),
     ("dag={dir}/key.yaml", "node 'reward': unknown key 'typo' (did you mean 'type'?"),
     ("dag={dir}/dep.yaml", "node 'reward': unknown dep 'rolout' (did you mean 'rollout'?"),
-    ("dag={dir}/field.yaml", "node 'reward': reads 'respons', which neither the loader nor a node"),
-    ("dag={dir}/field.yaml", "did you mean 'response'?"),
+    ("dag={dir}/field.yaml", "node 'reward': the stage of REWARD COMPUTE reads response: add that"),
     ("dag={dir}/cycle.yaml", "actor_train -> advantage -> reward -> rollout -> actor_train"),
     ("dag={dir}/cycle.yaml", "remove one of these deps"),
     ("dag={dir}/syntax.yaml", "{dir}/syntax.yaml, line 3: "),
     ("dag={dir}/empty.yaml", "{dir}/empty.yaml: a graph is a map with 'name' and 'nodes'"),
     ("dag={dir}/critic.yaml", "node 'reward': no stage for CRITIC COMPUTE"),
-    ("dag={dir}/stage.yaml", "node 'reward': no stage for REWARD MODEL_INFERENCE"),
+    ("dag={dir}/stage.yaml", "node 'rollout': no stage for ROLLOUT COMPUTE"),
     ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
-    ("dag={dir}/reads.yaml", "reads advantage: add that to the node's reads"),
+    ("dag={dir}/reads.yaml", "node 'actor_train': reads no 'advantage', but what the section"),
     ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
-    ("dag={dir}/untrained.yaml", "trains nothing: it has no node ACTOR MODEL_TRAIN"),
+    ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
     (
         "dag={dir}/good.yaml ; algorithm.kl_coef=0.1",
-        "node 'actor_train' reads no 'ref_logp', but algorithm.kl_coef is above 0",
+        "node 'actor_train': reads no 'ref_logp', but algorithm.kl_coef is above 0",
     ),
     (
         "dag={dir}/good.yaml ; training.epochs=2",
-        "or set training.mini_batches and training.epochs to 1",
+        "a batch gets 2 optimizer steps (training.mini_batches x training.epochs): add it to its",
     ),
 ]
 
@@ -366,7 +368,7 @@ def test_an_unwritable_workdir(folder, compiled, workdir, reason):
 
 def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monkeypatch):
     """A user's file may be called like any module; neither hides the other."""
-    (folder / "json.py").write_text("import dataclasses\n\ndef mine(use_reference):\n    pass\n")
+    (folder / "json.py").write_text("import dataclasses\n\ndef mine():\n    pass\n")
     other = types.ModuleType("rewards")
     monkeypatch.setitem(sys.modules, "rewards", other)
     with pytest.raises(ValueError, match="must return a Graph, got NoneType"):

@@ -46,6 +46,7 @@ def test_every_sequence_can_be_read_back_from_its_row(shared, ranks):
             prompt, response = samples.prompt[i], samples.response[i]
             segment, parent = slot + 1, rows.parent[k, r, slot]
             assert rows.group[k, r, slot] == prompt.counter
+            assert rows.sample[k, r, slot] == samples.sample[i]
             assert rows.length[k, r, slot] == samples.response_mask[i].sum()
             # prompts are dealt to mini-batches as whole groups, by their number
             assert k == prompt.counter * SHAPE.mini_batches // 6

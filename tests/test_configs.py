@@ -13,7 +13,7 @@ from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.setup import make_plan
+from distflow_jax.setup import make_plan, settle
 from distflow_jax.stages.table import resolve
 from distflow_jax.types import flatten_dict
 
@@ -90,7 +90,8 @@ def test_its_sizes_divide(name, machine, model_of):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_plans(name, changes, nodes, model_of):
     config = config_of(name, *changes)
-    plan = make_plan(config, derive_sizes(config, model_of(config), EIGHT))
+    settled, graph = settle(config)
+    plan = make_plan(settled, graph, derive_sizes(settled, model_of(config), EIGHT, graph))
     ids = {task.node.id for task in plan.tasks}
     assert ids == {"rollout", "reward", "advantage", "actor_train"} | nodes
     assert set(resolve(task.node for task in plan.tasks)) == ids
@@ -154,10 +155,11 @@ def test_roles_have_meshes_of_their_own():
     config = config_of("tiny", "mesh.roles={'REFERENCE': {'tensor': 2}}", "algorithm.kl_coef=0.1")
     sizes = derive_sizes(config, MODEL, TWO_PROCESSES)
     assert (sizes.mesh.fsdp, sizes.mesh_of("REFERENCE").fsdp) == (8, 4)
-    layouts = {t.node.id: str(t.layout) for t in make_plan(config, sizes).tasks}
+    tasks = make_plan(*settle(config), sizes).tasks
+    layouts = {t.node.id: str(t.layout) for t in tasks}
     assert layouts["reference"] == "fsdp 4 x tensor 2"
     assert layouts["actor_train"] == "fsdp 8 x tensor 1"
-    moves = {e.field: e.move for t in make_plan(config, sizes).tasks for e in t.edges_in}
+    moves = {e.field: e.move for t in tasks for e in t.edges_in}
     assert moves["ref_logp"] == "reshard"
 
 
@@ -167,7 +169,9 @@ def test_hosts_that_share_a_sampler_hold_the_same_prompts():
     sizes = derive_sizes(config, MODEL, two_by_two)
     assert sizes.sampler_hosts == 2
     moves = {
-        (e.source, e.field): e.move for t in make_plan(config, sizes).tasks for e in t.edges_in
+        (e.source, e.field): e.move
+        for t in make_plan(*settle(config), sizes).tasks
+        for e in t.edges_in
     }
     assert moves["rollout", "finished"] == "share"
     assert moves["reward", "score"] == "pack"

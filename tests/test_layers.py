@@ -9,13 +9,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "distflow_jax"
 # From the top: the wiring, then what is built on what. Names in one set are siblings.
 LAYERS = [
-    {"run", "setup", "inference", "config", "command_line", "config_dict"},
+    {"run", "setup", "states", "settings", "inference", "config", "command_line", "config_dict"},
     {"dag"},
     {"stages"},
     {"training", "rollout", "rewards", "coordinator", "checkpoint"},
     {"models"},
     {"algorithms", "parallel"},
-    {"batch", "observe", "types", "plugins"},
+    {"batch", "observe", "types", "plugins", "hints"},
 ]
 # who may know what
 OWNERS = {

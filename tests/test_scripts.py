@@ -123,6 +123,16 @@ def test_a_finished_run_says_so(place, first_run):
     )
 
 
+@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/report.py"], ids=" ".join)
+def test_report_makes_the_page_that_the_run_left(place, first_run, command):
+    path = place / "runs/first/report.html"
+    left = path.read_text(encoding="utf-8")
+    assert "done: 1 steps" in left
+    path.unlink()
+    assert finish(start(place, *command)) == "wrote runs/first/report.html\n"
+    assert path.read_text(encoding="utf-8") == left
+
+
 @pytest.mark.parametrize(
     "command", [c for c in SHOWN if c[0] == "scripts/evaluate.py"], ids=" ".join
 )
@@ -222,7 +232,15 @@ def test_plan_prints_order_fields_and_sizes(plans, config):
 
 @pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/plan.py"], ids=" ".join)
 def test_plan_commands(place, command):
-    assert "plan grpo, digest " in run_shown(place, command)
+    output = run_shown(place, command)
+    assert "plan grpo, digest " in output
+    assert ("flowchart LR" in output) == ("--mermaid" in command)
+    for out in [argument[6:] for argument in command if argument.startswith("--out=")]:
+        folder = place / out
+        assert (folder / "plan.txt").read_text() in output
+        assert ((folder / "plan.mmd").read_text() in output) == ("--mermaid" in command)
+        assert (folder / "plan.svg").read_text().startswith("<svg ")
+        assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
@@ -243,5 +261,5 @@ def test_every_shown_script_and_config_exists():
         for path in command:
             for part in re.findall(r"(?:scripts|configs)/\w+\.py", path):
                 assert (ROOT / part).is_file()
-    tested = {"train", "evaluate", "generate", "plan", "launch_local"}
+    tested = {"train", "evaluate", "generate", "plan", "report", "launch_local"}
     assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

@@ -81,6 +81,7 @@ def random_samples(
 def sequences_of(samples: Samples) -> Sequences:
     return Sequences(
         group=[p.counter for p in samples.prompt],
+        sample=[int(n) for n in samples.sample],
         prompt=[p.tokens for p in samples.prompt],
         response=samples.response,
         response_mask=samples.response_mask,

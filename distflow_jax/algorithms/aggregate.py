@@ -9,19 +9,24 @@ R rows, L tokens per row.
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.algorithms.packed import index_in_sequence, order_of_sequences, per_token
+from distflow_jax.batch import Rows
+
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "fixed-budget",
 )
 
 
 def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) -> jax.Array:
     """Weight of each token in the numerator, float32 [R, L].
 
-    `sequence_length_RL`: number of masked-in tokens of the sequence that each token belongs to.
+    `sequence_length_RL`: number of masked-in tokens of the sequence that each token belongs to. The
+    mask of fixed-budget is that of within_budget.
     """
     weight = mask_RL.astype(jnp.float32)
     if mode == "seq-mean-token-mean":
@@ -29,10 +34,26 @@ def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) 
     return weight
 
 
+def within_budget(rows: Rows, budget: int) -> jax.Array:
+    """The first `budget` response tokens of an optimizer step, bool [R, L].
+
+    Responses are taken in the order of (group, sample), which no packing changes; the last one is
+    cut. `rows` are all of the step's. Every step then weighs the same, whatever the lengths: C3PO,
+    of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
+    """
+    order = order_of_sequences(rows)
+    length = jnp.where(rows.valid, rows.length, 0)
+    ranked = jnp.zeros(length.size, jnp.int32).at[order.reshape(-1)].set(length.reshape(-1))
+    before = (jnp.cumsum(ranked) - ranked)[order]
+    place = per_token(before, rows.segment) + index_in_sequence(rows)
+    return rows.response_mask & (place < budget)
+
+
 def denominator(
-    mode: str, num_tokens: jax.Array, num_sequences: jax.Array, norm: float
+    mode: str, num_tokens: jax.Array, num_sequences: jax.Array, *, norm: float, budget: int
 ) -> jax.Array:
-    """What the numerator is divided by; `norm` is used by seq-mean-token-sum-norm alone.
+    """What the numerator is divided by; `norm` is used by seq-mean-token-sum-norm alone, `budget`
+    (tokens) by fixed-budget.
 
     token-mean: Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), eq. 8. seq-mean-token-mean: Shao et
     al. 2024 (GRPO, arxiv.org/abs/2402.03300), eq. 3. seq-mean-token-sum-norm: Liu et al. 2025
@@ -46,4 +67,5 @@ def denominator(
         "seq-mean-token-sum": sequences,
         "seq-mean-token-mean": sequences,
         "seq-mean-token-sum-norm": sequences * norm,
+        "fixed-budget": jnp.full_like(tokens, budget),
     }[mode]

@@ -12,6 +12,13 @@ def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     return logp - ref_logp
 
 
+def absolute(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """|D|; its gradient is 0 where D is 0."""
+    d = logp - ref_logp
+    # the gradient of jnp.abs at 0 is 1: all equal policies would be pushed to one side
+    return d * jax.lax.stop_gradient(jnp.sign(d))
+
+
 def k2(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     """D^2 / 2."""
     return 0.5 * jnp.square(logp - ref_logp)
@@ -30,8 +37,12 @@ def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     return straight + jax.lax.stop_gradient(k3(logp, ref_logp) - straight)
 
 
+# whose gradient is that of the KL, in expectation or to second order
+LOSS_ESTIMATORS = ("k2", "k3", "k3+")
+
 KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "k1": k1,
+    "abs": absolute,
     "k2": k2,
     "k3": k3,
     "k3+": k3_plus,

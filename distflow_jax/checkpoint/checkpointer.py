@@ -113,13 +113,16 @@ class Checkpointer:
         steps = self._steps()
         return steps[-1] if steps else None
 
-    def restore(self, step: int | None, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
+    def restore(
+        self, step: int | None, abstract: Any, *, partial: bool = False
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Reads one checkpoint: (step, arrays, info).
 
         `abstract` is a pytree of jax.ShapeDtypeStruct with shardings; the arrays come back in its
         structure and layout, whatever the layout they were saved in. With `step` None the newest
         checkpoint is read, or, with a warning, the newest one that can be read; the next save
-        renames the unreadable ones to STEP.unreadable.
+        renames the unreadable ones to STEP.unreadable. With `partial` the checkpoint may hold more
+        than is asked for, and only that is read.
 
         Raises FileNotFoundError if there is none, and ValueError if the checkpoint holds other
         arrays than `abstract` (another model or optimizer), or if none can be read.
@@ -134,7 +137,7 @@ class Checkpointer:
             failures = processes.all_gather_text(_damage(path) if self._is_first else "")
             result, mismatches = None, []
             if not any(failures):
-                result, mismatch, failure = self._read(path, abstract)
+                result, mismatch, failure = self._read(path, abstract, partial)
                 mismatches = processes.all_gather_text(mismatch)
                 failures = processes.all_gather_text(failure)
             if any(mismatches):
@@ -174,18 +177,21 @@ class Checkpointer:
             return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
 
-    def _read(self, path: epath.Path, abstract: Any) -> tuple[Any, str, str]:
+    def _read(self, path: epath.Path, abstract: Any, partial: bool) -> tuple[Any, str, str]:
         """(arrays and info, how the arrays differ from `abstract`, why it cannot be read)."""
         flat = _flatten(abstract)
         try:
             record = self._reader.restore(
                 path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
             ).record
-            mismatch = _differences(record["arrays"], _table(flat))
+            saved = record["arrays"]
+            if partial:
+                saved = {name: saved[name] for name in saved if name in flat}
+            mismatch = _differences(saved, _table(flat))
             if mismatch:
                 return None, mismatch, ""
             restored = self._reader.restore(
-                path, args=ocp.args.Composite(arrays=_restore_args(flat))
+                path, args=ocp.args.Composite(arrays=_restore_args(flat, partial))
             ).arrays
             leaves = jax.block_until_ready([restored[name] for name in flat])
         # Broad on purpose: each layer below (Orbax, TensorStore, json, the file system) has its own
@@ -252,9 +258,13 @@ def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckp
     )
 
 
-def _restore_args(flat: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
+def _restore_args(
+    flat: Mapping[str, jax.ShapeDtypeStruct], partial: bool
+) -> ocp.args.PyTreeRestore:
     restore_args = ocp.checkpoint_utils.construct_restore_args(dict(flat))
-    return ocp.args.PyTreeRestore(item=dict(flat), restore_args=restore_args)
+    return ocp.args.PyTreeRestore(
+        item=dict(flat), restore_args=restore_args, partial_restore=partial
+    )
 
 
 def _write_sizes(checkpoint: epath.Path) -> None:

@@ -37,11 +37,16 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
-    """What fits a row, and whether one copy of a prompt there serves all its responses."""
+    """What fits a row, and whether one copy of a prompt there serves all its responses.
+
+    With `group_size` the sequences of a prompt, at most so many, never leave each other: what is
+    compared within a loss, like the two of a preference pair, must meet in one row.
+    """
 
     tokens: int  # L
     sequences: int  # S
     shared: bool
+    group_size: int = 0  # 0: each sequence goes where it fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +94,10 @@ def assign(
     Returns an assignment in which no rank has more than ceil(F / R) + 1 rows, F being what
     first-fit-decreasing needs for all N together.
 
-    Raises ValueError if a sequence is longer than a row.
+    Raises ValueError if a sequence is longer than a row, or a group that must stay together.
     """
+    if limits.group_size:
+        return _assign_groups(lengths, limits, ranks_of_site, threshold, max_rows)
     ranks = sum(map(len, ranks_of_site))
     local = [
         [
@@ -125,6 +132,36 @@ def assign(
     move.deal(surplus, range(ranks), room)
     move.refine(range(ranks), tolerance=threshold)
     return stay.result() if fits and not _pays(stay, move, threshold) else move.result()
+
+
+def _assign_groups(
+    lengths: Lengths,
+    limits: RowLimits,
+    ranks_of_site: Sequence[Sequence[int]],
+    threshold: float,
+    max_rows: int | None,
+) -> Assignment:
+    """As `assign`, with each group as one piece that is never cut."""
+    groups, first, number = np.unique(lengths.group, return_index=True, return_inverse=True)
+    response = np.bincount(number, lengths.response, len(groups)).astype(np.int64)
+    if limits.shared:
+        prompt = lengths.prompt[first]
+    else:
+        prompt = np.bincount(number, lengths.prompt, len(groups)).astype(np.int64)
+    longest = int((prompt + response).max(initial=0))
+    if longest > limits.tokens:
+        raise ValueError(
+            f"a group of {longest} tokens, which must stay in one row, does not fit a row of "
+            f"{limits.tokens}; raise training.row_tokens"
+        )
+    pieces = Lengths(prompt, response, np.arange(len(groups)), lengths.site[first])
+    whole = RowLimits(limits.tokens, limits.sequences // limits.group_size, shared=False)
+    found = assign(pieces, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
+    members: list[list[int]] = [[] for _ in groups]
+    for i, g in enumerate(number.tolist()):
+        members[g].append(i)
+    rows = (tuple(sorted(i for piece in row for i in members[piece])) for row in found.rows)
+    return Assignment(tuple(rows), found.rank)
 
 
 def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]:

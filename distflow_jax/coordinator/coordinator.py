@@ -8,6 +8,7 @@ moves, each with each. N samples of this process; K mini-batches, R rows, L toke
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
-from distflow_jax.types import Edge, Layout, hosts_of
+from distflow_jax.types import KEEP, Edge, Layout, hosts_of
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")
@@ -46,6 +47,19 @@ class CoordinatorConfig:
                 "coordinator.balance_threshold must be at least 0 and below 1, got "
                 f"{self.balance_threshold}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A step before its responses are packed. `columns` have an entry per response of this process,
+    and so have `values`, except where hosts share a sampler (Coordinator.is_shared)."""
+
+    values: dict[Value, Sequence[Any]]
+    columns: dict[str, Sequence[Any]]
+    sources: dict[str, str | None]
+    dims: dict[str, int]
+    counters: np.ndarray  # int64, of the prompt of each response of this process's sampler
+    own: np.ndarray  # int64 [N], which of these are this process's
 
 
 class Coordinator:
@@ -87,32 +101,80 @@ class Coordinator:
         self._received: dict[Value, dict[int, Any]] = {}  # entries that came from others
         self._fetched: dict[Value, list[Layout]] = {}  # for which layouts they came
         self._placements: dict[Layout, Placement] = {}
+        self._dims: dict[str, int] = {}  # of an entry of each column
+        self._counters = np.zeros(0, np.int64)  # of the prompt of each response of the sampler
+        self._own = np.zeros(0, np.int64)  # which of these are this process's
         self._shares: Shares | None = None
         self._rows: dict[Layout, Rows] = {}
         self.traffic: dict[str, Traffic] = {}  # of this step and process, by field
 
-    def begin(self, prompts: Sequence[Prompt], num_samples: int) -> None:
-        """Starts a step: every column from here on has one entry per (prompt, sample).
+    def begin(self, given: Mapping[str, Sequence[Any]]) -> None:
+        """Starts a step with what the loader gives: "prompt", and whatever else, by its name.
 
-        `prompts` are those that this process's sampler answers; where k hosts share a sampler, all
-        of them are given the same.
+        Every column has one entry per response of this process's sampler, those to one prompt next
+        to each other; where k hosts share a sampler, all of them are given the same.
         """
         self._clear()
         hosts = hosts_of(self._writers[None])
+        self._counters = np.array([prompt.counter for prompt in given["prompt"]], np.int64)
+        groups = [len(list(same)) for _, same in itertools.groupby(self._counters)]
+        ends = np.cumsum([0, *groups])
         member = self._me % hosts
-        first, last = (len(prompts) * (member + i) // hosts * num_samples for i in range(2))
-        self._own = slice(first, last)
-        self.put(None, "prompt", [p for p in prompts for _ in range(num_samples)])
+        first, last = (int(ends[len(groups) * (member + i) // hosts]) for i in range(2))
+        self._own = np.arange(first, last)
+        for field, column in given.items():
+            self.put(None, field, column)
 
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Takes what `source` wrote."""
+        if field == KEEP:
+            self._select(self._owned(source, field, value))
+            return
         self._values[source, field] = value
         self._forget((source, field))  # of an earlier write in this step
         if not isinstance(value, jax.Array | Rows):
             assert field not in STRUCTURE or self._shares is None, f"{field} came after packing"
             own = self._owned(source, field, value)
-            assert len(own), "every process samples something: its shape tells a column's kind"
+            if len(own):
+                self._dims[field] = np.ndim(own[0])
             self._columns[field], self._sources[field] = own, source
+
+    def _select(self, keep: Sequence[int]) -> None:
+        """Goes on with the chosen responses of this process."""
+        assert self._shares is None, f"{KEEP} came after packing"
+        rank = np.asarray(keep, np.int64)
+        _, place = np.unique(self._counters[self._own], return_inverse=True)
+        first = np.full(place.max(initial=-1) + 1, len(rank))
+        np.minimum.at(first, place, np.arange(len(rank)))
+        order = np.lexsort((rank, first[place]))  # groups stay in their order
+        chosen = order[rank[order] > 0]
+        self._own = self._own[chosen]
+        for value, column in self._values.items():
+            if not self.is_shared(value):
+                self._values[value] = take(column, chosen)
+            self._forget(value)
+        self._columns = {field: take(column, chosen) for field, column in self._columns.items()}
+
+    def snapshot(self) -> "Snapshot":
+        """What there is in this step so far. Only before responses are packed."""
+        assert self._shares is None, "a step cannot be taken apart after packing"
+        return Snapshot(
+            dict(self._values), self._columns, self._sources, self._dims, self._counters, self._own
+        )
+
+    def resume(self, snapshot: "Snapshot") -> None:
+        """Goes on with this in place of what there is."""
+        self._clear()
+        for field in dataclasses.fields(Snapshot):
+            setattr(self, f"_{field.name}", getattr(snapshot, field.name))
+
+    def is_shared(self, value: Value) -> bool:
+        """Whether a column has the entries of all hosts of a sampler, rather than one's own."""
+        return hosts_of(self._writers[value[0]]) > 1
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """The columns of this process's responses, as last written."""
+        return dict(self._columns)
 
     def get(self, edge: Edge) -> Any:
         """The value in the layout that the reader asks for."""
@@ -186,12 +248,11 @@ class Coordinator:
     def _owned(self, source: str | None, field: str, value: Sequence[Any]) -> Sequence[Any]:
         """The part of a host column that this process answers for."""
         if hosts_of(self._writers[source]) > 1:
-            value = value[self._own]
-        expected = self._own.stop - self._own.start
-        if len(value) != expected:
+            return take(value, self._own)
+        if len(value) != len(self._own):
             raise ValueError(
                 f"field {field!r} written by {source!r} has {len(value)} entries, one per response "
-                f"is {expected}"
+                f"is {len(self._own)}"
             )
         return value
 
@@ -286,6 +347,7 @@ class Coordinator:
         )
         return Sequences(
             group=[int(g) for g in self.shares.group[needed]],
+            sample=[int(n) for n in self.shares.sample[needed]],
             prompt=[_payload(p) for p in prompt],
             response=response,
             response_mask=mask,
@@ -304,7 +366,7 @@ class Coordinator:
                 rows = batch_lib.to_rows(self._sequences(layout), placement)
                 self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
             return self._rows[layout]
-        dims = np.ndim(self._columns[edge.field][0])
+        dims = self._dims_of(edge.field)
         if dims > 1:
             raise ValueError(
                 f"field {edge.field!r} has {dims}-dimensional entries, and rows hold one number "
@@ -317,6 +379,13 @@ class Coordinator:
             packed = batch_lib.token_field(self._outline(layout), placement, entries)
         return self._place(packed, layout)
 
+    def _dims_of(self, field: str) -> int:
+        """Dimensions of a column's entries, also where this process has none."""
+        dims = self._dims.get(field, -1)
+        if len(np.unique(self.shares.home)) < self._count:
+            dims = int(processes.all_gather_ints(np.int32(dims)).max())
+        return max(dims, 0)
+
     def _outline(self, layout: Layout) -> Sequences:
         """Sequences of this process's rows, whose values do not matter."""
         shares = self.shares
@@ -325,6 +394,7 @@ class Coordinator:
         tokens = np.zeros(int(max(prompt.max(initial=0), response.max(initial=0))), np.int32)
         return Sequences(
             group=[int(g) for g in shares.group[needed]],
+            sample=[int(n) for n in shares.sample[needed]],
             prompt=[tokens[:n] for n in prompt],
             response=[tokens[:n] for n in response],
             response_mask=[tokens[:n] > 0 for n in response],
@@ -381,6 +451,11 @@ class Coordinator:
         came = self._swap(field, dict.fromkeys(others, blob), others)
         parts = (own if p == self._me else codec.decode(came[p]) for p in group)
         return [entry for part in parts for entry in part]
+
+
+def take(column: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
+    """The entries of a column at these places."""
+    return column[index] if isinstance(column, np.ndarray) else [column[i] for i in index]
 
 
 def _payload(entry: Any) -> Any:

@@ -46,6 +46,9 @@ class PromptEncoder(Protocol):
     def encode_prompt(self, prompt: str | list[Message]) -> tuple[str, np.ndarray]:
         """Text as the model sees it, and its tokens, int32 [P]."""
 
+    def encode_answer(self, prompt: str | list[Message], answer: str | list[Message]) -> np.ndarray:
+        """Tokens of an answer with the end of its turn, int32 [T]."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerShare:
@@ -83,14 +86,19 @@ class Loader:
         *,
         seed: int,
         share: SamplerShare | None = None,
+        answers: int = 0,
+        max_answer: int = 0,
     ):
+        """`answers`: how many of each row's are read (1: `chosen`; 2: `rejected` too), of up to
+        `max_answer` tokens."""
+        self._answers, self._max_answer = answers, max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._config = config
         self._seed = seed
         self._share = share or SamplerShare()
         self.position = 0
-        self.rows = _rows_in_limit(dataset, tokenizer, config)
+        self.rows = self._rows_in_limit()
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset))
         order = grain.MapDataset.range(len(self.rows))
@@ -194,32 +202,62 @@ class Loader:
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
             expected_length=expected_length,
+            answers=tuple(a[: self._max_answer] for a in self._encoded_answers(row)),
         )
 
+    def _encoded_answers(self, row: int) -> list[np.ndarray]:
+        """Tokens of the row's answers that are wanted: the better one, and the worse one."""
+        if not self._answers:
+            return []
+        example = self._dataset[row]
+        named = {"chosen": example.chosen, "rejected": example.rejected}
+        encoded = []
+        for column, answer in list(named.items())[: self._answers]:
+            if answer is None:
+                raise ValueError(
+                    f"{self._dataset.name}, row {row + 1}: has no {column!r} answer, which this "
+                    "dag trains on; give rows with prompt and completion or messages (one answer), "
+                    "or with prompt, chosen and rejected (a pair)"
+                )
+            encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
+        return encoded
 
-def _rows_in_limit(dataset: Dataset, tokenizer: PromptEncoder, config: DataConfig) -> np.ndarray:
-    # Over the whole data set, before it is divided: were each process to drop from its own share,
-    # they would run out at different steps, and wait for each other forever.
-    rows = np.arange(len(dataset), dtype=np.int64)
-    if config.overlong == "truncate_left":
-        return rows
-    lengths = np.fromiter(
-        (len(tokenizer.encode_prompt(dataset[row].prompt)[1]) for row in range(len(dataset))),
-        np.int64,
-        len(dataset),
-    )
-    overlong = lengths > config.max_prompt_length
-    if config.overlong == "error" and overlong.any():
-        row = int(overlong.argmax())
-        raise ValueError(
-            f"{dataset.name}, row {row + 1}: the prompt has {lengths[row]} tokens, more than "
-            f"data.max_prompt_length {config.max_prompt_length} ({overlong.sum()} of "
-            f"{len(dataset)} rows do, the longest {lengths.max()}); raise that, or set "
-            "data.overlong to drop or truncate_left"
+    def _rows_in_limit(self) -> np.ndarray:
+        # Over the whole data set, before it is divided: were each process to drop from its own
+        # share, they would run out at different steps, and wait for each other forever.
+        dataset, config = self._dataset, self._config
+        rows = np.arange(len(dataset), dtype=np.int64)
+        if config.overlong == "truncate_left" and not self._answers:
+            return rows
+        prompts, answers = np.array([self._lengths(row) for row in rows], np.int64).T
+        if config.overlong == "truncate_left":
+            return rows
+        limits = (
+            ("prompt", prompts, "data.max_prompt_length", config.max_prompt_length),
+            ("answer", answers, "rollout.max_response_length", self._max_answer),
         )
-    if overlong.all():
-        raise ValueError(
-            f"{dataset.name}: all {len(dataset)} prompts have more tokens than "
-            f"data.max_prompt_length {config.max_prompt_length}, the shortest {lengths.min()}"
-        )
-    return rows[~overlong]
+        for what, lengths, name, limit in limits[: 2 if self._answers else 1]:
+            overlong = lengths > limit
+            if config.overlong == "error" and overlong.any():
+                row = int(overlong.argmax())
+                raise ValueError(
+                    f"{dataset.name}, row {row + 1}: the {what} has {lengths[row]} tokens, more "
+                    f"than {name} {limit} ({overlong.sum()} of {len(dataset)} rows do, the longest "
+                    f"{lengths.max()}); raise that, or set data.overlong to drop or truncate_left"
+                )
+            if overlong.all():
+                raise ValueError(
+                    f"{dataset.name}: all {len(dataset)} {what}s have more tokens than {name} "
+                    f"{limit}, the shortest {lengths.min()}"
+                )
+        keep = prompts <= config.max_prompt_length
+        if self._answers:
+            keep &= answers <= self._max_answer
+        if not keep.any():
+            raise ValueError(f"{dataset.name}: no row has a prompt and answers within the limits")
+        return rows[keep]
+
+    def _lengths(self, row: int) -> tuple[int, int]:
+        """Tokens of a row's prompt, and of its longest answer that is wanted."""
+        prompt = len(self._tokenizer.encode_prompt(self._dataset[row].prompt)[1])
+        return prompt, max((len(a) for a in self._encoded_answers(row)), default=0)

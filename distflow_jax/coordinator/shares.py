@@ -41,6 +41,7 @@ class Shares:
     processes: int
     home: np.ndarray  # the process that sampled it
     group: np.ndarray  # number of its prompt within the step
+    sample: np.ndarray  # number of the response among those to its prompt
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
     minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
@@ -58,8 +59,9 @@ class Shares:
     ) -> "Shares":
         """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
         ranks = data_ranks(plan.primary)
-        group = counter % plan.prompts_per_step
-        mini = group * plan.mini_batches // plan.prompts_per_step
+        _, first, group = np.unique(counter, return_index=True, return_inverse=True)
+        sample = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
+        mini = group * plan.mini_batches // max(1, group.max(initial=0) + 1)
         # processes that share a data rank are one site
         sites = min(ranks, processes)
         ranks_of_site = [list(ranks_of_process(ranks, sites, s)) for s in range(sites)]
@@ -76,7 +78,7 @@ class Shares:
             )
             rows = tuple(tuple(int(chosen[i]) for i in row) for row in found.rows)
             minis.append(Assignment(rows, found.rank))
-        return cls(plan, processes, home, group, prompt, response, tuple(minis))
+        return cls(plan, processes, home, group, sample, prompt, response, tuple(minis))
 
     def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
         """The K assignments for a mesh layout: the same rows, dealt over its ranks."""

@@ -20,11 +20,12 @@ class StepTable:
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
     finished: np.ndarray  # 1 or 0
-    score: np.ndarray
+    score: np.ndarray  # NaN where nothing is scored
 
 
 def gather_table(samples: Samples) -> StepTable:
     """Every process's samples, the same table on each. Collective."""
+    nothing = np.full(len(samples), np.nan)
     local = np.array(
         [
             [p.counter, sample, len(p.tokens), len(r), float(done), float(score)]
@@ -32,8 +33,8 @@ def gather_table(samples: Samples) -> StepTable:
                 samples.prompt,
                 samples.sample,
                 samples.response,
-                samples.fields["finished"],
-                samples.fields["score"],
+                samples.fields.get("finished", nothing),
+                samples.fields.get("score", nothing),
                 strict=True,
             )
         ],
@@ -49,10 +50,9 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank."""
     total = table.prompt + table.response
     return {
-        **summarize("critic/score", table.score),
-        **summarize("critic/rewards", table.score),
+        **summarize("critic/score", table.score[~np.isnan(table.score)]),
         **summarize("response_length", table.response),
-        "response_length/clip_ratio": float(1.0 - table.finished.mean()),
+        "response_length/clip_ratio": float(1.0 - table.finished.mean()) if len(total) else 0.0,
         **summarize("prompt_length", table.prompt),
         **summarize("global_seqlen", total),
         "global_seqlen/balanced_min": float(tokens_per_rank.min()),

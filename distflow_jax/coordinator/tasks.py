@@ -57,7 +57,7 @@ class Arithmetic:
     @property
     def fingerprint(self) -> str:
         """Hash of all options: the rows are a function of them."""
-        return hashlib.sha256(f"arithmetic 1 {dataclasses.astuple(self)}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"arithmetic 2 {dataclasses.astuple(self)}".encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
         return self.size
@@ -77,7 +77,14 @@ class Arithmetic:
             ground_truth=str(value_of(problem)),
             extra_info={"index": row, "problem": problem},
             ability="math",
+            chosen=str(value_of(problem)),
+            rejected=str(value_of(problem) + self._mistake(row)),
         )
+
+    def _mistake(self, row: int) -> int:
+        """By how much the worse answer is off: -9 to 9, not 0."""
+        word = next(_random_words(f"{self.seed}/{row}/mistake", 1)) % 18
+        return word - 9 if word < 9 else word - 8
 
     def problem(self, row: int) -> str:
         """The first problem of this row's random stream that belongs to this split."""

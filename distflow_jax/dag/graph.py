@@ -1,36 +1,30 @@
-"""The DAG as data: nodes, graphs, their YAML form, and the checks that need nothing but the graph.
+"""The DAG as data: nodes, regions, graphs, and the checks that need nothing but the graph.
 
 A node is one thing that happens to a batch. Its `deps` say after what; its `reads` and `writes` say
-which fields go in and come out. What it does is a stage, which lives elsewhere.
+which fields go in and come out. What it does is a stage, which lives elsewhere. docs/dag.md is the
+language's reference.
 """
 
 import dataclasses
-import difflib
 import json
-import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import yaml
+from distflow_jax.hints import hint
 
 ROLES = ("ACTOR", "CRITIC", "REFERENCE", "REWARD", "ROLLOUT")
 TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE")
 SCOPES = ("sample", "group", "batch")  # narrow to wide: what a node needs before it can start
+# what the loader gives for each row of the data set, and how many responses that is
+DATA = {
+    "prompts": ("prompt",),
+    "demonstrations": ("prompt", "response", "response_mask", "finished"),
+    "preferences": ("prompt", "response", "response_mask", "finished"),
+}
 
+_FUNCTION = re.compile(r"[A-Za-z_]\w*|[^:]+:[^:]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]*")
-
-
-def hint(name: Any, choices: Collection[str]) -> str:
-    """What to write instead of an unknown name: the nearest choice, and all of them if few."""
-    choices = sorted(choices)
-    known = ", ".join(choices) or "none"
-    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
-    if not near:
-        return f"known: {known}"
-    if len(choices) > 8:
-        return f"did you mean {near[0]!r}?"
-    return f"did you mean {near[0]!r}? known: {known}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +62,10 @@ class Node:
 
     `reads` and `writes` are given as a list of fields, or as a map {name inside the stage: field}
     so that two nodes with one stage can use different fields; they are kept as maps, in the order
-    given. `deps` are kept sorted. `model` names an instance where a role occurs more than once.
-    `fn` ("module:function") replaces the stage that role and type would give. `options` are plain
-    JSON values, handed to the stage.
+    given. `may_read` lists, in the same way, what is read only where the run needs it (see
+    Graph.settle). `deps` are kept sorted. `model` names an instance where a role occurs more than
+    once. `fn` ("module:function", or the name of a built-in stage) replaces the stage that role and
+    type would give. `options` are plain JSON values, handed to the stage.
     """
 
     id: str
@@ -84,6 +79,7 @@ class Node:
     when: When | Mapping[str, int] | None = None
     fn: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    may_read: Mapping[str, str] | Iterable[str] = ()
 
     def __post_init__(self):
         if not isinstance(self.id, str) or not _NAME.fullmatch(self.id):
@@ -97,11 +93,18 @@ class Node:
                 raise self._error(f"unknown {key} {given!r} ({hint(given, choices)})")
         if self.model is not None:
             self._check_name("model", self.model)
-        if self.fn is not None and not (isinstance(self.fn, str) and ":" in self.fn[1:-1]):
-            raise self._error(f"fn must be 'module:function', got {self.fn!r}")
+        if self.fn is not None and not (isinstance(self.fn, str) and _FUNCTION.fullmatch(self.fn)):
+            raise self._error(
+                f"fn must be 'module:function', 'file.py:function' or the name of a built-in "
+                f"stage, got {self.fn!r}"
+            )
         object.__setattr__(self, "deps", tuple(sorted(self._names("deps", self.deps))))
         object.__setattr__(self, "reads", self._fields("reads", self.reads))
         object.__setattr__(self, "writes", self._fields("writes", self.writes))
+        object.__setattr__(self, "may_read", self._fields("may_read", self.may_read))
+        for name in self.may_read:
+            if name in self.reads:
+                raise self._error(f"reads {name!r}, and may read it: name it once")
         if len(set(self.writes.values())) < len(self.writes):
             raise self._error(f"writes one field under two names: {self.writes}")
         object.__setattr__(self, "when", self._when())
@@ -111,6 +114,16 @@ class Node:
     def condition(self) -> When:
         """`when`, with its default: always."""
         return self.when or ALWAYS
+
+    def settle(self, wanted: Collection[str] | None) -> "Node":
+        """The node that reads what it may read, of that only what is `wanted` (names inside).
+
+        None takes all.
+        """
+        if not self.may_read:
+            return self
+        taken = {k: v for k, v in self.may_read.items() if wanted is None or k in wanted}
+        return dataclasses.replace(self, reads={**self.reads, **taken}, may_read=())
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"node {self.id!r}: {message}")
@@ -169,22 +182,83 @@ def _string_keys(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Region:
+    """Nodes that run again, with the next prompts, until enough groups are worth training on.
+
+    After each round `until` ("informative", or "module:function") says of every response of the
+    round whether its group stays; of the groups that stay over all rounds and processes, the first
+    `data.prompts_per_step` by prompt index make up the step. After `max_rounds` rounds the step
+    goes on with those that there are.
+    """
+
+    nodes: Iterable[str]
+    until: str
+    max_rounds: int = 10
+
+    def __post_init__(self):
+        nodes = self.nodes
+        if isinstance(nodes, str) or not isinstance(nodes, Iterable):
+            raise ValueError(f"region: nodes must be a list of node ids, got {nodes!r}")
+        object.__setattr__(self, "nodes", tuple(sorted(nodes)))
+        if not self.nodes:
+            raise ValueError("region: nodes must name at least one node")
+        if not isinstance(self.until, str) or not self.until:
+            raise ValueError(
+                f"region {list(self.nodes)}: until must be a name or 'module:function', got "
+                f"{self.until!r}"
+            )
+        least = isinstance(self.max_rounds, int) and not isinstance(self.max_rounds, bool)
+        if not least or self.max_rounds < 1:
+            raise ValueError(
+                f"region {list(self.nodes)}: max_rounds must be an integer of at least 1, got "
+                f"{self.max_rounds!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
-    """Nodes that form a DAG: ids are unique, deps exist, and there is no cycle."""
+    """Nodes that form a DAG: ids are unique, deps exist, and there is no cycle.
+
+    `data` says what a row of the data set is here: a prompt to answer ("prompts"), a prompt with
+    its answer ("demonstrations"), or with a better and a worse one ("preferences"); DATA lists the
+    fields that the loader gives. `settings` are config values that belong to the algorithm, e.g.
+    {"algorithm.clip_high": 0.28}: defaults, which config and command line override. `regions` has
+    one entry at most.
+    """
 
     name: str
     nodes: Iterable[Node]
+    regions: Iterable[Region] = ()
+    data: str = "prompts"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"graph name must be a non-empty string, got {self.name!r}")
         object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "regions", tuple(self.regions))
         if not self.nodes:
             raise ValueError(f"graph {self.name!r} has no nodes")
-        ids = [node.id for node in self.nodes]
+        if self.data not in DATA:
+            raise ValueError(
+                f"graph {self.name!r}: unknown data {self.data!r} ({hint(self.data, DATA)})"
+            )
+        if not isinstance(self.settings, Mapping) or not all(
+            isinstance(key, str) for key in self.settings
+        ):
+            raise ValueError(
+                f"graph {self.name!r}: settings must be a map of config keys, got {self.settings!r}"
+            )
+        self._check_nodes()
+        self._check_regions()
+
+    def _check_nodes(self) -> None:
+        ids: set[str] = set()
         for node in self.nodes:
-            if ids.count(node.id) > 1:
+            if node.id in ids:
                 raise ValueError(f"node {node.id!r} occurs twice: give each node its own id")
+            ids.add(node.id)
+        for node in self.nodes:
             for dep in node.deps:
                 if dep not in ids:
                     raise ValueError(f"node {node.id!r}: unknown dep {dep!r} ({hint(dep, ids)})")
@@ -195,32 +269,74 @@ class Graph:
                 "(each waits for the next; remove one of these deps)"
             )
 
-    @classmethod
-    def from_yaml(cls, text_or_path: str | pathlib.Path) -> "Graph":
-        """Reads a graph from YAML text, or from a file if it is given as a Path or as one line.
+    def _check_regions(self) -> None:
+        if len(self.regions) > 1:
+            raise ValueError(
+                f"graph {self.name!r} has {len(self.regions)} regions: a step's prompts are drawn "
+                "by one; put their nodes into one region"
+            )
+        by_id = {node.id: node for node in self.nodes}
+        for region in self.regions:
+            for name in region.nodes:
+                if name not in by_id:
+                    raise ValueError(f"region: unknown node {name!r} ({hint(name, by_id)})")
+                if by_id[name].when is not None:
+                    raise ValueError(f"node {name!r}: has a 'when' inside a region: take one out")
+                outside = sorted(set(by_id[name].deps) - set(region.nodes))
+                if outside:
+                    raise ValueError(
+                        f"node {name!r}: is in a region and waits for {outside[0]!r} outside of "
+                        "it, which runs once while the region runs again with other prompts: add "
+                        f"{outside[0]!r} to the region, or take {name!r} out of it"
+                    )
 
-        Raises FileNotFoundError if there is no such file, ValueError on anything else.
+    def settle(self, wanted: Mapping[str, Collection[str]] | None = None) -> "Graph":
+        """The graph without the optional reads that a run does not want, and what fed them alone.
+
+        `wanted`: node id -> names inside that are wanted, for the nodes that have optional reads;
+        None takes them all. A node goes if it trains nothing, and somebody read it only as an
+        option that was not taken. Other nodes then no longer wait for it, but for what it waited
+        for.
         """
-        if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
-            path = pathlib.Path(text_or_path)
-            if not path.is_file():
-                raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
-            text, where = path.read_text(encoding="utf-8"), str(path)
-        else:
-            text, where = text_or_path, "graph"
-        try:
-            return _graph_from_tree(yaml.load(text, _Loader))
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f", line {mark.line + 1}" if mark else ""
-            raise ValueError(f"{where}{line}: {getattr(error, 'problem', error)}") from error
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        settled = [
+            node.settle(None if wanted is None else wanted.get(node.id, ())) for node in self.nodes
+        ]
+        unread = {field for node in self.nodes for field in node.may_read.values()}
+        gone: dict[str, tuple[str, ...]] = {}
+        while True:
+            kept = [node for node in settled if node.id not in gone]
+            read = {field for node in kept for field in node.reads.values()}
+            dropped = [
+                node
+                for node in kept
+                if node.type != "MODEL_TRAIN"
+                and node.writes
+                and not read & set(node.writes.values())
+                and unread & set(node.writes.values())
+            ]
+            if not dropped:
+                break
+            gone |= {node.id: node.deps for node in dropped}
+        if not gone and settled == list(self.nodes):
+            return self
+        nodes = [_without(node, gone) for node in settled if node.id not in gone]
+        regions = [
+            dataclasses.replace(region, nodes=[n for n in region.nodes if n not in gone])
+            for region in self.regions
+        ]
+        return dataclasses.replace(self, nodes=nodes, regions=regions)
 
-    def to_yaml(self) -> str:
-        """The graph as YAML; keys that have their default are left out. from_yaml reads it back."""
-        tree = {"name": self.name, "nodes": [_node_tree(node) for node in self.nodes]}
-        return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+
+def _without(node: Node, gone: Mapping[str, Iterable[str]]) -> Node:
+    """The node waiting, in place of nodes that are gone, for what these waited for."""
+    deps, pending = set(), list(node.deps)
+    while pending:
+        dep = pending.pop()
+        if dep in gone:
+            pending.extend(gone[dep])
+        else:
+            deps.add(dep)
+    return dataclasses.replace(node, deps=deps) if deps != set(node.deps) else node
 
 
 def find_cycle(deps: Mapping[str, Iterable[str]]) -> list[str]:
@@ -239,76 +355,3 @@ def find_cycle(deps: Mapping[str, Iterable[str]]) -> list[str]:
                 path.append(following)
                 pending.append(iter(sorted(deps[following])))
     return []
-
-
-def _graph_from_tree(tree: Any) -> Graph:
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
-    _check_keys("graph", tree, [field.name for field in dataclasses.fields(Graph)], 2)
-    if not isinstance(tree["nodes"], list):
-        raise ValueError(f"graph: nodes must be a list, got {tree['nodes']!r}")
-    keys = [field.name for field in dataclasses.fields(Node)]
-    for place, entry in enumerate(tree["nodes"], 1):
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"node number {place} must be a map, got {entry!r}")
-        name = repr(entry["id"]) if "id" in entry else f"number {place}"
-        _check_keys(f"node {name}", entry, keys, 3)
-    return Graph(tree["name"], [Node(**entry) for entry in tree["nodes"]])
-
-
-def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int) -> None:
-    for key in entry:
-        if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r} ({hint(key, known)})")
-    for key in known[:num_required]:
-        if key not in entry:
-            raise ValueError(f"{where}: {key!r} is missing")
-
-
-def _node_tree(node: Node) -> dict[str, Any]:
-    defaults = Node(node.id, node.role, node.type)
-    tree = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.name not in ("id", "role", "type") and value == getattr(defaults, field.name):
-            continue
-        if field.name in ("reads", "writes") and all(k == v for k, v in value.items()):
-            value = list(value)
-        elif field.name == "deps":
-            value = list(value)
-        elif field.name == "when":
-            value = dataclasses.asdict(value)
-        tree[field.name] = value
-    return tree
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML, in which a key given twice is an error rather than a silent overwrite."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.tag != "tag:yaml.org,2002:str":
-                problem = f"key {key.value!r} must be a string: quote it"
-            elif key.value in seen:
-                problem = f"key {key.value!r} is given twice"
-            else:
-                seen.add(key.value)
-                continue
-            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what _Loader reads."""
-
-
-# YAML 1.1 reads 1e-6 as a string, which no one who writes a learning rate means
-for _yaml_class in (_Loader, _Dumper):
-    _yaml_class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )

@@ -4,6 +4,7 @@
 on the hash seed: all processes compute it for themselves and compare digests at start.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -11,8 +12,9 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, hint
-from distflow_jax.types import Edge, Layout, move_between
+from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
+from distflow_jax.hints import hint
+from distflow_jax.types import KEEP, Edge, Layout, move_between
 
 HOST = Layout("host")
 
@@ -54,13 +56,20 @@ class Task:
 class Plan:
     """Tasks in the order in which every process runs them, and the device tasks that may be fused.
 
-    `given` are the fields that the loader gives, with the layout in which it gives them.
+    `given` are the fields that the loader gives, with the layout in which it gives them. The tasks
+    of `region`, where there is one, come first.
     """
 
     name: str
     given: tuple[tuple[str, Layout], ...]
     tasks: tuple[Task, ...]
     segments: tuple[tuple[Task, ...], ...]
+    region: Region | None = None
+
+    def split(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """(tasks of the region, those after it)."""
+        inside = len(self.region.nodes) if self.region else 0
+        return self.tasks[:inside], self.tasks[inside:]
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text, on every process."""
@@ -69,6 +78,7 @@ class Plan:
             "given": [[name, dataclasses.asdict(layout)] for name, layout in self.given],
             "tasks": [task.to_tree() for task in self.tasks],
             "segments": [[task.node.id for task in segment] for segment in self.segments],
+            "region": dataclasses.asdict(self.region) if self.region else None,
         }
         return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
@@ -91,9 +101,16 @@ class Plan:
                 fields.setdefault(way, []).append(edge.field)
             reads += [(node.id, ", ".join(names), *way) for way, names in fields.items()]
         segments = " | ".join(" + ".join(t.node.id for t in part) for part in self.segments)
+        loop = ""
+        if self.region:
+            names = ", ".join(task.node.id for task in self.split()[0])
+            loop = (
+                f"again with the next prompts until enough groups are {self.region.until}, at most "
+                f"{self.region.max_rounds} times: {names}\n"
+            )
         return (
             f"plan {self.name}, digest {self.digest[:12]}\n\n{_table(nodes)}\n\n{_table(reads)}\n\n"
-            f"device segments: {segments or 'none'}\n"
+            f"{loop}device segments: {segments or 'none'}\n"
         )
 
 
@@ -104,52 +121,84 @@ def plan(
 ) -> Plan:
     """Orders the nodes of a graph and decides how each field travels.
 
-    `layouts` are keyed by role or by model instance; the instance wins. `given_fields` are what the
+    `layouts` are keyed by role, by "role type" or by model instance: the instance wins, then the
+    type (a REWARD may be a function on the host, or a model). `given_fields` are what the
     loader gives, on the host where no layout is named. Raises ValueError, with the node and what to
     change, for whatever would make the result depend on luck.
     """
     if not isinstance(given_fields, Mapping):
         given_fields = dict.fromkeys(given_fields, HOST)
-    depths = _depths(graph)
+    graph = graph.settle()
+    region = graph.regions[0] if graph.regions else None
     placed = {node.id: _layout_of(node, layouts) for node in graph.nodes}
-    order = sorted(graph.nodes, key=lambda node: _place(node, depths[node.id], placed[node.id]))
-    ancestors = _ancestors(order)
-    _check_states(order, ancestors, placed)
-    _check_writers(order, ancestors)
+    deps = _deps(graph, region)
+    depths = _depths(deps)
+    inside = set(region.nodes) if region else set()
 
-    edges: list[Edge] = []
+    def place(node: Node) -> tuple:
+        return (node.id not in inside, *_place(node, depths[node.id], placed[node.id]))
+
+    order = sorted(graph.nodes, key=place)
+    ancestors = _ancestors(order, deps)
+    _check_region(order[: len(inside)], placed)
+    _check_states(order, ancestors, placed)
+    users = _Users.of(order)
+    _check_writers(users, ancestors)
+    _check_keep(order, users, ancestors)
+
+    edges_in: dict[str, list[Edge]] = {}
+    edges_out = collections.defaultdict(list)
     for node in order:
+        edges_in[node.id] = []
         for field in sorted(set(node.reads.values())):
-            source = _source_of(node, field, order, ancestors, given_fields)
+            source = _source_of(node, field, users, ancestors, given_fields)
             start = given_fields[field] if source is None else placed[source]
             move = move_between(start, placed[node.id])
-            edges.append(Edge(field, source, node.id, start, placed[node.id], move))
-    frees = _last_uses(order, edges, given_fields)
+            edge = Edge(field, source, node.id, start, placed[node.id], move)
+            edges_in[node.id].append(edge)
+            edges_out[source].append(edge)
+    frees = _last_uses(order, edges_in, given_fields)
     tasks = tuple(
         Task(
             node=node,
             depth=depths[node.id],
-            state_key=_state_key(node),
+            state_key=state_key(node),
             layout=placed[node.id],
-            edges_in=tuple(edge for edge in edges if edge.target == node.id),
-            edges_out=tuple(edge for edge in edges if edge.source == node.id),
+            edges_in=tuple(edges_in[node.id]),
+            edges_out=tuple(edges_out[node.id]),
             frees=frees[node.id],
         )
         for node in order
     )
-    return Plan(graph.name, tuple(sorted(given_fields.items())), tasks, _segments(tasks))
+    given = tuple(sorted(given_fields.items()))
+    return Plan(graph.name, given, tasks, _segments(tasks), region)
 
 
 # -- order ------------------------------------------------------------------------------------
 
 
-def _depths(graph: Graph) -> dict[str, int]:
-    """The longest chain of deps above each node."""
-    depths: dict[str, int] = {}
-    while len(depths) < len(graph.nodes):  # ends, since the graph has no cycle
-        for node in graph.nodes:
-            if all(dep in depths for dep in node.deps):
-                depths[node.id] = 1 + max((depths[dep] for dep in node.deps), default=-1)
+def _deps(graph: Graph, region: Region | None) -> dict[str, set[str]]:
+    """What each node waits for: its deps and, outside of the region, all of the region."""
+    inside = set(region.nodes) if region else set()
+    # a region decides which prompts there are: all others come after it
+    return {n.id: {*n.deps} if n.id in inside else {*n.deps, *inside} for n in graph.nodes}
+
+
+def _depths(deps: Mapping[str, Collection[str]]) -> dict[str, int]:
+    """The longest chain of deps above each node; there is no cycle."""
+    waiting = {name: len(above) for name, above in deps.items()}
+    below: dict[str, list[str]] = {name: [] for name in deps}
+    for name, above in deps.items():
+        for dep in above:
+            below[dep].append(name)
+    depths = {name: 0 for name, count in waiting.items() if not count}
+    ready = list(depths)
+    for name in ready:
+        for following in below[name]:
+            depths[following] = max(depths.get(following, 0), depths[name] + 1)
+            waiting[following] -= 1
+            if not waiting[following]:
+                ready.append(following)
     return depths
 
 
@@ -159,10 +208,11 @@ def _place(node: Node, depth: int, layout: Layout) -> tuple:
     return place + (TYPES.index(node.type), node.model or "", node.id)
 
 
-def _ancestors(order: Iterable[Node]) -> dict[str, set[str]]:
+def _ancestors(order: Iterable[Node], deps: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     ancestors: dict[str, set[str]] = {}
     for node in order:
-        ancestors[node.id] = set(node.deps).union(*(ancestors[dep] for dep in node.deps))
+        above = deps[node.id]
+        ancestors[node.id] = set(above).union(*(ancestors[dep] for dep in above))
     return ancestors
 
 
@@ -170,11 +220,21 @@ def _ordered(a: Node, b: Node, ancestors: Mapping[str, set[str]]) -> bool:
     return a.id in ancestors[b.id] or b.id in ancestors[a.id] or a.id == b.id
 
 
+def _check_region(nodes: Iterable[Node], placed: Mapping[str, Layout]) -> None:
+    for node in nodes:
+        if placed[node.id].kind != "host":
+            raise ValueError(
+                f"node {node.id!r}: runs on {placed[node.id]}, and a region is of nodes on the "
+                "host (ROLLOUT, REWARD COMPUTE), before responses are packed: take it out"
+            )
+
+
 # -- layouts and states -----------------------------------------------------------------------
 
 
 def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:
-    for key in (node.model, node.role):
+    model = None if node.role == "ROLLOUT" else node.model  # whose weights it samples from
+    for key in (model, f"{node.role} {node.type}", node.role):
         if key in layouts:
             return layouts[key]
     wanted = node.role if node.model is None else f"{node.role} or model {node.model}"
@@ -184,7 +244,11 @@ def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:
     )
 
 
-def _state_key(node: Node) -> str:
+def state_key(node: Node) -> str:
+    """Which state a node's stage is handed."""
+    if node.role == "ROLLOUT" and node.type != "COMPUTE":
+        # not the model's own state: `model` says whose weights it samples from
+        return f"rollout:{node.model}" if node.model else "rollout"
     if node.model is not None:
         return node.model
     return node.id if node.type == "COMPUTE" else node.role.lower()
@@ -194,68 +258,97 @@ def _check_states(
     order: list[Node], ancestors: Mapping[str, set[str]], placed: Mapping[str, Layout]
 ) -> None:
     """One state lies in one place, and who trains it is ordered against who uses it."""
-    for i, a in enumerate(order):
-        for b in order[i + 1 :]:
-            key = _state_key(a)
-            if key != _state_key(b):
-                continue
-            own = [node for node in (a, b) if node.model is None and node.type == "COMPUTE"]
-            if own:
-                other = b if own[0] is a else a
-                raise ValueError(
-                    f"node {own[0].id!r}: its id is also the name of the model that node "
-                    f"{other.id!r} uses: rename the node"
-                )
-            if placed[a.id] != placed[b.id]:
-                raise ValueError(
-                    f"node {b.id!r}: model {key!r} would lie on {placed[b.id]}, but node {a.id!r} "
-                    f"has it on {placed[a.id]}: give {key!r} a layout of its own"
-                )
-            if "MODEL_TRAIN" in (a.type, b.type) and not _ordered(a, b, ancestors):
-                raise ValueError(
-                    f"node {b.id!r}: uses model {key!r} as node {a.id!r} does, one of them trains "
-                    f"it, and no dep says which comes first: add a dep between them"
-                )
+    by_key = collections.defaultdict(list)
+    for node in order:
+        by_key[state_key(node)].append(node)
+    for key, nodes in by_key.items():
+        for i, a in enumerate(nodes):
+            for b in nodes[i + 1 :]:
+                own = [node for node in (a, b) if node.model is None and node.type == "COMPUTE"]
+                if own:
+                    other = b if own[0] is a else a
+                    raise ValueError(
+                        f"node {own[0].id!r}: its id is also the name of the model that node "
+                        f"{other.id!r} uses: rename the node"
+                    )
+                if placed[a.id] != placed[b.id]:
+                    raise ValueError(
+                        f"node {b.id!r}: model {key!r} would lie on {placed[b.id]}, but node "
+                        f"{a.id!r} has it on {placed[a.id]}: give {key!r} a layout of its own"
+                    )
+                if "MODEL_TRAIN" in (a.type, b.type) and not _ordered(a, b, ancestors):
+                    raise ValueError(
+                        f"node {b.id!r}: uses model {key!r} as node {a.id!r} does, one of them "
+                        f"trains it, and no dep says which comes first: add a dep between them"
+                    )
 
 
 # -- fields -----------------------------------------------------------------------------------
 
 
-def _check_writers(order: list[Node], ancestors: Mapping[str, set[str]]) -> None:
-    """Whoever reads or writes a field is ordered against all others that write it."""
-    for writer in order:
-        for field in writer.writes.values():
-            for node in order:
-                does = "writes" if field in node.writes.values() else "reads"
-                if field not in (*node.writes.values(), *node.reads.values()):
-                    continue
-                if _ordered(node, writer, ancestors):
-                    continue
+def _check_keep(order: Iterable[Node], users: "_Users", ancestors: Mapping[str, set[str]]) -> None:
+    """Who decides which responses there are is ordered against all others."""
+    for writer in users.writers.get(KEEP, ()):
+        for node in order:
+            if not _ordered(node, writer, ancestors):
                 raise ValueError(
-                    f"node {node.id!r}: {does} {field!r}, which node {writer.id!r} writes, and no "
-                    f"dep says which comes first: add {writer.id!r} to the deps of {node.id!r}, or "
-                    "rename one of the fields"
+                    f"node {node.id!r}: node {writer.id!r} writes {KEEP!r}, which decides the "
+                    "responses there are, and no dep says which of the two comes first: add "
+                    f"{writer.id!r} to the deps of {node.id!r}"
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Users:
+    """Who writes and who reads each field, in plan order."""
+
+    writers: Mapping[str, list[Node]]
+    readers: Mapping[str, list[Node]]
+
+    @classmethod
+    def of(cls, order: Iterable[Node]) -> "_Users":
+        users = cls(collections.defaultdict(list), collections.defaultdict(list))
+        for node in order:
+            for field in node.writes.values():
+                users.writers[field].append(node)
+            for field in dict.fromkeys(node.reads.values()):
+                users.readers[field].append(node)
+        return users
+
+
+def _check_writers(users: _Users, ancestors: Mapping[str, set[str]]) -> None:
+    """Whoever reads or writes a field is ordered against all others that write it."""
+    for field, writers in users.writers.items():
+        for writer in writers:
+            for does, nodes in (("writes", writers), ("reads", users.readers[field])):
+                for node in nodes:
+                    if _ordered(node, writer, ancestors):
+                        continue
+                    raise ValueError(
+                        f"node {node.id!r}: {does} {field!r}, which node {writer.id!r} writes, and "
+                        f"no dep says which comes first: add {writer.id!r} to the deps of "
+                        f"{node.id!r}, or rename one of the fields"
+                    )
 
 
 def _source_of(
     node: Node,
     field: str,
-    order: list[Node],
+    users: _Users,
     ancestors: Mapping[str, set[str]],
     given_fields: Collection[str],
 ) -> str | None:
     """The last node upstream that writes the field; None if the loader gives it."""
-    upstream = [other for other in order if other.id in ancestors[node.id]]
-    writers = [other for other in upstream if field in other.writes.values()]
+    above = ancestors[node.id]
+    writers = [other for other in users.writers.get(field, ()) if other.id in above]
     if not writers and field in given_fields:
         return None
     if not writers:
-        later = [other.id for other in order if field in other.writes.values()]
+        later = users.writers.get(field)
         if later:
-            fix = f"it is written only later, by {later[0]!r}"
+            fix = f"it is written only later, by {later[0].id!r}"
         else:
-            written = {name for other in upstream for name in other.writes.values()}
+            written = {f for f, by in users.writers.items() if any(n.id in above for n in by)}
             fix = hint(field, written.union(given_fields))
         raise ValueError(
             f"node {node.id!r}: reads {field!r}, which neither the loader nor a node upstream "
@@ -271,12 +364,13 @@ def _source_of(
 
 
 def _last_uses(
-    order: list[Node], edges: list[Edge], given_fields: Collection[str]
+    order: list[Node], edges_in: Mapping[str, list[Edge]], given_fields: Collection[str]
 ) -> dict[str, tuple[tuple[str | None, str], ...]]:
     """Per node, the values nobody needs after it. What nobody reads goes where it is written."""
     last: dict[tuple[str | None, str], str] = {(None, f): order[0].id for f in given_fields}
     last |= {(node.id, field): node.id for node in order for field in node.writes.values()}
-    last |= {(edge.source, edge.field): edge.target for edge in edges}  # edges are in plan order
+    for node in order:
+        last |= {(edge.source, edge.field): node.id for edge in edges_in[node.id]}
     frees: dict[str, list[tuple[str | None, str]]] = {node.id: [] for node in order}
     for value in sorted(last, key=lambda value: (value[0] or "", value[1])):
         frees[last[value]].append(value)

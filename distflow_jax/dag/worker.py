@@ -1,11 +1,13 @@
 """The loop that walks one plan: get fields, call the stage, put fields, time it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distflow_jax.dag.planner import Plan, Task
 from distflow_jax.types import Edge, Metrics
+
+COUNTS = ("_calls", "/errors", "/timeouts")  # ends of metrics that add up over rounds
 
 # (state, fields by their name inside the stage, options) -> state, fields it writes, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, Any], Metrics]]
@@ -28,6 +30,13 @@ class Coordinator(Protocol):
         """Forgets the value: its last reader is done."""
 
 
+class Rounds(Protocol):
+    """Decides how often a region runs."""
+
+    def next(self) -> bool:
+        """Whether to run the region's nodes (again), with the next prompts."""
+
+
 class Spans(Protocol):
     """Times what happens inside a `with` block."""
 
@@ -42,17 +51,42 @@ def run_step(
     states: Mapping[str, Any],
     coordinator: Coordinator,
     spans: Spans,
+    rounds: Rounds | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
     """Runs every task of the plan that this step (counted from 1) asks for.
 
     `stages` are keyed by node id, `states` by Task.state_key; a stage without a state is handed
     None, and a state of None is not kept. Stages may donate what they are handed: use the states
     returned, never those passed in. What the loader gives is put before, with the source None.
+
+    The tasks of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
+    mean, and where its name ends in one of COUNTS the sum.
     """
     states = dict(states)
+    inside, after = plan.split()
+    per_round = []
+    while inside and rounds.next():
+        ran = {None}
+        per_round.append(_run(inside, step, stages, states, coordinator, spans, ran))
+    metrics = _mean_or_sum(per_round)
+    ran = {None, *(task.node.id for task in inside)}
+    measured = _run(after, step, stages, states, coordinator, spans, ran)
+    _merge(metrics, measured, after[0].node.id if after else "")
+    return states, metrics
+
+
+def _run(
+    tasks: Sequence[Task],
+    step: int,
+    stages: Mapping[str, Stage],
+    states: dict[str, Any],
+    coordinator: Coordinator,
+    spans: Spans,
+    ran: set[str | None],
+) -> Metrics:
+    """Runs tasks one after the other; updates `states` and `ran`, whose values there may be."""
     metrics: Metrics = {}
-    ran: set[str | None] = {None}
-    for task in plan.tasks:
+    for task in tasks:
         node = task.node
         if node.condition.active(step):
             with spans.span(node.id):
@@ -70,7 +104,16 @@ def run_step(
         for source, field in task.frees:
             if source in ran:
                 coordinator.free(source, field)
-    return states, metrics
+    return metrics
+
+
+def _mean_or_sum(per_round: Sequence[Metrics]) -> Metrics:
+    merged = {}
+    for name in dict.fromkeys(name for metrics in per_round for name in metrics):
+        values = [metrics[name] for metrics in per_round if name in metrics]
+        total = sum(values[1:], start=values[0])
+        merged[name] = total if name.endswith(COUNTS) else total / len(values)
+    return merged
 
 
 def _inputs(task: Task, coordinator: Coordinator) -> dict[str, Any]:

@@ -67,3 +67,33 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarModel:
+    """A decoder with one linear output for each token in place of the vocabulary's: a critic, a
+    reward model.
+
+    Parameters: {"trunk": those of the decoder, "head": [hidden_size]}. The trunk has no head of its
+    own, so its embeddings count as tied; `scalar_model` makes it from any decoder.
+    """
+
+    trunk: DecoderConfig
+    head_stddev: float = 0.0  # of the head at birth
+
+    def __post_init__(self):
+        assert self.trunk.tie_embeddings, "a trunk has no head of its own: use scalar_model"
+
+
+def scalar_model(decoder: DecoderConfig, *, head_stddev: float = 0.0) -> ScalarModel:
+    """The decoder's trunk with a scalar head.
+
+    A critic's head starts at 0, so that its first values are no noise; a reward model's with
+    `reward_head_stddev`. Huang et al. 2024 (arxiv.org/abs/2403.17031), sec. 3.
+    """
+    return ScalarModel(dataclasses.replace(decoder, tie_embeddings=True), head_stddev)
+
+
+def reward_head_stddev(decoder: DecoderConfig) -> float:
+    """1 / sqrt(hidden_size + 1), with which scores start at about 1 in size."""
+    return (decoder.hidden_size + 1) ** -0.5

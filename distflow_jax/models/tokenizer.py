@@ -124,6 +124,26 @@ class Tokenizer:
         text = self.render(prompt)
         return text, self.encode(text)
 
+    def encode_answer(self, prompt: str | Messages, answer: str | Messages) -> np.ndarray:
+        """Ids of an answer that was written beforehand, as the model would have sampled it.
+
+        int32 [T]; the last one is the end of the turn, by the chat template, or for a prompt that
+        is plain text the end token. Of an answer in messages the last one's content counts.
+        """
+        text = answer if isinstance(answer, str) else answer[-1]["content"]
+        if isinstance(prompt, str):
+            return np.append(self.encode(text), np.int32(self.stop_ids[0]))
+        start = self.render(prompt)
+        turn = {"role": "assistant", "content": text}
+        whole = self.render([*prompt, turn], add_generation_prompt=False)
+        if not whole.startswith(start):  # a template that writes the turn in another way
+            return np.append(self.encode(text), np.int32(self.stop_ids[-1]))
+        ids = self.encode(whole[len(start) :])
+        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
+        if not len(ends):
+            return np.append(ids, np.int32(self.stop_ids[-1]))
+        return ids[: ends[-1] + 1]  # what a template writes after the turn is not sampled
+
 
 def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"

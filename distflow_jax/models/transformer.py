@@ -7,7 +7,7 @@ and in what it keeps, never in the layers.
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from distflow_jax.models import rope
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import constrain, sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -33,9 +33,21 @@ class ParamSpec:
     stddev: float | None
 
 
-def param_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
-    """Every parameter of the network by its path. Projections back into the residual stream start
-    smaller by sqrt(2 layers), as in GPT-2 (Radford et al. 2019, sec. 2.3)."""
+Network = DecoderConfig | ScalarModel
+
+
+def param_specs(network: Network) -> dict[str, ParamSpec]:
+    """Every parameter of the network by its path."""
+    if isinstance(network, ScalarModel):
+        trunk = {f"trunk/{path}": spec for path, spec in _decoder_specs(network.trunk).items()}
+        size = network.trunk.hidden_size
+        return trunk | {"head": ParamSpec((size,), ("activation",), network.head_stddev)}
+    return _decoder_specs(network)
+
+
+def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
+    """Projections back into the residual stream start smaller by sqrt(2 layers), as in GPT-2
+    (Radford et al. 2019, sec. 2.3)."""
     std, back = 0.02, 0.02 / (2 * c.num_layers) ** 0.5
     layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
     d, f = c.hidden_size, c.mlp_size
@@ -65,13 +77,13 @@ def param_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
     return specs
 
 
-def param_shardings(config: DecoderConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
     specs = param_specs(config)
     return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
 
 
-def abstract_params(config: DecoderConfig) -> dict[str, Any]:
+def abstract_params(config: Network) -> dict[str, Any]:
     """Nested dict of float32 ShapeDtypeStructs, one per parameter."""
     specs = param_specs(config)
     return unflatten_dict({p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in specs.items()})
@@ -193,26 +205,27 @@ def bind(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
     return nnx.merge(graph, state)
 
 
-def init_params(config: DecoderConfig, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
+def init_params(config: Network, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
     """Random parameters, the same values whatever the mesh and the number of processes.
 
     Drawn on the host, one array at a time: the compiled form took 6 CPU-seconds to compile, at the
     start of every test and first experiment.
     """
 
-    def arrays():
-        for path, spec in param_specs(config).items():
-            if spec.stddev is None:
-                yield path, np.ones(spec.shape, np.float32)
-            else:
-                key = np.array([seed, zlib.crc32(path.encode())], np.uint64)
-                rng = np.random.Generator(np.random.Philox(key=key))
-                yield path, spec.stddev * rng.standard_normal(spec.shape, np.float32)
-
-    return place_params(config, arrays(), shardings)
+    return place_params(config, _random_arrays(param_specs(config), seed), shardings)
 
 
-def place_params(config: DecoderConfig, arrays: Any, shardings: dict[str, Any]) -> dict[str, Any]:
+def _random_arrays(specs: dict[str, ParamSpec], seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    for path, spec in specs.items():
+        if spec.stddev is None:
+            yield path, np.ones(spec.shape, np.float32)
+        else:
+            key = np.array([seed, zlib.crc32(path.encode())], np.uint64)
+            rng = np.random.Generator(np.random.Philox(key=key))
+            yield path, spec.stddev * rng.standard_normal(spec.shape, np.float32)
+
+
+def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dict[str, Any]:
     """Puts (path, host array) pairs on the devices, one array at a time.
 
     Every process passes the same full arrays and keeps its own shards only. Raises ValueError where
@@ -234,6 +247,21 @@ def place_params(config: DecoderConfig, arrays: Any, shardings: dict[str, Any]) 
     return unflatten_dict(placed)
 
 
-def num_params(config: DecoderConfig) -> int:
+def with_scalar_head(
+    params: dict[str, Any], model: ScalarModel, seed: int, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """A decoder's parameters as the trunk of `model`, with a fresh head.
+
+    `params` lie on `mesh` and are used as they are, not copied; a head for the vocabulary is left
+    out.
+    """
+    path, spec = "head", param_specs(model)["head"]
+    head = next(iter(_random_arrays({path: spec}, seed)))[1]
+    layout = param_shardings(model, mesh)[path]
+    placed = jax.make_array_from_callback(head.shape, layout, lambda index: head[index])
+    return {"trunk": {k: v for k, v in params.items() if k != "head"}, "head": placed}
+
+
+def num_params(config: Network) -> int:
     """Number of parameters."""
     return sum(int(np.prod(s.shape)) for s in param_specs(config).values())

@@ -30,7 +30,7 @@ class Phases:
         self._watchdog.progress(self.step, name)
         start, waited = time.perf_counter(), self._waited()
         try:
-            with self._spans.span(name, **args):
+            with self._spans.span(name, step=self.step, **args):
                 yield
         finally:
             work = time.perf_counter() - start - (self._waited() - waited)

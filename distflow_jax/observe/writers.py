@@ -1,4 +1,5 @@
-"""A run's folder: config.json, plan.txt, metrics.jsonl, stragglers.jsonl, tensorboard/, samples/.
+"""A run's folder: config.json, plan.{txt,svg,json}, metrics.jsonl, stragglers.jsonl, tensorboard/,
+samples/, report.html.
 
 metrics.jsonl holds one JSON object per step with "step" and the metrics by name. Floats are written
 with the digits that read back as the same float64. JSON has no NaN or infinity: they are written as
@@ -6,6 +7,7 @@ the strings "NaN", "Infinity" and "-Infinity", which Python's `float` takes; `re
 """
 
 import json
+import logging
 import math
 import os
 import pathlib
@@ -15,7 +17,11 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
+from distflow_jax.observe.report import report
+
 NON_FINITE = ("NaN", "Infinity", "-Infinity")
+
+log = logging.getLogger("distflow_jax")
 
 
 class RunWriter:
@@ -24,6 +30,7 @@ class RunWriter:
     `resume_step` is the step of the checkpoint that the run continues from, None at a fresh start.
     What an earlier, interrupted run wrote of later steps is dropped, so that each step appears
     once. For no step to be lost, write step k's metrics before its checkpoint is saved.
+    `report_every` steps, and at the end, report.html is made anew; 0: only at the end.
 
     Raises ValueError for a folder in an object store, which cannot be appended to.
     """
@@ -34,8 +41,10 @@ class RunWriter:
         *,
         enabled: bool = True,
         resume_step: int | None = None,
+        report_every: int = 0,
     ):
         self._enabled = enabled
+        self._report_every = report_every
         self._last_step = -1 if resume_step is None else resume_step
         if "://" in str(folder):
             raise ValueError(
@@ -64,10 +73,11 @@ class RunWriter:
             text = json.dumps(config, indent=2, allow_nan=False)
             write_atomic(self.folder / "config.json", text + "\n")
 
-    def plan(self, text: str) -> None:
-        """Writes plan.txt."""
-        if self._enabled:
-            write_atomic(self.folder / "plan.txt", text.rstrip() + "\n")
+    def plan(self, text: str, *, svg: str = "", tree: str = "") -> None:
+        """Writes plan.txt, and, if given, plan.svg (a picture) and plan.json (for programs)."""
+        for name, content in (("plan.txt", text), ("plan.svg", svg), ("plan.json", tree)):
+            if self._enabled and content:
+                write_atomic(self.folder / name, content.rstrip() + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends the line of one step, and the same to TensorBoard. Values are scalars.
@@ -87,6 +97,8 @@ class RunWriter:
             # TensorBoard takes no @: mean@8 goes as mean_8
             self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
         self._tensorboard.flush()
+        if self._report_every and step and step % self._report_every == 0:
+            self._report()
 
     def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
         """Appends a step's line of {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
@@ -102,10 +114,18 @@ class RunWriter:
             write_atomic(self.folder / "samples" / f"{step}.jsonl", text)
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Flushes and closes the files, and writes the report."""
         if self._enabled:
             self._file.close()
             self._tensorboard.close()
+            self._report()
+
+    def _report(self) -> None:
+        try:
+            write_atomic(self.folder / "report.html", report(self.folder))
+        except Exception:
+            # what has been trained must not be lost for a page about it; scripts/report.py makes it
+            log.warning("report.html could not be written", exc_info=True)
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -213,6 +214,11 @@ def all_gather_text(text: str) -> list[str]:
         return [part.decode() for part in _joined.peers.all_gather(text.encode())]
 
 
+def all_gather_json(value: Any) -> list[Any]:
+    """Every process's value, made of what JSON can hold, in the order of the processes."""
+    return [json.loads(text) for text in all_gather_text(json.dumps(value))]
+
+
 # -- agreement --------------------------------------------------------------------------------
 
 
@@ -223,13 +229,13 @@ def check_agreement(tables: Mapping[str, Mapping[str, str]]) -> None:
     are exchanged; only where these differ do the tables themselves travel.
     """
     digests = {name: _digest(table) for name, table in tables.items()}
-    gathered = [json.loads(text) for text in all_gather_text(json.dumps(digests))]
+    gathered = all_gather_json(digests)
     names = sorted({name for theirs in gathered for name in theirs})
     differing = [name for name in names if len({theirs.get(name) for theirs in gathered}) > 1]
     if not differing:
         return
     mine = {name: dict(tables.get(name, {})) for name in differing}
-    theirs = [json.loads(text) for text in all_gather_text(json.dumps(mine))]
+    theirs = all_gather_json(mine)
     parts = [describe_differences(name, [table[name] for table in theirs]) for name in differing]
     raise ValueError(
         f"processes differ in {'; '.join(parts)}. Start all of them with the same config, code and "

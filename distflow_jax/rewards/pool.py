@@ -37,9 +37,9 @@ class RewardConfig:
     num_workers: int = -1
     on_error: float = 0.0  # score where the function raises, hangs or crashes
     max_error_rate: float = 0.1  # of one step's responses; the run stops above it
-    overlong_buffer: int = (
-        0  # tokens before the length limit in which DAPO's penalty grows; 0 = off
-    )
+    # tokens before the length limit in which DAPO's penalty grows, or below 1 their share of that
+    # limit; 0 = off
+    overlong_buffer: float = 0.0
     overlong_penalty: float = 1.0  # that penalty at the length limit
     overlong_cap: bool = False  # that penalty is never below -1
 
@@ -57,11 +57,21 @@ class RewardConfig:
             raise ValueError(
                 f"reward.overlong_buffer must not be negative, got {self.overlong_buffer}"
             )
+        if self.overlong_buffer >= 1 and self.overlong_buffer != int(self.overlong_buffer):
+            raise ValueError(
+                "reward.overlong_buffer must be a whole number of tokens, or below 1 a share, got "
+                f"{self.overlong_buffer}"
+            )
         if self.num_workers == 0 and self.function not in QUICK:
             raise ValueError(
                 f"reward.num_workers 0 is for {', '.join(sorted(QUICK))}; {self.function!r} may "
                 "hang or crash and needs at least 1"
             )
+
+    def overlong_tokens(self, limit: int) -> int:
+        """`overlong_buffer` in tokens, for responses of up to `limit`."""
+        share = 0 < self.overlong_buffer < 1
+        return max(1, round(self.overlong_buffer * limit)) if share else int(self.overlong_buffer)
 
 
 class RewardPool:

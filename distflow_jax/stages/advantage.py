@@ -3,38 +3,97 @@
 K mini-batches, R rows, L tokens per row, S sequences per row.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.algorithms.advantages import ADVANTAGES
-from distflow_jax.algorithms.masked import masked_max, masked_sum, safe_divide
-from distflow_jax.stages.context import Stage, StageContext
-from distflow_jax.training.forward import per_token
+from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.kl import KL_ESTIMATORS
+from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
+from distflow_jax.algorithms.packed import counted, per_sequence
+from distflow_jax.algorithms.token_reward import (
+    adapted_coef,
+    mean_kl,
+    token_rewards,
+    with_kl_penalty,
+)
+from distflow_jax.algorithms.value import explained_variance
+from distflow_jax.batch import Rows
+from distflow_jax.stages.context import Stage, StageContext, require
 
 
 def build_advantage(context: StageContext) -> Stage:
-    """score [K, R, S], response_mask (Rows) -> advantage [K, R, L], 0 outside responses."""
-    estimate = ADVANTAGES[context.algorithm.advantage]
-    num_groups = context.prompts_per_step
+    """score [K, R, S], response_mask (Rows), and what the algorithm needs beyond that (value,
+    baseline, old_logp, ref_logp) -> advantage and returns [K, R, L], 0 outside responses.
 
-    @jax.jit
-    def compute(score, rows):
-        per_sequence = estimate(score, rows.group, rows.valid, num_groups=num_groups)
-        spread = jax.vmap(per_token)(per_sequence, rows.segment)
+    Returns are written where a critic's value is read: they are what it learns. The state is the
+    coefficient of the KL in the reward, float32, where that is steered to a target.
+    """
+    algorithm = context.algorithm
+    kind, options = ADVANTAGES[algorithm.advantage], algorithm.advantage_options
+    # in one place from the first step on: a coefficient that moved would compile the second anew
+    whole = NamedSharding(context.shape.mesh, PartitionSpec())
+
+    @functools.partial(jax.jit, out_shardings=(whole, None, None, None))
+    def compute(coef, rows, fields):
+        reward, coef, metrics = rewards_of(coef, rows, fields, algorithm)
+        extra = {name: fields[name] for name in kind.reads}
+        outcome = Outcome(reward, rows, context.prompts_per_step, **extra)
+        advantage, returns = kind.estimate(outcome, **options)
         mask = rows.response_mask
-        advantage = jnp.where(mask, spread, 0.0)
-        metrics = {
-            "critic/advantages/mean": safe_divide(
-                masked_sum(advantage, mask), mask.sum().astype(jnp.float32)
-            ),
-            "critic/advantages/max": masked_max(advantage, mask),
-            "critic/advantages/min": -masked_max(-advantage, mask),
-        }
-        returns = {name.replace("advantages", "returns"): x for name, x in metrics.items()}
-        return advantage, metrics | returns
+        score = per_sequence(reward, rows)
+        metrics |= _summary("critic/rewards", score, counted(rows))
+        metrics |= _summary("critic/advantages", advantage, mask)
+        metrics |= _summary("critic/returns", returns, mask)
+        if "value" in fields:
+            metrics |= _summary("critic/values", fields["value"], mask)
+            metrics["critic/vf_explained_var"] = explained_variance(fields["value"], returns, mask)
+        return coef, advantage, returns, metrics
 
     def advantage(state, fields, options):
-        value, metrics = compute(fields["score"], fields["response_mask"])
-        return state, {"advantage": value}, metrics
+        require(fields, algorithm.advantage_reads, f"algorithm.advantage={algorithm.advantage!r}")
+        arrays = {name: fields[name] for name in _ARRAYS if name in fields}
+        coef = state
+        if not isinstance(state, jax.Array):  # a first step, or the first after a checkpoint
+            start = algorithm.kl_coef if state is None else state
+            coef = jax.device_put(np.float32(start), whole)
+        coef, value, returns, metrics = compute(coef, fields["response_mask"], arrays)
+        written = {"advantage": value} | ({"returns": returns} if "value" in fields else {})
+        return (coef if algorithm.kl_target else state), written, metrics
 
     return advantage
+
+
+_ARRAYS = ("score", "value", "baseline", "old_logp", "ref_logp")
+
+
+def rewards_of(
+    coef: jax.Array, rows: Rows, fields: dict[str, jax.Array], algorithm: AlgorithmConfig
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(rewards of tokens [K, R, L], coefficient of the next step, metrics)."""
+    reward = token_rewards(fields["score"], rows)
+    if not algorithm.kl_in_reward:
+        return reward, coef, {}
+    mask = rows.response_mask
+    logp, ref_logp = (jnp.where(mask, fields[name], 0.0) for name in ("old_logp", "ref_logp"))
+    kl = KL_ESTIMATORS[algorithm.kl_estimator](logp, ref_logp)
+    reward, mean = with_kl_penalty(reward, kl, rows, coef), mean_kl(kl, rows)
+    metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coef}
+    if algorithm.kl_target:
+        sequences = counted(rows).sum(dtype=jnp.int32).astype(jnp.float32)
+        coef = adapted_coef(
+            coef, mean, sequences, target=algorithm.kl_target, horizon=float(algorithm.kl_horizon)
+        )
+    return reward, coef, metrics
+
+
+def _summary(prefix: str, x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    return {
+        f"{prefix}/mean": masked_mean(x, mask),
+        f"{prefix}/max": masked_max(x, mask),
+        f"{prefix}/min": masked_min(x, mask),
+    }

@@ -1,11 +1,14 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import optax
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -13,11 +16,23 @@ from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Response
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.loss import AlgorithmConfig
 from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
+
+
+class NodeLike(Protocol):
+    """What is read of a node."""
+
+    id: str
+    role: str
+    type: str
+    fn: str | None
+    reads: Mapping[str, str]
+    may_read: Mapping[str, str]
+    writes: Mapping[str, str]
+    options: Mapping[str, Any]
 
 
 class ResponseListener:
@@ -41,10 +56,21 @@ def own_part(count: int, member: int, hosts: int) -> slice:
     return slice(count * member // hosts, count * (member + 1) // hosts)
 
 
+def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """ValueError unless a stage was handed all fields that `what` (a setting) needs."""
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(
+            f"{what} needs {', '.join(missing)}: add that to the node's reads, and to the graph a "
+            "node that writes it"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class StageContext:
     """Handed to every stage builder; a stage keeps what it needs of it."""
 
+    node: NodeLike  # the node that the stage is for
+    prefix: str  # of its metrics: "", or "node id/" where several nodes have this kind of stage
     model: DecoderConfig
     tokenizer: Tokenizer
     algorithm: AlgorithmConfig
@@ -54,6 +80,9 @@ class StageContext:
     schedule: optax.Schedule
     rollout: RolloutConfig
     engine: RolloutEngine
+    value: ValueConfig
+    preference: PreferenceConfig
+    reward_model: RewardModelConfig
     reward: RewardConfig
     rewards: RewardPool
     member: int  # this process's number among the hosts of its sampler

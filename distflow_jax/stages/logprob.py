@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import TrainState
-from distflow_jax.training.update import make_logp
 
 
 def build_old_logp(context: StageContext) -> Stage:

@@ -3,7 +3,6 @@
 N responses of this process.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,13 +19,14 @@ from distflow_jax.stages.context import Stage, StageContext
 
 
 def build_reward(context: StageContext) -> Stage:
-    """prompt, response, finished -> score, float32 [N]. Collective: metrics are of all processes.
+    """prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
 
-    Where the plan allows it, each response is given to the pool as soon as its last token is
-    sampled, while others are still being decoded. The length penalty of `reward.overlong_*` is part
-    of the score. Evaluation leaves it out.
+    Collective: metrics are of all processes. Where the plan allows it, each response is given to
+    the pool as soon as its last token is sampled, while others are still being decoded. The length
+    penalty of `reward.overlong_*` is part of the score, not of unshaped_score. Evaluation leaves it
+    out.
     """
-    config, pool = context.reward, context.rewards
+    config, pool, node = context.reward, context.rewards, context.node
     limit = context.rollout.max_response_length
     early: dict[tuple[int, int], Future[RewardResult]] = {}
 
@@ -61,17 +61,24 @@ def build_reward(context: StageContext) -> Stage:
         pool.check_error_rate(results)
         score_N = np.array([result.score for result in results], np.float32)
         numbers = [result.logged for result in results]
+        unshaped_N = score_N.copy()
         if config.overlong_buffer:
             penalty_N = overlong_penalty(
                 np.array([len(response) for response in responses]),
                 max_response_length=limit,
-                buffer=config.overlong_buffer,
+                buffer=config.overlong_tokens(limit),
                 factor=config.overlong_penalty,
                 cap=config.overlong_cap,
             )
             score_N += penalty_N
             numbers += [{"overlong_penalty": float(penalty)} for penalty in penalty_N]
-        return state, {"score": score_N}, _metrics(results, numbers)
+        written = {"score": score_N, "unshaped_score": unshaped_N}
+        metrics = _metrics(results, numbers)
+        return (
+            state,
+            {name: written[name] for name in node.writes},
+            {f"{context.prefix}{name}": value for name, value in metrics.items()},
+        )
 
     return reward
 
@@ -96,8 +103,7 @@ def _metrics(
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + value, count + 1
     # as text: a function may return other numbers for other rows, so the names may differ
-    texts = processes.all_gather_text(json.dumps([sums, error_counts(results)]))
-    parts = [json.loads(text) for text in texts]
+    parts = processes.all_gather_json([sums, error_counts(results)])
     means = merge(part[0] for part in parts)
     counts = {name: sum(part[1][name] for part in parts) for name in error_counts([])}
     return {f"reward/{name}": mean for name, mean in means.items()} | counts

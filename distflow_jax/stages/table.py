@@ -1,87 +1,180 @@
-"""Which stage a node runs: by its role and type, or the function it names."""
+"""Which stage a node runs: by its role and type, by a built-in name, or the function it names."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.hints import hint
 from distflow_jax.plugins import load_function
 from distflow_jax.stages.advantage import build_advantage
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.combine import build_weighted_sum
+from distflow_jax.stages.context import NodeLike, Stage, StageContext
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
+from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
-from distflow_jax.stages.update import build_update
+from distflow_jax.stages.update import (
+    build_policy_update,
+    build_preference_update,
+    build_reward_model_update,
+    build_sft_update,
+    build_value_update,
+)
+from distflow_jax.stages.values import build_scores, build_values
 
 Builder = Callable[[StageContext], Stage]
 
 
+@dataclasses.dataclass(frozen=True)
+class Demands:
+    """What a run asks of its stages, beyond what they cannot do without."""
+
+    algorithm: AlgorithmConfig
+    updates: int  # optimizer steps that a batch gets
+
+    def of(self, node: NodeLike) -> dict[str, str]:
+        """{field inside the stage: why it is needed} of a node that runs a default stage."""
+        if node.fn is not None:
+            return {}
+        algorithm, kind = self.algorithm, kind_of(node)
+        if kind.build is build_advantage:
+            why = f"algorithm.advantage={algorithm.advantage!r}"
+            if algorithm.kl_in_reward:
+                why += " with algorithm.kl_in_reward"
+            return dict.fromkeys(algorithm.advantage_reads, f"{why} needs it")
+        if kind.build is not build_policy_update:
+            return {}
+        wanted = dict.fromkeys(algorithm.update_reads, "what the section algorithm asks for")
+        if algorithm.kl_in_loss:
+            wanted["ref_logp"] = "algorithm.kl_coef is above 0"
+        if self.updates > 1 and algorithm.proximal == "recomputed":
+            wanted["old_logp"] = (
+                f"a batch gets {self.updates} optimizer steps (training.mini_batches x "
+                "training.epochs)"
+            )
+        return wanted
+
+
 class StageKind(NamedTuple):
-    """A default stage, and the fields that it cannot do without, by their names inside it."""
+    """A built-in stage: the fields that it cannot do without, and those that it writes if asked.
+
+    `reads` None: the names are the node's own.
+    """
 
     build: Builder
-    reads: frozenset[str]
+    reads: frozenset[str] | None
     writes: frozenset[str]
+    may_write: frozenset[str]
 
 
-def _kind(build: Builder, reads: str, writes: str) -> StageKind:
-    return StageKind(build, frozenset(reads.split()), frozenset(writes.split()))
+def _kind(build: Builder, reads: str | None, writes: str, may_write: str = "") -> StageKind:
+    needs = None if reads is None else frozenset(reads.split())
+    return StageKind(build, needs, frozenset(writes.split()), frozenset(may_write.split()))
 
 
 STAGES: dict[tuple[str, str], StageKind] = {
     ("ROLLOUT", "MODEL_INFERENCE"): _kind(
-        build_rollout, "prompt", "response response_mask rollout_logp version finished"
+        build_rollout, "prompt", "response", "response_mask rollout_logp version finished"
     ),
-    ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score"),
-    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage"),
+    ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),
+    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
+    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
+    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage", "returns"),
     ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
-    ("ACTOR", "MODEL_TRAIN"): _kind(build_update, "response advantage", ""),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "response advantage", ""),
+    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "response", "value"),
+    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, "response value returns", ""),
     ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
 }
 
+# of ACTOR MODEL_TRAIN, by options.objective
+OBJECTIVES: dict[str, StageKind] = {
+    "policy": STAGES["ACTOR", "MODEL_TRAIN"],
+    "preference": _kind(build_preference_update, "response ref_logp", ""),
+    "sft": _kind(build_sft_update, "response", ""),
+}
 
-class NodeLike(Protocol):
-    """What is read of a node."""
-
-    id: str
-    role: str
-    type: str
-    fn: str | None
-    reads: Mapping[str, str]
-    writes: Mapping[str, str]
+# by the name that a node gives in `fn`
+NAMED: dict[str, StageKind] = {
+    "choose_pairs": _kind(build_choose_pairs, "prompt score", "keep"),
+    "weighted_sum": _kind(build_weighted_sum, None, "score"),
+}
 
 
 def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
     """Node id -> what builds its stage.
 
-    A node's own `fn` is a stage itself: (state, fields, options) -> (state, fields, metrics).
+    A function that a node names in `fn` is a stage itself: (state, fields, options) -> (state,
+    fields, metrics).
 
     Raises ValueError for a node that no stage belongs to, or that does not name the fields that its
     stage reads and writes.
     """
     builders = {}
     for node in nodes:
-        if node.fn is not None:
+        if node.fn is not None and ":" in node.fn:
             stage = load_function(node.fn, f"stage of node {node.id!r}")
             builders[node.id] = lambda context, stage=stage: stage
-        elif (node.role, node.type) in STAGES:
-            kind = STAGES[node.role, node.type]
-            _check_fields(node, kind)
-            builders[node.id] = kind.build
-        else:
-            known = ", ".join(f"{role} {kind}" for role, kind in STAGES)
-            raise ValueError(
-                f"node {node.id!r}: no stage for {node.role} {node.type}; there are stages for "
-                f"{known}; or name your own in `fn`"
-            )
+            continue
+        kind = kind_of(node)
+        _check_fields(node, kind)
+        builders[node.id] = kind.build
     return builders
 
 
+def kind_of(node: NodeLike) -> StageKind:
+    """The built-in stage of a node that names no function of its own."""
+    if node.fn is not None:
+        if node.fn not in NAMED:
+            raise ValueError(
+                f"node {node.id!r}: no built-in stage is called {node.fn!r} "
+                f"({hint(node.fn, NAMED)}); a function of your own is module:function or "
+                "file.py:function"
+            )
+        return NAMED[node.fn]
+    if (node.role, node.type) not in STAGES:
+        known = ", ".join(f"{role} {kind}" for role, kind in STAGES)
+        raise ValueError(
+            f"node {node.id!r}: no stage for {node.role} {node.type}; there are stages for "
+            f"{known}; or name your own in `fn`"
+        )
+    if (node.role, node.type) == ("ACTOR", "MODEL_TRAIN"):
+        objective = node.options.get("objective", "policy")
+        if objective not in OBJECTIVES:
+            raise ValueError(
+                f"node {node.id!r}: unknown options.objective {objective!r} "
+                f"({hint(objective, OBJECTIVES)})"
+            )
+        return OBJECTIVES[objective]
+    return STAGES[node.role, node.type]
+
+
+def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Collection[str]]:
+    """Node id -> those of the fields that it may read that this run needs it to read.
+
+    Raises ValueError if a node has no way to what it needs.
+    """
+    wanted = {}
+    for node in nodes:
+        asked = demands.of(node)
+        for field, why in asked.items():
+            if field not in node.reads and field not in node.may_read:
+                raise ValueError(
+                    f"node {node.id!r}: reads no {field!r}, but {why}: add it to its may_read, and "
+                    "a node that writes it"
+                )
+        wanted[node.id] = list(asked)
+    return wanted
+
+
 def _check_fields(node: NodeLike, kind: StageKind) -> None:
-    what = f"node {node.id!r}: the stage of {node.role} {node.type}"
-    if missing := sorted(kind.reads - set(node.reads)):
+    what = f"node {node.id!r}: the stage of {node.fn or f'{node.role} {node.type}'}"
+    if kind.reads is not None and (missing := sorted(kind.reads - set(node.reads))):
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")
     if missing := sorted(kind.writes - set(node.writes)):
         raise ValueError(f"{what} writes {', '.join(missing)}: add that to the node's writes")
-    if extra := sorted(set(node.writes) - kind.writes):
+    if extra := sorted(set(node.writes) - kind.writes - kind.may_write):
         raise ValueError(
             f"{what} does not write {', '.join(extra)}: take that out of the node's writes"
         )

@@ -1,44 +1,115 @@
-"""Update: the optimizer steps of one batch."""
+"""Updates: the optimizer steps that one batch gives a model, whatever is optimised."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.stages.context import Stage, StageContext
-from distflow_jax.training.loss import MicroBatch
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.models.config import reward_head_stddev, scalar_model
+from distflow_jax.stages.context import Stage, StageContext, require
+from distflow_jax.training.objectives.objective import Batch, Objective
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.preference import PreferenceBatch, preference_objective
+from distflow_jax.training.objectives.reward_model import (
+    RewardModelBatch,
+    reward_model_objective,
+)
+from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.objectives.value import ValueBatch, value_objective
 from distflow_jax.training.update import make_update
 
 
-def build_update(context: StageContext) -> Stage:
-    """response (Rows), rollout_logp, advantage, old_logp and ref_logp where planned -> metrics.
-
-    Number of updates: mini_batches * epochs, from the config alone.
-    """
-    update = make_update(
-        context.optimizer,
-        context.schedule,
-        shape=context.shape,
-        model=context.model,
-        algorithm=context.algorithm,
-        forward=context.forward,
+def build_policy_update(context: StageContext) -> Stage:
+    """response (Rows), rollout_logp, advantage, old_logp, ref_logp and prox_alpha where planned ->
+    metrics."""
+    algorithm = context.algorithm
+    objective = policy_objective(
+        context.model, algorithm, context.forward, max_response=context.shape.max_response
     )
-    temperature = jnp.float32(context.rollout.temperature)
 
-    def train(state, fields, options):
-        batch = MicroBatch(
+    def batch_of(fields: dict[str, Any]) -> PolicyBatch:
+        require(fields, algorithm.update_reads, _settings(algorithm))
+        return PolicyBatch(
             rows=fields["response"],
             advantage=fields["advantage"],
             rollout_logp=fields.get("rollout_logp"),
             old_logp=fields.get("old_logp"),
             ref_logp=fields.get("ref_logp"),
+            prox_alpha=fields.get("prox_alpha"),
         )
-        results = []
+
+    return _updates(context, objective, batch_of)
+
+
+def build_preference_update(context: StageContext) -> Stage:
+    """response (Rows of pairs), ref_logp -> metrics of DPO or IPO."""
+    objective = preference_objective(context.model, context.preference, context.forward)
+    return _updates(
+        context, objective, lambda fields: PreferenceBatch(fields["response"], fields["ref_logp"])
+    )
+
+
+def build_sft_update(context: StageContext) -> Stage:
+    """response (Rows) -> metrics of supervised fine-tuning on the response tokens."""
+    objective = sft_objective(context.model, context.forward)
+    # of softmax(logits): there is no sampler whose temperature would count
+    return _updates(context, objective, lambda fields: SftBatch(fields["response"]), 1.0)
+
+
+def build_value_update(context: StageContext) -> Stage:
+    """response (Rows), value, returns -> metrics of the critic."""
+    objective = value_objective(
+        scalar_model(context.model),
+        context.value,
+        context.forward,
+        max_response=context.shape.max_response,
+    )
+    return _updates(
+        context,
+        objective,
+        lambda fields: ValueBatch(fields["response"], fields["returns"], fields["value"]),
+    )
+
+
+def build_reward_model_update(context: StageContext) -> Stage:
+    """response (Rows of pairs) -> metrics of the reward model."""
+    model = scalar_model(context.model, head_stddev=reward_head_stddev(context.model))
+    objective = reward_model_objective(model, context.reward_model, context.forward)
+    return _updates(context, objective, lambda fields: RewardModelBatch(fields["response"]))
+
+
+def _updates(
+    context: StageContext,
+    objective: Objective,
+    batch_of: Callable[[dict[str, Any]], Batch],
+    temperature: float | None = None,
+) -> Stage:
+    """mini_batches * epochs optimizer steps on one batch: a number of the config alone."""
+    update = make_update(
+        context.optimizer, context.schedule, shape=context.shape, objective=objective
+    )
+    of_logits = jnp.float32(context.rollout.temperature if temperature is None else temperature)
+
+    def train(state, fields, options):
+        batch, results = batch_of(fields), []
         for _ in range(context.epochs):
             for index in range(context.mini_batches):
-                state, metrics = update(state, batch, jnp.int32(index), temperature)
+                state, metrics = update(state, batch, jnp.int32(index), of_logits)
                 results.append(metrics)
-        return state, {}, _merge(results)
+        merged = _merge(results)
+        nonfinite = merged.pop("training/nonfinite")
+        metrics = {f"{context.prefix}{name}": value for name, value in merged.items()}
+        return state, {}, metrics | {f"training/nonfinite/{context.node.id}": nonfinite}
 
     return train
+
+
+def _settings(algorithm: AlgorithmConfig) -> str:
+    """The keys that decide which fields an update reads, for an error."""
+    keys = ("policy_loss", "kl_coef", "correction", "rejection", "proximal")
+    return " with ".join(f"algorithm.{key}={getattr(algorithm, key)!r}" for key in keys)
 
 
 def _merge(results: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:

@@ -1,4 +1,5 @@
-"""Trainer's forward pass over packed rows: log-probs and entropies of response tokens.
+"""Trainer's forward pass over packed rows: log-probs and entropies of response tokens, a critic's
+values, a reward model's scores.
 
 R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
 """
@@ -9,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
 from distflow_jax.models.attention import masked_attention, packed_mask
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import constrain
 from distflow_jax.training.logprob import token_logp
@@ -24,19 +26,6 @@ class ForwardConfig:
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
     logp_chunk: int = 128  # positions per row whose logits exist at a time
     remat: bool = True  # recompute each layer in the backward pass
-
-
-def sequence_index(segment_RL: jax.Array, num_sequences: int) -> jax.Array:
-    """Slot of the sequence each token belongs to, int32 [R, L]; 0 for padding and shared prompts
-    (use response_mask to leave these out)."""
-    index = segment_RL - 1
-    return jnp.where((index >= 0) & (index < num_sequences), index, 0)
-
-
-def per_token(sequence_RS: jax.Array, segment_RL: jax.Array) -> jax.Array:
-    """Spreads a per-sequence field over its tokens, [R, S] -> [R, L]."""
-    index = sequence_index(segment_RL, sequence_RS.shape[1])
-    return jnp.take_along_axis(sequence_RS, index, axis=1)
 
 
 def parent_segment(rows: Rows) -> jax.Array:
@@ -86,3 +75,38 @@ def response_logp(
         jnp.take_along_axis(logp, back, axis=1),
         jnp.take_along_axis(entropy, back, axis=1),
     )
+
+
+def _scalars(params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig) -> jax.Array:
+    """The scalar head on every hidden state, float32 [R, L]."""
+    hidden, _ = packed_hidden(params["trunk"], model.trunk, rows, config)
+    # in float32 whatever the trunk computes in: returns differ in digits that bfloat16 has not
+    return jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"])
+
+
+def response_values(
+    params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig
+) -> jax.Array:
+    """Expected return before each token under response_mask, float32 [R, L]; 0 elsewhere.
+
+    Read at the hidden state that predicts the token, which has not seen it.
+    """
+    scalars = _scalars(params, model, rows, config)
+    values = jnp.take_along_axis(scalars, rows.previous, axis=1)
+    return jnp.where(rows.response_mask, values, 0.0)
+
+
+def sequence_scores(
+    params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig
+) -> jax.Array:
+    """A reward model's score of each sequence, float32 [R, S]; 0 where there is none.
+
+    Read at the hidden state of its last token; that is its prompt's where the response is empty.
+    """
+    size = rows.valid.shape[1]
+    # shared prompts have segments above S, at most one for each sequence
+    last = last_index(rows.segment > 0, rows.segment, 2 * size + 1)
+    own, prompt = last[:, 1 : size + 1], jnp.take_along_axis(last, rows.parent, axis=1)
+    place = jnp.maximum(jnp.where(own >= 0, own, prompt), 0)
+    scalars = _scalars(params, model, rows, config)
+    return jnp.where(rows.valid, jnp.take_along_axis(scalars, place, axis=1), 0.0)

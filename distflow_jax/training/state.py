@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.transformer import abstract_params, param_shardings
+from distflow_jax.models.transformer import Network, abstract_params, param_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +22,7 @@ class TrainState:
 
 
 def state_shardings(
-    model: DecoderConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    model: Network, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """Layout of every array: the optimizer's moments lie as their parameters do."""
     params = param_shardings(model, mesh)
@@ -41,7 +40,7 @@ def state_shardings(
 
 def init_state(
     params: Any,
-    model: DecoderConfig,
+    model: Network,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
@@ -52,7 +51,7 @@ def init_state(
 
 
 def abstract_state(
-    model: DecoderConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    model: Network, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """ShapeDtypeStructs with shardings, for reading a checkpoint."""
     from_specs = abstract_params(model)
@@ -65,4 +64,13 @@ def abstract_state(
         lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
         shapes,
         state_shardings(model, optimizer, mesh),
+    )
+
+
+def sharded_params(model: Network, mesh: jax.sharding.Mesh) -> Any:
+    """The parameters' ShapeDtypeStructs with shardings."""
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        abstract_params(model),
+        param_shardings(model, mesh),
     )

@@ -1,6 +1,6 @@
 """One optimizer step over packed rows: accumulate gradients, clip, apply, guard.
 
-K mini-batches, R rows, L tokens per row.
+The same for every objective (training/objectives). K mini-batches, R rows, L tokens per row.
 """
 
 import dataclasses
@@ -11,19 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training import microbatch
-from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.loss import (
-    AlgorithmConfig,
-    Denominators,
-    MicroBatch,
-    policy_objective,
-    step_denominators,
-)
+from distflow_jax.training.objectives.objective import Batch, Objective
 from distflow_jax.training.state import TrainState, state_shardings
 
 
@@ -43,40 +34,38 @@ class UpdateShape:
 
 def accumulate_gradients(
     params: Any,
-    batch: MicroBatch,
-    denominators: Denominators,
+    batch: Batch,
     temperature: jax.Array,
     *,
     shape: UpdateShape,
-    model: DecoderConfig,
-    algorithm: AlgorithmConfig,
-    forward: ForwardConfig,
+    objective: Objective,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Gradient of the step's loss and its metrics. `batch` fields are [R, L] and [R, S].
 
     The gradient is taken inside the loop body, one micro-batch at a time; what is summed has been
     divided by the step's denominators, so micro-batch size changes rounding only.
     """
+    batch, denominators = objective.prepare(batch)
     parts = microbatch.split(batch, shape.ranks, shape.micro_rows)
-    shardings = param_shardings(model, shape.mesh)
-    objective = functools.partial(
-        policy_objective, model=model, algorithm=algorithm, forward=forward
-    )
-    gradient = jax.grad(objective, has_aux=True)
+    shardings = param_shardings(objective.model, shape.mesh)
+
+    def share(params, part):
+        loss, metrics = objective.evaluate(params, part, denominators, temperature)
+        sums = metrics["sum"] | {f"{objective.name}/loss": jax.lax.stop_gradient(loss)}
+        return loss, {"sum": sums, "max": metrics["max"]}
+
+    gradient = jax.grad(share, has_aux=True)
 
     def body(index, carry):
         total, metrics = carry
-        part = microbatch.take(parts, index)
-        g, new = gradient(params, part, denominators, temperature)
+        g, new = gradient(params, microbatch.take(parts, index))
         # pinned: a gradient left whole on every device would cost each the full model's memory
         total = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total, g), shardings)
         sums = jax.tree.map(jnp.add, metrics["sum"], new["sum"])
         maxima = jax.tree.map(jnp.maximum, metrics["max"], new["max"])
         return total, {"sum": sums, "max": maxima}
 
-    _, abstract = jax.eval_shape(
-        gradient, params, microbatch.take(parts, 0), denominators, temperature
-    )
+    _, abstract = jax.eval_shape(gradient, params, microbatch.take(parts, 0))
     metrics = {
         "sum": jax.tree.map(jnp.zeros_like, abstract["sum"]),
         "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
@@ -92,17 +81,15 @@ def make_update(
     schedule: optax.Schedule,
     *,
     shape: UpdateShape,
-    model: DecoderConfig,
-    algorithm: AlgorithmConfig,
-    forward: ForwardConfig,
+    objective: Objective,
 ):
     """Compiled (state, batch, index, temperature) -> (state, metrics).
 
-    `batch` is a MicroBatch of [K, R, ...] fields, `index` int32 picks the mini-batch. The state is
-    donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
-    `training/nonfinite` = 1.
+    `batch` is the objective's, of [K, R, ...] fields, `index` int32 picks the mini-batch. The state
+    is donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
+    `training/nonfinite` = 1. Metrics: the objective's, and its {loss, grad_norm, lr}.
     """
-    layout = state_shardings(model, optimizer, shape.mesh)
+    layout, name = state_shardings(objective.model, optimizer, shape.mesh), objective.name
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state, batch, index, temperature):
@@ -110,50 +97,19 @@ def make_update(
             mini = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), batch
             )
-            denominators = step_denominators(algorithm, mini.rows, shape.max_response)
             grads, metrics = accumulate_gradients(
-                state.params,
-                mini,
-                denominators,
-                temperature,
-                shape=shape,
-                model=model,
-                algorithm=algorithm,
-                forward=forward,
+                state.params, mini, temperature, shape=shape, objective=objective
             )
             norm = optax.tree.norm(grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(metrics["actor/loss"])
+            finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             new = TrainState(params, opt_state, state.count + 1)
             metrics |= {
-                "actor/grad_norm": norm,
-                "actor/lr": jnp.asarray(schedule(state.count), jnp.float32),
+                f"{name}/grad_norm": norm,
+                f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
                 "training/nonfinite": (~finite).astype(jnp.float32),
             }
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
 
     return update
-
-
-def make_logp(*, shape: UpdateShape, model: DecoderConfig, forward: ForwardConfig):
-    """Compiled (params, rows, temperature) -> logp float32 [K, R, L], 0 outside response_mask."""
-
-    def one_mini_batch(params, rows: Rows, temperature):
-        parts = microbatch.split(rows, shape.ranks, shape.micro_rows)
-
-        def body(index, out):
-            part = microbatch.take(parts, index)
-            logp, _ = response_logp(params, model, part, temperature, forward)
-            return microbatch.put(out, logp, index)
-
-        out = jnp.zeros(parts.tokens.shape, jnp.float32)
-        out = jax.lax.fori_loop(0, microbatch.num_filled(parts.segment), body, out)
-        return microbatch.join(out)
-
-    @jax.jit
-    def logp(params, rows, temperature):
-        with use_mesh(shape.mesh):
-            return jax.lax.map(lambda r: one_mini_batch(params, r, temperature), rows)
-
-    return logp

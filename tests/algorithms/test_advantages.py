@@ -1,137 +1,196 @@
-"""Group advantages against plain float64 NumPy, and what must not change them."""
+"""Every advantage of the table against float64 NumPy over plain lists, and what must not change it.
 
+K = 2 mini-batches: statistics are over both.
+"""
+
+import functools
+
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
 
-from distflow_jax.algorithms.advantages import ADVANTAGES
+from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
+from distflow_jax.batch import RowShape
 
-GROUPS = 7
-
-
-def reference(name, scores):
-    """Advantages of one group's scores, straight from the definitions."""
-    s = np.asarray(scores, np.float64)
-    n = len(s)
-    if n == 1:
-        return s / (1 + 1e-6) if name == "grpo" else s
-    if s.max() == s.min():
-        return np.zeros(n)
-    if name == "grpo":
-        return (s - s.mean()) / (s.std(ddof=1) + 1e-6)
-    if name == "dr_grpo":
-        return s - s.mean()
-    if name == "rloo":  # the mean of the others is the baseline
-        return np.array([s[i] - np.delete(s, i).mean() for i in range(n)])
-    raise AssertionError(name)
-
-
-def compute(name, score, group, valid, groups=GROUPS):
-    run = jax.jit(ADVANTAGES[name], static_argnames="num_groups")
-    args = jnp.asarray(score, jnp.float32), jnp.asarray(group, jnp.int32), jnp.asarray(valid)
-    return np.asarray(run(*args, num_groups=groups))
-
-
-def scattered(seed):
-    """Groups of 1 to 8 scattered over [R, S] with holes; group 5 is empty."""
-    rng = np.random.default_rng(seed)
-    sizes = [4, 1, 8, 2, 3, 0, 6]
-    group = np.concatenate([np.full(n, g) for g, n in enumerate(sizes)])
-    score = rng.normal(size=len(group)) + rng.choice([0.0, 30.0], len(group))
-    place = rng.choice(30, len(group), replace=False)
-    full = np.zeros(30, int), np.zeros(30), np.zeros(30, bool)
-    for target, value in zip(full, (group, score, True), strict=True):
-        target[place] = value
-    return tuple(x.reshape(5, 6) for x in full)
+TWO = RowShape(2, SHAPE.rows, SHAPE.tokens, SHAPE.sequences)
+GROUPS = 9
+CASES = {  # options that differ from 1 or from the default, so that each has its part
+    "gae": ("gae", {"gamma": 0.9, "lam": 0.8}, formulas.gae),
+    "grpo": ("grpo", {}, formulas.grpo),
+    "dr_grpo": ("dr_grpo", {}, formulas.dr_grpo),
+    "rloo": ("rloo", {}, formulas.rloo),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.9}, formulas.reinforce_plus_plus),
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus_baseline",
+        {},
+        formulas.reinforce_plus_plus_baseline,
+    ),
+    "remax": ("remax", {}, formulas.remax),
+    "gpg": ("gpg", {}, formulas.gpg),
+    "opo": ("opo", {}, formulas.opo),
+    "cpgd std": ("cpgd", {"cpgd_weight": "std"}, formulas.cpgd_advantage),
+    "cpgd equal": ("cpgd", {"cpgd_weight": "equal"}, formulas.cpgd_advantage),
+    "cpgd clip_filter": ("cpgd", {"cpgd_weight": "clip_filter"}, formulas.cpgd_advantage),
+}
+ALL = pytest.mark.parametrize("case", CASES)
+# whose advantage is one number per sequence, and 0 where a group's scores are all equal
+BY_GROUP = ["grpo", "dr_grpo", "rloo", "gpg", "opo", "cpgd std", "cpgd equal", "cpgd clip_filter"]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_matches_the_definition(name):
-    group, score, valid = scattered(0)
-    got = compute(name, score, group, valid)
-    for g in range(GROUPS):
-        mine = valid & (group == g)
-        if mine.any():
-            np.testing.assert_allclose(
-                got[mine], reference(name, score[mine].astype(np.float32)), rtol=2e-5, atol=2e-5
-            )
-    np.testing.assert_array_equal(got[~valid], 0)
+def test_every_advantage_is_tested():
+    assert {name for name, _, _ in CASES.values()} == set(ADVANTAGES)
+    for name, options, _ in CASES.values():
+        assert set(options) == set(ADVANTAGES[name].options)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
-def test_places_without_a_sequence_do_not_matter(name, poison):
-    group, score, valid = scattered(1)
-    clean = compute(name, score, group, valid)
-    poisoned = compute(name, np.where(valid, score, poison), group, valid)
-    np.testing.assert_array_equal(poisoned, clean)
+class Step:
+    """Rewards of some sequences, and what algorithms may need beside them."""
+
+    def __init__(self, seed, *, dense):
+        self.sequences = random_sequences(seed)
+        count, rng = len(self.sequences), np.random.default_rng(seed)
+        score = rng.choice([0.0, 1.0, 0.1, 2.5], count).astype(np.float32)
+        for i, s in enumerate(self.sequences):
+            if s.group == 3:
+                score[i] = 0.1  # all alike
+        self.reward = draw(seed + 1, self.sequences, 0.3)
+        for s, r, x in zip(self.sequences, self.reward, score, strict=True):
+            r[:] = r if dense and s.group != 3 else 0
+            r[np.flatnonzero(s.mask)[-1:]] += x
+        self.value = draw(seed + 2, self.sequences, 0.5)
+        self.baseline = rng.normal(size=count).astype(np.float32)
+
+    def compute(self, case, packed: Packed, poison=0.0):
+        """(advantage, returns) of each sequence, from rows."""
+        score = packed.per_sequence(self.baseline, poison)
+        tokens = (packed.tokens(x, poison) for x in (self.reward, self.value))
+        out = compiled(case)(*tokens, score, packed.rows)
+        assert all(x.dtype == jnp.float32 for x in out)
+        outside = ~np.asarray(packed.rows.response_mask)
+        assert all((np.asarray(x)[outside] == 0).all() for x in out)
+        return tuple(packed.unpack(x) for x in out)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_order_of_samples_does_not_matter(name):
-    group, score, valid = (x.reshape(-1) for x in scattered(2))
-    order = np.random.default_rng(3).permutation(group.size)
-    straight = compute(name, score, group, valid)
-    shuffled = compute(name, score[order], group[order], valid[order])
-    np.testing.assert_allclose(shuffled, straight[order], rtol=1e-5, atol=1e-5)
+@functools.cache
+def compiled(case):
+    name, options, _ = CASES[case]
+    kind = ADVANTAGES[name]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(reward, value, baseline, rows):
+        extra = {"value": value, "baseline": baseline}
+        extra = {field: extra[field] for field in kind.reads}
+        return kind.estimate(Outcome(reward, rows, GROUPS, **extra), **options)
+
+    return run
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_numbers_of_groups_do_not_matter(name):
-    group, score, valid = scattered(4)
-    renamed = np.random.default_rng(5).permutation(GROUPS)[group]
-    np.testing.assert_array_equal(
-        compute(name, score, renamed, valid), compute(name, score, group, valid)
+def packed_of(step, seed, shared=False):
+    return pack(step.sequences, seed, shared=shared, shape=TWO)
+
+
+@ALL
+@pytest.mark.parametrize("dense", [False, True], ids=["score at the end", "reward on every token"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
+def test_matches_the_definition(case, dense, shared):
+    step = Step(1, dense=dense)
+    _, options, reference = CASES[case]
+    expected = reference(step.sequences, step.reward, step.value, step.baseline, **options)
+    got = step.compute(case, packed_of(step, 2, shared))
+    for what, mine, wanted in zip(("advantage", "returns"), got, expected, strict=True):
+        assert_close(np.concatenate(mine), np.concatenate(wanted), what)
+    assert np.abs(np.concatenate(got[0])).max() > 0.1
+
+
+@ALL
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_places_outside_the_mask_do_not_matter(case, poison):
+    step = Step(3, dense=True)
+    packed = packed_of(step, 4, True)
+    clean, dirty = step.compute(case, packed), step.compute(case, packed, poison)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
+
+
+@ALL
+def test_order_and_packing_do_not_matter(case):
+    """Other rows, other slots, prompts shared or not: the same numbers, and no new program."""
+    step = Step(5, dense=True)
+    plain = step.compute(case, packed_of(step, 6))
+    for seed, shared in ((7, False), (8, True)):
+        other = step.compute(case, packed_of(step, seed, shared))
+        for a, b in zip(plain, other, strict=True):
+            assert_close(np.concatenate(b), np.concatenate(a))
+    assert compiled(case)._cache_size() == 1
+
+
+@ALL
+def test_numbers_of_groups_and_samples_do_not_matter(case):
+    step = Step(9, dense=True)
+    plain = step.compute(case, packed_of(step, 10))
+    rename = np.random.default_rng(11).permutation(GROUPS)
+    packed = packed_of(step, 10)
+    packed.rows.group = jnp.asarray(rename[packed.rows.group], jnp.int32)
+    packed.rows.sample = packed.rows.sample[..., ::-1]
+    for a, b in zip(plain, step.compute(case, packed), strict=True):
+        np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
+
+
+@pytest.mark.parametrize("case", BY_GROUP)
+@pytest.mark.parametrize("score", [0.1, 0.7, -0.3, 1e-8, 3e7])
+def test_equal_scores_give_exactly_zero(case, score):
+    """The mean of seven float32 0.1 is not 0.1: divided by a tiny sd it would be a signal."""
+    step = Step(12, dense=False)
+    sizes = np.bincount([s.group for s in step.sequences if s.mask.any()], minlength=GROUPS)
+    for s, r in zip(step.sequences, step.reward, strict=True):
+        r[:] = 0
+        r[np.flatnonzero(s.mask)[-1:]] = score
+    got, _ = step.compute(case, packed_of(step, 13))
+    for s, x in zip(step.sequences, got, strict=True):
+        if sizes[s.group] > 1:
+            np.testing.assert_array_equal(x, 0)
+        elif case != "cpgd clip_filter":  # which weighs all by 3 where no group differs
+            np.testing.assert_allclose(x[s.mask], score, rtol=2e-6)  # a group of one keeps it
+
+
+@pytest.mark.parametrize("case", ["grpo", "dr_grpo", "rloo", "gpg", "cpgd equal"])
+def test_sum_over_a_group_is_zero(case):
+    step = Step(14, dense=True)
+    got, _ = step.compute(case, packed_of(step, 15))
+    sums = np.zeros(GROUPS)
+    for s, x in zip(step.sequences, got, strict=True):
+        sums[s.group] += x[s.mask][0] if s.mask.any() else 0
+    several = [2, 3, 6, 7, 0]
+    np.testing.assert_allclose(sums[several], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gae", "grpo"])
+def test_the_mesh_does_not_matter(case):
+    """Rows divided over 4 devices: groups, and the whitening, are over all of them."""
+    step = Step(18, dense=True)
+    packed = packed_of(step, 19, True)
+    plain = step.compute(case, packed)
+    mesh = Mesh(np.array(jax.devices()[:4], dtype=object), ("fsdp",))
+    place = functools.partial(
+        jax.device_put, device=NamedSharding(mesh, PartitionSpec(None, "fsdp"))
     )
+    tokens = (place(packed.tokens(x)) for x in (step.reward, step.value))
+    score = place(packed.per_sequence(step.baseline))
+    divided = compiled(case)(*tokens, score, jax.tree.map(place, packed.rows))
+    for a, b in zip(plain, divided, strict=True):
+        assert_close(np.concatenate(packed.unpack(b)), np.concatenate(a))
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_equal_scores_give_exactly_zero(name):
-    # the mean of seven float32 0.1 is not 0.1: divided by a tiny sd it would be a signal
-    values, sizes = [0.0, 1.0, 0.1, 0.7, 1 / 3, -0.3, 1e-8, 3e7], [2, 3, 7, 8]
-    pairs = [(value, size) for value in values for size in sizes]
-    score = np.concatenate([np.full(size, value) for value, size in pairs])
-    group = np.concatenate([np.full(size, g) for g, (_, size) in enumerate(pairs)])
-    got = compute(name, score, group, np.ones(len(score), bool), groups=len(pairs))
-    np.testing.assert_array_equal(got, 0)
-
-
-def test_mean_of_equal_scores_does_round():
-    """The trap that the test above guards: without a special case 0.1 would not give 0."""
-    tenth = np.full(7, 0.1, np.float32)
-    assert any(np.sum(tenth[:n], dtype=np.float32) / np.float32(n) != tenth[0] for n in range(2, 8))
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_group_of_one_keeps_its_score(name):
-    values = np.array([0.0, 0.1, 2.5, -4.0], np.float32)
-    got = compute(name, values, np.arange(4), np.ones(4, bool), groups=4)
-    np.testing.assert_allclose(got, values, rtol=2e-6)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_sum_over_a_group_is_zero(name):
-    group, score, valid = scattered(6)
-    got = compute(name, score, group, valid)
-    for g in range(GROUPS):
-        mine = valid & (group == g)
-        if mine.sum() > 1:
-            assert abs(got[mine].sum()) < 1e-4
-
-
-def test_grpo_ignores_scale_and_shift():
-    group, score, valid = scattered(7)
-    several = valid & (np.bincount(group[valid], minlength=GROUPS)[group] > 1)
-    plain = compute("grpo", score, group, valid)
-    moved = compute("grpo", 3 * score + 5, group, valid)
-    np.testing.assert_allclose(moved[several], plain[several], rtol=1e-4, atol=1e-4)
-
-
-def test_one_number_for_many_tokens_is_the_same_wherever_the_group_lies():
-    """Same scores in one row of eight or in eight rows of one."""
-    score = np.random.default_rng(8).normal(size=8)
-    zeros, ones = np.zeros(8, int), np.ones(8, bool)
-    flat = compute("grpo", score[None], zeros[None], ones[None], groups=1)
-    tall = compute("grpo", score[:, None], zeros[:, None], ones[:, None], groups=1)
-    np.testing.assert_array_equal(flat.reshape(-1), tall.reshape(-1))
+def test_one_sequence_does_not_leak_into_its_neighbour():
+    """What would happen without a reset: the sequences of a row, seen as one."""
+    step = Step(16, dense=True)
+    alone = step.compute("reinforce_plus_plus", packed_of(step, 17))[1]
+    for r in step.reward[::2]:
+        r[:] = 100
+    changed = step.compute("reinforce_plus_plus", packed_of(step, 17))[1]
+    for i in range(1, len(alone), 2):
+        np.testing.assert_array_equal(alone[i], changed[i])

@@ -1,87 +1,89 @@
-"""Aggregation: weighted sums over one denominator, equal to the definitions however split."""
+"""Sums over masks, whitening, and the tokens that a budget takes.
 
+tests/training/test_policy_objective.py has every aggregation against its definition.
+"""
+
+import formulas
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ragged import QUICK, assert_close, draw, first, pack, random_sequences
 
-from distflow_jax.algorithms.aggregate import AGGREGATIONS, denominator, token_weights
-from distflow_jax.algorithms.masked import masked_max, masked_sum, safe_divide
+from distflow_jax.algorithms.aggregate import (
+    AGGREGATIONS,
+    denominator,
+    token_weights,
+    within_budget,
+)
+from distflow_jax.algorithms.masked import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    masked_variance,
+    safe_divide,
+    whiten,
+)
+from distflow_jax.algorithms.packed import per_token
 
-NORM = 32.0
-
-
-def reference(mode, sequences):
-    """Over a list of (losses, mask), straight from the definitions."""
-    kept = [np.asarray(x, np.float64)[m] for x, m in sequences if m.any()]
-    return {
-        "token-mean": np.concatenate(kept).mean(),
-        "token-sum": np.concatenate(kept).sum(),
-        "seq-mean-token-sum": np.mean([x.sum() for x in kept]),
-        "seq-mean-token-mean": np.mean([x.mean() for x in kept]),
-        "seq-mean-token-sum-norm": np.mean([x.sum() for x in kept]) / NORM,
-    }[mode]
-
-
-def batch(seed, rows=4, per_row=3, length=10):
-    """(losses [R, L], mask, length of each token's sequence, list of sequences)."""
-    rng = np.random.default_rng(seed)
-    loss, mask, lengths, sequences = [], [], [], []
-    for _ in range(rows):
-        parts = rng.normal(size=(per_row, length)).astype(np.float32)
-        masks = rng.random((per_row, length)) < rng.random((per_row, 1))
-        masks[0] = masks[0] & (len(sequences) > 0)  # a sequence that is masked out altogether
-        sequences += list(zip(parts, masks, strict=True))
-        loss.append(parts.ravel())
-        mask.append(masks.ravel())
-        lengths.append(np.repeat(masks.sum(1), length))
-    return np.stack(loss), np.stack(mask), np.stack(lengths).astype(np.int32), sequences
-
-
-def aggregate(mode, loss, mask, lengths, total):
-    weight = token_weights(mode, jnp.asarray(mask), jnp.asarray(lengths))
-    return masked_sum(loss * weight, mask) / total
-
-
-def counts(mode, sequences):
-    tokens = jnp.int32(sum(m.sum() for _, m in sequences))
-    full = jnp.int32(sum(m.any() for _, m in sequences))
-    return denominator(mode, tokens, full, NORM)
+SEQUENCES = random_sequences(0)
+TOKENS = sum(s.length for s in SEQUENCES)
+quick_budget = jax.jit(within_budget, static_argnames="budget", compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_matches_the_definition(mode):
-    loss, mask, lengths, sequences = batch(0)
-    got = aggregate(mode, loss, mask, lengths, counts(mode, sequences))
-    np.testing.assert_allclose(got, reference(mode, sequences), rtol=1e-5)
+@pytest.mark.parametrize("poison", [0, np.inf, np.nan])
+def test_matches_the_definition(mode, poison):
+    values, budget = draw(1, SEQUENCES), 40
+    packed = pack(SEQUENCES, 2, shared=True)
+    rows = first(packed.rows)
+    x, mask = first(packed.tokens(values, poison)), rows.response_mask
+    if mode == "fixed-budget":
+        mask = mask & quick_budget(rows, budget=budget)
+    counts = jnp.int32(TOKENS), jnp.int32(sum(s.mask.any() for s in SEQUENCES))
+    total = denominator(mode, *counts, norm=32.0, budget=budget)
+    got = masked_sum(x * token_weights(mode, mask, per_token(rows.length, rows.segment)), mask)
+    kept = [v[s.mask] for s, v in zip(SEQUENCES, formulas.wide(values), strict=True)]
+    assert_close(got / total, formulas.aggregate(mode, SEQUENCES, kept, 32.0, budget))
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_micro_batches_add_up(mode):
-    """Sums over one denominator: the mean of micro-batch means would be something else."""
-    loss, mask, lengths, sequences = batch(1)
-    total = counts(mode, sequences)
-    whole = aggregate(mode, loss, mask, lengths, total)
-    rows = [slice(0, 1), slice(1, 4)]
-    parts = sum(aggregate(mode, loss[r], mask[r], lengths[r], total) for r in rows)
-    np.testing.assert_allclose(parts, whole, rtol=1e-5)
-
-
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("poison", [np.inf, np.nan])
-def test_masked_losses_do_not_matter(mode, poison):
-    loss, mask, lengths, sequences = batch(2)
-    total = counts(mode, sequences)
-    clean = aggregate(mode, loss, mask, lengths, total)
-    bad = np.where(mask, loss, np.float32(poison))
-    np.testing.assert_array_equal(aggregate(mode, bad, mask, lengths, total), clean)
+@pytest.mark.parametrize("budget", [1, 17, TOKENS, TOKENS + 5])
+def test_budget_takes_exactly_so_many_tokens_wherever_they_lie(budget):
+    first_pack, other = pack(SEQUENCES, 3, shared=False), pack(SEQUENCES, 4, shared=True)
+    taken = []
+    for packed in (first_pack, other):
+        chosen = quick_budget(first(packed.rows), budget=budget)
+        assert int(chosen.sum()) == min(budget, TOKENS)
+        taken.append(np.concatenate(packed.unpack(np.asarray(chosen)[None])))
+    np.testing.assert_array_equal(*taken)
+    # responses in order, the last one cut: what is taken is a prefix of all response tokens
+    mask = np.concatenate([s.mask for s in SEQUENCES])
+    np.testing.assert_array_equal(taken[0][mask], np.arange(TOKENS) < budget)
 
 
 def test_masked_reductions():
-    x = jnp.array([1.0, np.nan, 5.0, np.inf, -2.0])
-    mask = jnp.array([True, False, True, False, True])
+    x = jnp.array([1.0, np.nan, 5.0, np.inf, -2.0, -np.inf])
+    mask = jnp.array([True, False, True, False, True, False])
     assert masked_sum(x, mask) == 4
     assert masked_max(x, mask) == 5
-    assert masked_max(x, jnp.zeros(5, bool)) == -np.inf
+    assert masked_min(x, mask) == -2
+    np.testing.assert_allclose(masked_mean(x, mask), 4 / 3, rtol=1e-6)
+    np.testing.assert_allclose(masked_variance(x, mask), np.var([1, 5, -2], ddof=1), rtol=1e-6)
+    nothing = jnp.zeros(6, bool)
+    assert masked_max(x, nothing) == -np.inf and masked_min(x, nothing) == np.inf
+    assert masked_mean(x, nothing) == 0 and masked_variance(x, nothing) == 0
+    one = jnp.arange(6) == 2
+    assert masked_mean(x, one) == 5 and masked_variance(x, one) == 0
     np.testing.assert_array_equal(
         safe_divide(jnp.array([3.0, 3.0]), jnp.array([2.0, 0.0])), [1.5, 0]
     )
+
+
+def test_whitened_values_have_mean_0_and_variance_1():
+    rng = np.random.default_rng(5)
+    x, mask = rng.normal(3, 2, (7, 9)).astype(np.float32), rng.random((7, 9)) < 0.6
+    got = np.asarray(whiten(jnp.asarray(np.where(mask, x, np.nan)), jnp.asarray(mask)))
+    assert_close(got[mask], (x[mask] - x[mask].mean()) / np.sqrt(x[mask].var(ddof=1) + 1e-8))
+    np.testing.assert_array_equal(got[~mask], 0)
+    np.testing.assert_allclose([got[mask].mean(), got[mask].std(ddof=1)], [0, 1], atol=1e-6)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
-from distflow_jax.training.loss import AlgorithmConfig
 
 REFERENCES = {
     "k1": (lambda d: d, lambda d: np.ones_like(d)),
+    "abs": (np.abs, np.sign),
     "k2": (lambda d: d**2 / 2, lambda d: d),
     "k3": (lambda d: np.exp(-d) + d - 1, lambda d: 1 - np.exp(-d)),
     "k3+": (lambda d: np.exp(-d) + d - 1, lambda d: d),
@@ -53,7 +54,7 @@ def test_equal_policies_have_no_kl():
         np.testing.assert_array_equal(slope, 1 if name == "k1" else 0)
 
 
-@pytest.mark.parametrize("name", ["k2", "k3", "k3+"])
+@pytest.mark.parametrize("name", ["abs", "k2", "k3", "k3+"])
 def test_never_negative(name):
     rng = np.random.default_rng(1)
     d = np.concatenate([rng.normal(0, s, 500) for s in (1e-6, 1e-3, 1, 5)]).astype(np.float32)
@@ -95,3 +96,4 @@ def test_expectations():
     np.testing.assert_allclose(got["k1"][1], 0, atol=1e-6)
     with pytest.raises(ValueError, match="k1.*zero expected gradient"):
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
+    AlgorithmConfig(kl_coef=0.1, kl_estimator="k1", kl_in_reward=True)

@@ -261,3 +261,17 @@ def test_sizes_that_make_no_sense_are_refused():
         CheckpointConfig(every=0)
     with pytest.raises(ValueError, match="checkpoint.keep .* 0"):
         CheckpointConfig(keep=0)
+
+
+def test_a_part_of_a_checkpoint_can_be_read(open_checkpointer):
+    checkpointer = open_checkpointer()
+    both = {"actor": state(), "critic": state(scale=3.0)}
+    checkpointer.save(1, both, {})
+    checkpointer.wait()
+    wanted = {"critic": abstract(both["critic"])}
+    _, read, _ = checkpointer.restore(None, wanted, partial=True)
+    assert_same(read["critic"], both["critic"])
+    with pytest.raises(ValueError, match="only in the checkpoint: actor"):
+        checkpointer.restore(None, wanted)
+    with pytest.raises(ValueError, match="not in the checkpoint: judge"):
+        checkpointer.restore(None, {"judge": wanted["critic"]}, partial=True)

@@ -233,3 +233,27 @@ def test_ranks_change_and_change_back():
             assert np.bincount(there.rank, minlength=n).max() <= -(-len(packed.rows) // n)
             assert sorted(there.rows) == sorted(packed.rows)
             assert Assignment(there.rows, there.rank).spread(m) == first
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_group_that_must_stay_together_does(seed, shared):
+    rng = np.random.default_rng(seed)
+    groups, sites = int(rng.integers(1, 40)), int(rng.integers(1, 5))
+    group = np.repeat(np.arange(groups), 2)
+    prompt = np.repeat(rng.integers(1, 20, groups), 2)
+    response, site = rng.integers(1, 20, 2 * groups), np.repeat(rng.integers(0, sites, groups), 2)
+    limits = RowLimits(tokens=128, sequences=6, shared=shared, group_size=2)
+    lengths = Lengths(prompt, response, group, site)
+    found = assign(lengths, limits, [[s] for s in range(sites)], threshold=0.03)
+    assert sorted(i for row in found.rows for i in row) == list(range(2 * groups))
+    for row in found.rows:
+        members = np.array(row)
+        assert sorted(group[members].tolist()) == sorted(np.repeat(np.unique(group[members]), 2))
+        prompts = np.unique(members // 2) * 2 if shared else members
+        assert response[members].sum() + prompt[prompts].sum() <= limits.tokens
+        assert len(row) <= limits.sequences
+    with pytest.raises(ValueError, match="which must stay in one row, does not fit a row of 8"):
+        small = RowLimits(tokens=8, sequences=6, shared=shared, group_size=2)
+        long = Lengths(np.array([2, 2]), np.array([4, 4]), np.zeros(2, int), np.zeros(2, int))
+        assign(long, small, [[0]], threshold=0.03)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.coordinator.dataset import open_dataset
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig, Loader, SamplerShare
 
 
@@ -16,6 +17,9 @@ class ByteTokenizer:
     def encode_prompt(self, prompt):
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         return text, np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_answer(self, prompt, answer):
+        return self.encode_prompt(f"{answer}.")[1]
 
 
 def data_of(tmp_path, rows=24, length=lambda i: 1):
@@ -207,3 +211,47 @@ def test_lengths_survive_a_checkpoint(tmp_path, ahead):
     counters = [p.counter for p in next(whole)]
     assert [p.counter for p in next(resumed)] == counters
     assert counters != sorted(counters)  # longest expected first
+
+
+def pairs_of(tmp_path, rows=12, **columns):
+    path = tmp_path / "pairs.jsonl"
+    lines = [
+        {"prompt": f"p{i}", "chosen": "yes" * (1 + i % 3), "rejected": f"no{i}"} | columns
+        for i in range(rows)
+    ]
+    kept = [{k: v for k, v in line.items() if v is not None} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return open_dataset(str(path))
+
+
+def answers_of(dataset, answers, **config):
+    config = DataConfig(
+        **{"prompts_per_step": 4, "max_prompt_length": 8, "shuffle": False} | config
+    )
+    return Loader(dataset, ByteTokenizer(), config, seed=0, answers=answers, max_answer=8)
+
+
+def test_answers_come_with_their_prompts_the_better_one_first(tmp_path):
+    prompts = next(answers_of(pairs_of(tmp_path), 2, overlong="truncate_left"))
+    texts = [[bytes(a.astype(np.uint8)).decode() for a in p.answers] for p in prompts]
+    assert texts == [["yes.", "no0."], ["yesyes.", "no1."], ["yesyesye", "no2."], ["yes.", "no3."]]
+    single = next(answers_of(pairs_of(tmp_path), 1, overlong="drop"))
+    assert [len(p.answers) for p in single] == [1] * 4
+    assert all(not p.answers for p in next(answers_of(pairs_of(tmp_path), 0)))
+    columns = given_columns(prompts, 5)
+    assert [p.counter for p in columns["prompt"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(columns["response"]) == len(columns["finished"]) == 8
+    assert len(given_columns(next(answers_of(pairs_of(tmp_path), 0)), 5)["prompt"]) == 20
+
+
+def test_answers_beyond_the_limit_are_told_or_dropped(tmp_path):
+    with pytest.raises(ValueError, match="row 3: the answer has 10 tokens, more than rollout.max_"):
+        answers_of(pairs_of(tmp_path), 2)
+    loader = answers_of(pairs_of(tmp_path), 2, overlong="drop")
+    assert loader.dropped == 4
+    assert all(row % 3 != 2 for row in loader.rows)
+
+
+def test_rows_without_the_answers_that_are_wanted_are_named(tmp_path):
+    with pytest.raises(ValueError, match="row 1: has no 'rejected' answer, which this dag trains"):
+        answers_of(pairs_of(tmp_path, rejected=None), 2, overlong="drop")

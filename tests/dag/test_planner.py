@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
-from distflow_jax.dag.pipelines import grpo
+from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.types import Layout, move_between
 
@@ -101,7 +101,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         "from distflow_jax.types import Layout\n"
         "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
         "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
-        "print(planner.plan(pipelines.grpo(True, True), layouts, {'prompt'}).digest)"
+        "print(planner.plan(pipelines.load_graph('grpo'), layouts, {'prompt'}).digest)"
     )
     digests = [
         subprocess.run(
@@ -113,7 +113,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         ).stdout.strip()
         for seed in ("1", "2")
     ]
-    assert digests == [plan(grpo(True, True), LAYOUTS, {"prompt"}).digest] * 2
+    assert digests == [plan(load_graph("grpo"), LAYOUTS, {"prompt"}).digest] * 2
 
 
 def test_whatever_matters_changes_the_digest():
@@ -234,7 +234,7 @@ def test_a_reader_gets_the_last_version_upstream():
 
 
 def test_grpo_has_the_segments_that_one_expects():
-    result = plan(grpo(use_reference=True, recompute_old_logp=True), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
     assert [task.node.id for task in result.tasks] == [
         *("rollout", "old_logp", "reference", "reward", "advantage", "actor_train")
     ]
@@ -269,7 +269,7 @@ def test_where_a_segment_ends(change, segments):
 
 
 def test_the_text_form_names_every_node_field_and_move():
-    result = plan(grpo(use_reference=True, recompute_old_logp=True), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
     text = result.describe()
     for task in result.tasks:
         for word in (task.node.id, task.node.role, task.node.type, str(task.layout)):

@@ -242,3 +242,21 @@ def test_folder_refusals(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer.json is not readable"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_an_answer_ends_as_a_sampled_one_would():
+    tokenizer = Tokenizer.byte_level(300)
+    text = tokenizer.encode_answer("say:", "hi")
+    assert text.tolist() == [*tokenizer.encode("hi"), tokenizer.stop_ids[0]]
+    turn = tokenizer.encode_answer(CHAT, "hi")
+    assert tokenizer.decode(turn, skip_special=False) == "hi<|im_end|>"
+    assert turn[-1] in tokenizer.stop_ids
+    messages = [{"role": "assistant", "content": "hi"}]
+    assert tokenizer.encode_answer(CHAT, messages).tolist() == turn.tolist()
+    assert turn.dtype == text.dtype == np.int32
+    # prompt and answer together are what the template writes
+    whole = tokenizer.render(
+        [*CHAT, {"role": "assistant", "content": "hi"}], add_generation_prompt=False
+    )
+    start = tokenizer.encode_prompt(CHAT)[1]
+    assert tokenizer.encode(whole).tolist()[: len(start) + len(turn)] == [*start, *turn]

@@ -16,6 +16,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
@@ -111,7 +112,7 @@ def main():
         for c in range(PROMPTS)
     }
     for _ in range(2):  # a second step starts from nothing
-        coordinator.begin(ours, SAMPLES)
+        coordinator.begin(given_columns(ours, SAMPLES))
         held = uids(coordinator.get(edge("prompt", None, sampler, sampler))[::SAMPLES])
         table = [expected[c][s] for c, s in held]
         coordinator.put("rollout", "response", [t for t, _, _ in table])

@@ -22,15 +22,17 @@ from jax.experimental import multihost_utils
 from configs import tiny
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.worker import run_step
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
-from distflow_jax.setup import build, initial_states, prepare
-from distflow_jax.training.loss import MicroBatch, step_denominators
-from distflow_jax.training.update import accumulate_gradients
+from distflow_jax.setup import build, prepare
+from distflow_jax.states import States
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
@@ -52,9 +54,9 @@ def main():
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
     setup = prepare(config)
     machinery = build(setup, Spans())
-    mesh = machinery.mesh_of(setup.sizes.mesh)
-    states = initial_states(setup, machinery, None)
-    engine = machinery.context.engine
+    mesh = machinery.meshes[setup.sizes.mesh.layout]
+    states = States(setup.models, setup.source, config, machinery.meshes).initial({})
+    engine = machinery.engine
     weights = machinery.sync(states["actor"].params)
     sampler = SamplerState(weights, 0, engine.init_decode_state())
     prompts = next(setup.loader)
@@ -68,7 +70,7 @@ def main():
         temperature=1.0,
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
-    if machinery.context.member == 0:  # the hosts of a sampler have the same responses
+    if machinery.member == 0:  # the hosts of a sampler have the same responses
         mine = args.out / f"responses-{processes.process_index()}.pkl"
         mine.write_bytes(pickle.dumps(sampled))
     if not args.batch.exists():
@@ -90,7 +92,7 @@ def main():
         return state, {"score": np.array(scores, np.float32)}, {}
 
     update = machinery.stages["actor_train"]
-    context = machinery.context
+    shape = UpdateShape(mesh, setup.sizes.micro_rows, 16)
 
     @jax.jit
     def gradient(params, batch):
@@ -99,16 +101,15 @@ def main():
             return accumulate_gradients(
                 params,
                 batch,
-                step_denominators(context.algorithm, batch.rows, 16),
                 jnp.float32(1.0),
-                shape=context.shape,
-                model=context.model,
-                algorithm=context.algorithm,
-                forward=context.forward,
+                shape=shape,
+                objective=policy_objective(
+                    setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
+                ),
             )[0]
 
     def train(state, fields, options):
-        batch = MicroBatch(
+        batch = PolicyBatch(
             fields["response"],
             fields["advantage"],
             fields["rollout_logp"],
@@ -119,7 +120,7 @@ def main():
         return update(state, fields, options)
 
     stages = machinery.stages | {"rollout": rollout, "reward": reward, "actor_train": train}
-    machinery.coordinator.begin(prompts, config.rollout.num_samples)
+    machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
     _, metrics = run_step(setup.plan, 1, stages, states, machinery.coordinator, Spans())
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
     table = gather_table(machinery.coordinator.samples())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.batch import Prompt
+from distflow_jax.dag.graph import Node
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.sampler import RolloutConfig
@@ -35,6 +36,8 @@ def scores_of(config, responses, *, early=False):
     with RewardPool(config) as pool:
         stage = build_reward(
             types.SimpleNamespace(
+                node=Node("reward", "REWARD", "COMPUTE", writes=["score", "unshaped_score"]),
+                prefix="",
                 reward=config,
                 rewards=pool,
                 tokenizer=TOKENIZER,
@@ -75,6 +78,14 @@ def test_long_responses_are_punished_up_to_the_limit_of_the_rollout():
     np.testing.assert_allclose(scores, [1, -1, -1])
 
 
+def test_a_length_penalty_may_be_a_share_of_the_limit():
+    absolute = scores_of(RewardConfig(function="exact", overlong_buffer=4), ["47", "0" * 9])
+    share = scores_of(RewardConfig(function="exact", overlong_buffer=0.4), ["47", "0" * 9])
+    np.testing.assert_array_equal(absolute[0], share[0])
+    with pytest.raises(ValueError, match="overlong_buffer must be a whole number of tokens, or"):
+        RewardConfig(overlong_buffer=3.5)
+
+
 def test_numbers_beside_the_score_become_means_over_the_rows_that_have_them(tmp_path):
     file = tmp_path / "stage_rewards.py"
     file.write_text(REWARDS)
@@ -99,6 +110,7 @@ def test_a_node_must_name_the_fields_of_its_stage(role, kind):
             role=role,
             type=kind,
             fn=None,
+            options={},
             reads={x: x for x in reads},
             writes={x: x for x in writes},
         )

@@ -24,12 +24,14 @@ from tiny_model import (
     values_of,
 )
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.forward import ForwardConfig, per_token, response_logp
-from distflow_jax.training.loss import AlgorithmConfig, MicroBatch, step_denominators
+from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
 
@@ -123,9 +125,9 @@ def unpacked_gradient(fields):
         logp = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         ratio = jnp.exp(logp - old)
-        clipped = jnp.clip(ratio, 1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
+        clipped = jnp.clip(ratio, 1 - 0.2, 1 + 0.28)
         loss = jnp.maximum(-advantage * ratio, -advantage * clipped)
-        capped = jnp.minimum(loss, -advantage * ALGORITHM.dual_clip)
+        capped = jnp.minimum(loss, -advantage * 3.0)
         loss = jnp.where(advantage < 0, capped, loss)
         d = logp - ref
         loss += ALGORITHM.kl_coef * (jnp.exp(-d) + d - 1) - ALGORITHM.entropy_coef * entropy
@@ -152,22 +154,18 @@ def packed_batch(fields, row_shape, *, shared):
     }
     score = sequence_field(placement, fields["score"])[0]
     advantage = np.where(rows.response_mask, per_token(jnp.asarray(score), rows.segment), 0)
-    return MicroBatch(rows=rows, advantage=advantage, **token)
+    return PolicyBatch(rows=rows, advantage=advantage, **token)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "micro"))
 def packed_gradient(batch, params, *, mesh, micro):
     with use_mesh(mesh):
-        denominators = step_denominators(ALGORITHM, batch.rows, 14)
         return accumulate_gradients(
             params,
             batch,
-            denominators,
             TEMPERATURE,
             shape=UpdateShape(mesh, micro, 14),
-            model=TINY,
-            algorithm=ALGORITHM,
-            forward=FORWARD,
+            objective=policy_objective(TINY, ALGORITHM, FORWARD, max_response=14),
         )
 
 
@@ -232,8 +230,8 @@ def test_padding_does_not_matter(narrow):
     rows.previous[empty] = rng.integers(0, rows.tokens.shape[1], empty.sum())
     mask = rows.response_mask
     poison = np.float32([np.nan, np.inf, -np.inf, np.nan])
-    fields = (np.where(mask, x, p) for x, p in zip(batch[1:], poison, strict=True))
-    poisoned = MicroBatch(rows, *fields)
+    fields = (np.where(mask, x, p) for x, p in zip(batch[1:5], poison, strict=True))
+    poisoned = PolicyBatch(rows, *fields)
     got, more = packed_gradient(poisoned, PARAMS, mesh=mesh_of(1, 1), micro=1)
     for mine, clean in zip(jax.tree.leaves(got), jax.tree.leaves(grads), strict=True):
         np.testing.assert_array_equal(mine, clean)

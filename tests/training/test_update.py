@@ -1,6 +1,5 @@
 """Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps."""
 
-import functools
 import re
 
 import jax
@@ -11,24 +10,23 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.training.forward import ForwardConfig, per_token
-from distflow_jax.training.loss import (
-    AlgorithmConfig,
-    MicroBatch,
-    policy_objective,
-    step_denominators,
-)
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import abstract_state, init_state
-from distflow_jax.training.update import UpdateShape, make_logp, make_update
+from distflow_jax.training.update import UpdateShape, make_update
 from distflow_jax.types import flatten_dict
 
 MINI_BATCHES, EPOCHS, STEPS = 2, 2, 4
 OPTIMIZER = OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1)
-ALGORITHM, FORWARD = AlgorithmConfig(), ForwardConfig(logp_chunk=16)
+FORWARD = ForwardConfig(logp_chunk=16)
+OBJECTIVE = policy_objective(TINY, AlgorithmConfig(), FORWARD, max_response=14)
 TEMPERATURE = np.float32(1)
 SHAPE = RowShape(MINI_BATCHES, 8, 64, 4)
 
@@ -39,11 +37,10 @@ class Trainer:
     def __init__(self):
         self.mesh = mesh_of(1, 1)
         shape = UpdateShape(self.mesh, 2, 14)
-        parts = dict(shape=shape, model=TINY, forward=FORWARD)
         self.optimizer = make_optimizer(OPTIMIZER, STEPS)
         self.schedule = learning_rate(OPTIMIZER, STEPS)
-        self.logp = make_logp(**parts)
-        self.update = make_update(self.optimizer, self.schedule, algorithm=ALGORITHM, **parts)
+        self.logp = make_logp(shape=shape, model=TINY, forward=FORWARD)
+        self.update = make_update(self.optimizer, self.schedule, shape=shape, objective=OBJECTIVE)
         samples = random_samples(0, groups=4, size=4)
         self.rows, placement = rows_of(samples, SHAPE, shared=True)
         score = np.random.default_rng(1).normal(size=len(samples))
@@ -57,7 +54,7 @@ class Trainer:
 
     def batch(self, params):
         old = self.logp(params, self.rows, TEMPERATURE)
-        return MicroBatch(self.rows, self.advantage, np.asarray(old), old, None)
+        return PolicyBatch(self.rows, self.advantage, np.asarray(old), old, None)
 
     def run(self, state, batch):
         """All mini-batches and epochs; the metrics of every update."""
@@ -143,12 +140,10 @@ def test_learning_rate_zero_changes_nothing(trainer, trained):
 def test_one_update_per_batch_has_ratio_exactly_one(trainer):
     """Without old_logp the policy itself is the old one."""
     rows = mini_batch(trainer.rows)
-    batch = MicroBatch(rows, trainer.advantage[0], None, None, None)
-    objective = functools.partial(
-        policy_objective, model=TINY, algorithm=ALGORITHM, forward=FORWARD
-    )
-    denominators = step_denominators(ALGORITHM, rows, 14)
-    loss, metrics = jax.jit(objective)(random_params(TINY), batch, denominators, TEMPERATURE)
+    batch = PolicyBatch(rows, trainer.advantage[0], None, None, None)
+    batch, denominators = OBJECTIVE.prepare(batch)
+    evaluate = jax.jit(OBJECTIVE.evaluate)
+    loss, metrics = evaluate(random_params(TINY), batch, denominators, TEMPERATURE)
     for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
         assert metrics["sum"][name] == 0
     mask = np.asarray(rows.response_mask)
@@ -236,9 +231,12 @@ def test_rows_are_never_gathered(fsdp, tensor):
     length, sequences = 88, 7  # sizes that no parameter has
     mesh = mesh_of(fsdp, tensor)
     shape = UpdateShape(mesh, 1, 14)
-    parts = dict(shape=shape, model=TINY, forward=ForwardConfig(logp_chunk=8))
+    forward = ForwardConfig(logp_chunk=8)
+    objective = policy_objective(TINY, AlgorithmConfig(), forward, max_response=14)
     optimizer = make_optimizer(OPTIMIZER, STEPS)
-    update = make_update(optimizer, learning_rate(OPTIMIZER, STEPS), algorithm=ALGORITHM, **parts)
+    schedule = learning_rate(OPTIMIZER, STEPS)
+    update = make_update(optimizer, schedule, shape=shape, objective=objective)
+    logp = make_logp(shape=shape, model=TINY, forward=forward)
     samples = random_samples(0, groups=8, size=4)
     rows, placement = rows_of(samples, RowShape(1, 16, length, sequences), shared=True, ranks=8)
     layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
@@ -249,10 +247,10 @@ def test_rows_are_never_gathered(fsdp, tensor):
     token = jax.ShapeDtypeStruct(rows.tokens.shape, np.float32, sharding=layout)
     rows = jax.tree.map(abstract, rows)
     state = abstract_state(TINY, optimizer, mesh)
-    batch = MicroBatch(rows, token, token, token, None)
+    batch = PolicyBatch(rows, token, token, token, None)
     programs = {
         "update": update.lower(state, batch, np.int32(0), TEMPERATURE),
-        "logp": make_logp(**parts).lower(state.params, rows, TEMPERATURE),
+        "logp": logp.lower(state.params, rows, TEMPERATURE),
     }
     for name, program in programs.items():
         gathered = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather", program.compile().as_text())

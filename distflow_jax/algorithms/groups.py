@@ -1,0 +1,82 @@
+"""Statistics of groups (the responses to one prompt), wherever their sequences lie.
+
+N sequences (any shape, e.g. [K, R, S]), G groups. `score` float32, `group` int32 in [0, G) and
+`valid` bool have equal shapes; what stands where `valid` is False does not matter.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class GroupStatistics(NamedTuple):
+    """Of the valid sequences of each group, float32 [G]."""
+
+    count: jax.Array
+    mean: jax.Array
+    squares: jax.Array  # sum of squared deviations from the mean
+    equal: jax.Array  # bool: all scores are the same number; True for an empty group
+
+
+def group_sum(x: jax.Array, group: jax.Array, num_groups: int) -> jax.Array:
+    """Sum over each group, [G]."""
+    return jax.ops.segment_sum(x.reshape(-1), group.reshape(-1), num_segments=num_groups)
+
+
+def group_extremes(
+    x: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
+) -> tuple[jax.Array, jax.Array]:
+    """(smallest, largest) x of each group, [G]; (inf, -inf) of an empty one."""
+    flat = group.reshape(-1)
+    low = jnp.where(valid, x, jnp.inf).reshape(-1)
+    high = jnp.where(valid, x, -jnp.inf).reshape(-1)
+    return (
+        jax.ops.segment_min(low, flat, num_segments=num_groups),
+        jax.ops.segment_max(high, flat, num_segments=num_groups),
+    )
+
+
+def group_statistics(
+    score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
+) -> GroupStatistics:
+    """Count, mean and spread of each group's scores."""
+    count = group_sum(valid.astype(jnp.float32), group, num_groups)
+    mean = group_sum(jnp.where(valid, score, 0.0), group, num_groups) / jnp.maximum(count, 1.0)
+    deviation = jnp.where(valid, score - mean[group], 0.0)
+    squares = group_sum(deviation * deviation, group, num_groups)
+    low, high = group_extremes(score, group, valid, num_groups)
+    return GroupStatistics(count, mean, squares, high <= low)
+
+
+def informative_groups(
+    score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
+) -> jax.Array:
+    """Groups whose best score is above their worst, bool [G].
+
+    DAPO's dynamic sampling keeps these: the others have no advantage. `score` is the reward
+    function's, before any term for the length. Yu et al. 2025 (arxiv.org/abs/2503.14476), eq. 11.
+    """
+    low, high = group_extremes(score, group, valid, num_groups)
+    return high > low
+
+
+def best_and_worst(
+    score: jax.Array, group: jax.Array, sample: jax.Array, valid: jax.Array, num_groups: int
+) -> tuple[jax.Array, jax.Array]:
+    """(chosen, rejected): which sequences are the pair of their group, bool each.
+
+    The best- and the worst-scored response; among equals the one with the smaller index `sample`
+    within the group (int32), so that the choice depends on no order. A group whose scores are all
+    equal has no pair. Online DPO: Guo et al. 2024 (arxiv.org/abs/2402.04792).
+    """
+    low, high = group_extremes(score, group, valid, num_groups)
+    informative = valid & (high > low)[group]
+
+    def first(of_group):
+        candidate = informative & (score == of_group[group])
+        index = jnp.where(candidate, sample, jnp.iinfo(jnp.int32).max)
+        lowest = jax.ops.segment_min(index.reshape(-1), group.reshape(-1), num_segments=num_groups)
+        return candidate & (sample == lowest[group])
+
+    return first(high), first(low)

@@ -1,0 +1,89 @@
+"""Losses on pairs of responses: DPO, IPO, and a reward model's. One number per pair, any shape."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.batch import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """What is optimised over pairs of a chosen and a rejected response."""
+
+    loss: str = "dpo"
+    beta: float = 0.1  # how far the policy may leave the reference: smaller is farther
+
+    def __post_init__(self):
+        if self.loss not in PREFERENCE_LOSSES:
+            raise ValueError(
+                f"preference.loss={self.loss!r} is unknown; choose one of "
+                f"{sorted(PREFERENCE_LOSSES)}"
+            )
+        if self.beta <= 0:
+            raise ValueError(f"preference.beta must be positive, got {self.beta}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    """How a reward model is trained."""
+
+    margin: float = 0.0  # by how much the chosen response is to score higher
+    center_coef: float = 0.0  # weight of (s+ + s-)^2, which keeps scores around 0
+
+    def __post_init__(self):
+        for name in ("margin", "center_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"reward_model.{name} must not be negative, got {getattr(self, name)}"
+                )
+
+
+def dpo(delta: jax.Array, *, beta: float) -> jax.Array:
+    """-log sigmoid(beta Delta), Delta = (logp+ - ref+) - (logp- - ref-), sums over the responses.
+
+    Rafailov et al. 2023 (arxiv.org/abs/2305.18290), eq. 7.
+    """
+    return -jax.nn.log_sigmoid(beta * delta)
+
+
+def ipo(delta: jax.Array, *, beta: float) -> jax.Array:
+    """(Delta - 1 / (2 beta))^2: a target for the margin, where dpo's grows without end.
+
+    Azar et al. 2023 (arxiv.org/abs/2310.12036), eq. 17.
+    """
+    return jnp.square(delta - 1.0 / (2.0 * beta))
+
+
+def reward_model(
+    chosen: jax.Array, rejected: jax.Array, *, margin: float, center_coef: float
+) -> jax.Array:
+    """-log sigmoid(s+ - s- - margin) + coef (s+ + s-)^2.
+
+    Touvron et al. 2023 (arxiv.org/abs/2307.09288), eq. 2; the second term: Eisenstein et al. 2023
+    (arxiv.org/abs/2312.09244), sec. 2.
+    """
+    ranking = -jax.nn.log_sigmoid(chosen - rejected - margin)
+    return ranking + center_coef * jnp.square(chosen + rejected)
+
+
+PREFERENCE_LOSSES: dict[str, Callable[..., jax.Array]] = {"dpo": dpo, "ipo": ipo}
+
+
+def pairs(rows: Rows) -> jax.Array:
+    """[R, S, S] bool: entry (c, r) says that sequences c and r of a row are a pair.
+
+    c is sample 0 of a group, the chosen one, and r sample 1 of the same group in the same row.
+    """
+    group, sample = rows.group, rows.sample
+    same = group[..., :, None] == group[..., None, :]
+    chosen = (rows.valid & (sample == 0))[..., :, None]
+    rejected = (rows.valid & (sample == 1))[..., None, :]
+    return same & chosen & rejected
+
+
+def partner(x: jax.Array, paired: jax.Array) -> jax.Array:
+    """x [R, S] of the rejected response at the place of the chosen one, 0 where there is none."""
+    return jnp.sum(jnp.where(paired, x[..., None, :], 0.0), axis=-1)

@@ -1,0 +1,162 @@
+"""Rounds of a region: the next prompts, until enough of their groups are worth training on.
+
+Every process does the same number of rounds, since whether to go on is decided from all-gathered
+verdicts. Of the groups kept over all rounds the first B by prompt index make up the step.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.coordinator.coordinator import Coordinator, Snapshot, Value, take
+from distflow_jax.parallel import processes
+
+# columns of this process's responses by field -> bool for each: whether its group is worth keeping
+Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]
+Given = Mapping[str, Sequence[Any]]  # what the loader gives, see Coordinator.begin
+
+log = logging.getLogger("distflow_jax")
+
+
+def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    """Whether the scores of a response's group differ: others have no advantage to learn from.
+
+    Scores before shaping, `unshaped_score`, where they are written: a length penalty would make
+    every group informative. Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), sec. 3.2.
+    """
+    score = np.asarray(columns.get("unshaped_score", columns["score"]), np.float64)
+    _, group = np.unique([p.counter for p in columns["prompt"]], return_inverse=True)
+    high = np.full(group.max(initial=-1) + 1, -np.inf)
+    low = -high
+    np.maximum.at(high, group, score)
+    np.minimum.at(low, group, score)
+    return (high > low)[group]
+
+
+UNTIL: dict[str, Until] = {"informative": informative}
+
+
+class EndOfData(Exception):
+    """There are no prompts left for another step."""
+
+
+class Rounds:
+    """A coordinator's step in rounds. `next` starts a round; False says that there are enough."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        draw: Callable[[], Given | None],
+        until: Until,
+        *,
+        groups: int,
+        max_rounds: int,
+    ):
+        """`draw` gives the next prompts, None at the end of the data; `groups`: how many make a
+        step."""
+        self._coordinator, self._draw, self._until = coordinator, draw, until
+        self._groups, self._max_rounds = groups, max_rounds
+        self._rounds: list[Snapshot] = []
+        self._kept: list[int] = []  # counters of the groups that stay, of all processes
+        self._sampled = 0  # groups of all processes
+        self._open = False
+
+    def next(self) -> bool:
+        """Ends the round that is under way and starts another one if it takes one. Collective.
+
+        Raises EndOfData where there are no prompts for a first round.
+        """
+        if self._open:
+            self._end_round()
+        if len(self._kept) < self._groups and len(self._rounds) < self._max_rounds:
+            given = self._draw()
+            if given is not None:
+                self._coordinator.begin(given)
+                self._open = True
+                return True
+        if not self._rounds:
+            raise EndOfData
+        self._end()
+        return False
+
+    def _end_round(self) -> None:
+        step, self._open = self._coordinator.snapshot(), False
+        keep = np.asarray(self._until(step.columns), bool)
+        counters = step.counters[step.own]
+        if keep.shape != counters.shape:
+            raise ValueError(
+                f"the region's `until` gave {keep.shape} verdicts for {len(counters)} responses: "
+                "one bool for each is needed"
+            )
+        groups = np.unique(counters)
+        stays = [bool(keep[counters == group].all()) for group in groups]
+        verdicts = np.array([groups, stays], np.int64).T.reshape(-1, 2)
+        table = np.concatenate(processes.all_gather_ragged(verdicts))
+        self._kept += table[table[:, 1] == 1, 0].tolist()
+        self._sampled += len(table)
+        self._rounds.append(step)
+
+    def _end(self) -> None:
+        winners = np.array(sorted(self._kept)[: self._groups], np.int64)
+        if len(winners) < self._groups:
+            log.warning(
+                "only %d of %d groups are worth training on after %d rounds of %d: going on with "
+                "these. Raise the region's max_rounds, or give problems of other difficulty",
+                len(winners),
+                self._groups,
+                len(self._rounds),
+                self._sampled // max(1, len(self._rounds)),
+            )
+        self._coordinator.resume(_joined(self._rounds, winners, self._coordinator.is_shared))
+
+    def metrics(self) -> dict[str, float]:
+        """How many rounds the step took, and what came of them."""
+        return {
+            "training/sampling_rounds": float(len(self._rounds)),
+            "training/groups_sampled": float(self._sampled),
+            "training/groups_kept": float(len(self._kept)),
+            "training/groups_missing": float(max(0, self._groups - len(self._kept))),
+        }
+
+
+def _joined(
+    rounds: Sequence[Snapshot], winners: np.ndarray, is_shared: Callable[[Value], bool]
+) -> Snapshot:
+    """The responses of these groups, of all rounds, as if they had been sampled in one."""
+    chosen = [np.flatnonzero(np.isin(r.counters, winners)) for r in rounds]  # of the sampler's
+    mine = [np.flatnonzero(np.isin(r.counters[r.own], winners)) for r in rounds]  # of one's own
+    starts = np.cumsum([0, *(len(index) for index in chosen)])
+    own = [
+        start + np.searchsorted(index, r.own[places])
+        for start, index, r, places in zip(starts, chosen, rounds, mine, strict=False)
+    ]
+    first = rounds[0]
+    return Snapshot(
+        values={
+            value: _concatenated(
+                [
+                    take(r.values[value], index)
+                    for r, index in zip(rounds, chosen if is_shared(value) else mine, strict=True)
+                ]
+            )
+            for value in first.values
+        },
+        columns={
+            field: _concatenated(
+                [take(r.columns[field], index) for r, index in zip(rounds, mine, strict=True)]
+            )
+            for field in first.columns
+        },
+        sources=first.sources,
+        dims={field: dims for r in rounds for field, dims in r.dims.items()},
+        counters=np.concatenate([r.counters[i] for r, i in zip(rounds, chosen, strict=True)]),
+        own=np.concatenate(own).astype(np.int64),
+    )
+
+
+def _concatenated(parts: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return [entry for part in parts for entry in part]

@@ -1,0 +1,136 @@
+"""What a picture of a plan says: the words of its boxes and wires, and the groups it outlines."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from distflow_jax.dag.graph import hint
+from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.types import Edge
+
+LOADER = "(loader)"  # no node's id looks like this
+AFTER = "after"  # the kind of a wire that carries nothing
+
+Bytes = Mapping[tuple[str | None, str], int]  # (source, field) -> bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Caption:
+    """A wire's fields, each with its bytes if they are known, and a sentence about the whole."""
+
+    source: str
+    target: str
+    kind: str  # the move, or AFTER
+    fields: tuple[str, ...]
+    title: str
+
+
+def node_lines(task: Task, place: int) -> tuple[str, list[str]]:
+    """(title, further lines) of a node's box."""
+    node = task.node
+    lines = [f"{node.role} {node.type}"]
+    if node.model is not None:
+        lines.append(f"model {node.model}")
+    lines.append(f"scope {node.scope}, {task.layout}")
+    if node.when is not None:
+        every = "every step" if node.when.every == 1 else f"every {node.when.every} steps"
+        lines.append(f"{every} after {node.when.after}" if node.when.after else every)
+    if node.fn is not None:
+        lines.append(f"fn {node.fn}")
+    read = {edge.field for edge in task.edges_out}
+    unread = sorted(set(node.writes.values()) - read)
+    # two to a line at most: a box is no wider for them than for its role
+    lines += ["unread: " + ", ".join(unread[i : i + 2]) for i in range(0, len(unread), 2)]
+    return f"{place}. {node.id}", lines
+
+
+def wire_captions(plan: Plan, sizes: Bytes | None = None) -> list[Caption]:
+    """One per (source, target, move), and one for each dep that no field and no other dep shows."""
+    groups: dict[tuple[str, str, str], list[Edge]] = {}
+    for task in plan.tasks:
+        for edge in task.edges_in:
+            key = (edge.source or LOADER, edge.target, edge.move)
+            groups.setdefault(key, []).append(edge)
+    captions = []
+    for (source, target, move), edges in sorted(groups.items()):
+        fields = tuple(_with_bytes(edge, sizes or {}) for edge in edges)
+        layouts = " -> ".join(
+            dict.fromkeys((str(edges[0].source_layout), str(edges[0].target_layout)))
+        )
+        title = f"{', '.join(fields)}: {source} -> {target}, {move}, {layouts}"
+        captions.append(Caption(source, target, move, fields, title))
+    drawn = {(c.source, c.target) for c in captions}
+    for source, target in _bare_deps(plan, drawn):
+        captions.append(Caption(source, target, AFTER, (), f"{target} waits for {source}"))
+    return captions
+
+
+def _with_bytes(edge: Edge, sizes: Bytes) -> str:
+    size = sizes.get((edge.source, edge.field))
+    return edge.field if size is None else f"{edge.field} {format_bytes(size)}"
+
+
+def format_bytes(size: float) -> str:
+    """512 -> "512 B", 1234567 -> "1.23 MB"."""
+    unit = 0
+    while size >= 999.5 and unit < 4:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+
+
+def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Deps along which nothing is read, as far as they do not follow from what is drawn."""
+    before: dict[str, set[str]] = {}
+    bare = []
+    for task in plan.tasks:
+        node = task.node
+        sources = {*node.deps, *(e.source for e in task.edges_in if e.source is not None)}
+        before[node.id] = sources.union(*(before[source] for source in sources))
+        for dep in node.deps:
+            implied = any(dep in before[other] for other in sources - {dep})
+            if (dep, node.id) not in drawn and not implied:
+                bare.append((dep, node.id))
+    return bare
+
+
+def outlines(plan: Plan, regions: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    """Node -> the outlines it lies in, from the outside in: its region's, its device segment's.
+
+    Raises ValueError for a region that names no node of the plan.
+    """
+    ids = [task.node.id for task in plan.tasks]
+    found: dict[str, tuple[str, ...]] = {name: () for name in ids}
+    for region, members in sorted(regions.items()):
+        for name in sorted(members):
+            if name not in found:
+                raise ValueError(f"region {region!r}: unknown node {name!r} ({hint(name, ids)})")
+            found[name] += (region_title(region),)
+    for number, segment in enumerate(plan.segments, 1):
+        for task in segment:
+            found[task.node.id] += (segment_title(number),)
+    return found
+
+
+def region_title(name: str) -> str:
+    """What stands at the outline of a loop."""
+    return f"loop: {name}"
+
+
+def is_region_title(title: str) -> bool:
+    """Whether region_title made it."""
+    return title.startswith("loop: ")
+
+
+def segment_title(number: int) -> str:
+    """What stands at the outline of a device segment, counted from 1."""
+    return f"device segment {number}"
+
+
+def role_of(plan: Plan) -> dict[str, str]:
+    """Node -> role; LOADER -> LOADER if the loader gives anything."""
+    loader = {LOADER: LOADER} if plan.given else {}
+    return loader | {task.node.id: task.node.role for task in plan.tasks}
+
+
+def given_lines(plan: Plan) -> list[str]:
+    """Lines of the loader's box: what it gives, and where."""
+    return [f"{field} on {layout}" for field, layout in plan.given]

@@ -1,0 +1,248 @@
+"""A picture of a plan: boxes for the nodes, by logical depth from left to right, wires for fields.
+
+    to_svg(draw(plan))                                        # observe/drawing.py
+    draw(plan, sizes={("rollout", "response"): 98304})        # with the bytes of what moves
+    draw(plan, regions={"filter": ["rollout", "reward"]})     # with an outline of a loop
+
+A node's colour is its role; a wire's colour and dashes say how its fields move. What a node reads
+stands beside its left edge, on the wire that brings it. The picture does not depend on the order in
+which nodes are listed, because the plan does not.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from distflow_jax.dag.arrange import Arrangement, Box, Wire, arrange
+from distflow_jax.dag.captions import (
+    AFTER,
+    LOADER,
+    Bytes,
+    Caption,
+    given_lines,
+    node_lines,
+    outlines,
+    role_of,
+    wire_captions,
+)
+from distflow_jax.dag.legend import FAINT, INK, MOVE_STYLES, ROLE_COLORS, legend_entries, page
+from distflow_jax.dag.outline import Column, outline
+from distflow_jax.dag.planner import Plan
+from distflow_jax.observe.drawing import (
+    Drawing,
+    Line,
+    Rect,
+    Shape,
+    Text,
+    curve,
+    text_width,
+    wrap,
+)
+
+_PAD, _STRIPE = 9.0, 5.0
+_TITLE, _SMALL, _LABEL = 13.0, 10.0, 10.0  # sizes of text
+_LEADING = 13.0  # between base lines of small text
+_LABEL_LEADING = 12.0
+_LABEL_WIDTH = 150.0  # of a wire's fields, before they are wrapped
+_ARROW = 7.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Content:
+    """A box's key, words, and size."""
+
+    key: str
+    column: int
+    title: str
+    lines: Sequence[str]
+    width: float
+    height: float
+
+
+def draw(
+    plan: Plan, *, sizes: Bytes | None = None, regions: Mapping[str, Iterable[str]] | None = None
+) -> Drawing:
+    """The picture of a plan. `regions` are loops: name -> ids of the nodes in it; None: the
+    plan's own."""
+    if regions is None:
+        regions = {f"until {plan.region.until}": plan.region.nodes} if plan.region else {}
+    regions = {name: sorted(members) for name, members in regions.items()}
+    captions, outlined = wire_captions(plan, sizes), outlines(plan, regions)
+    labels = {
+        _key(c): wrap([f"{f}," for f in c.fields[:-1]] + [*c.fields[-1:]], _LABEL, _LABEL_WIDTH)
+        for c in captions
+    }
+    wires = [
+        Wire(*_key(c), 5.0 + _LABEL_LEADING * max(0.4, len(labels[_key(c)]))) for c in captions
+    ]
+    contents = _contents(plan, wires)
+    boxes = [Box(c.key, c.column, c.height, outlined.get(c.key, ())) for c in contents]
+    placed = arrange(boxes, wires)
+    columns = _columns(contents, labels, placed, outlined)
+
+    shapes: list[Shape] = []
+    by_key = {content.key: content for content in contents}
+    shapes += _outlines(outlined, by_key, placed, columns)
+    shapes += _wires(captions, placed, columns)
+    for caption in captions:
+        shapes += _label(
+            labels[_key(caption)], caption, placed, columns[by_key[caption.target].column]
+        )
+    roles = role_of(plan)
+    for content in contents:
+        column = columns[content.column]
+        shapes += _box(content, ROLE_COLORS[roles[content.key]], column, placed.tops[content.key])
+    kinds = {caption.kind for caption in captions}
+    legend = legend_entries(set(roles.values()), kinds, bool(plan.segments), bool(regions))
+    return page(plan, shapes, legend)
+
+
+def _key(caption: Caption) -> tuple[str, str, str]:
+    return caption.source, caption.target, caption.kind
+
+
+# -- sizes and places -------------------------------------------------------------------------
+
+
+def _contents(plan: Plan, wires: Iterable[Wire]) -> list[_Content]:
+    """The loader's box if it gives anything, then the nodes' in the order of the plan."""
+    words = [(LOADER, 0, "loader", given_lines(plan))] if plan.given else []
+    first = len(words)  # column of depth 0
+    for place, task in enumerate(plan.tasks, 1):
+        words.append((task.node.id, first + task.depth, *node_lines(task, place)))
+    slots: dict[str, float] = {}
+    for wire in wires:
+        slots[wire.target] = slots.get(wire.target, 0.0) + wire.height
+    contents = []
+    for key, column, title, lines in words:
+        widths = [text_width(title, _TITLE, bold=True)]
+        widths += [text_width(line, _SMALL) for line in lines]
+        height = 24.0 + _LEADING * len(lines) + 6.0
+        height = max(height, slots.get(key, 0.0) + 10.0)
+        width = max(widths) + _STRIPE + 2 * _PAD
+        contents.append(_Content(key, column, title, lines, width, height))
+    return contents
+
+
+def _columns(
+    contents: Iterable[_Content],
+    labels: Mapping[tuple[str, str, str], Sequence[str]],
+    placed: Arrangement,
+    outlined: Mapping[str, Sequence[str]],
+) -> list[Column]:
+    widths, texts = {}, {}
+    column_of = {}
+    for content in contents:
+        column_of[content.key] = content.column
+        titles = outlined.get(content.key, ())
+        width = max([content.width, *(text_width(title, _SMALL) for title in titles)])
+        widths[content.column] = max(widths.get(content.column, 0.0), width)
+    for (_, target, _), lines in labels.items():
+        width = max((text_width(line, _LABEL) for line in lines), default=0.0) + _ARROW + 10.0
+        texts[column_of[target]] = max(texts.get(column_of[target], 0.0), width)
+    columns, x = [], 0.0
+    for number in range(len(placed.order)):
+        if number:
+            falls = [abs(j.end - j.start) for j in placed.links if j.column == number - 1]
+            x += 44.0 + min(70.0, 0.15 * max(falls, default=0.0))
+        box = x + texts.get(number, 0.0)
+        columns.append(Column(x, box, box + widths.get(number, 0.0)))
+        x = columns[-1].right
+    return columns
+
+
+# -- shapes -----------------------------------------------------------------------------------
+
+
+def _box(content: _Content, colors: tuple[str, str], column: Column, top: float) -> list[Shape]:
+    strong, faint = colors
+    shapes: list[Shape] = [
+        Rect(
+            column.box,
+            top,
+            column.right - column.box,
+            content.height,
+            faint,
+            strong,
+            1.2,
+            radius=5.0,
+        ),
+        Rect(column.box, top, _STRIPE, content.height, strong, radius=2.0),
+    ]
+    x = column.box + _STRIPE + _PAD
+    y = top + (content.height - 24.0 - _LEADING * len(content.lines) - 6.0) / 2
+    shapes.append(Text(x, y + 18.0, content.title, _TITLE, strong, bold=True))
+    for number, line in enumerate(content.lines, 1):
+        color = INK if number == 1 else FAINT
+        shapes.append(Text(x, y + 18.0 + _LEADING * number + 1.0, line, _SMALL, color))
+    return shapes
+
+
+def _outlines(
+    outlined: Mapping[str, Sequence[str]],
+    contents: Mapping[str, _Content],
+    placed: Arrangement,
+    columns: Sequence[Column],
+) -> list[Shape]:
+    """The outer ones first, so that the inner ones lie on top; lines and titles above all areas."""
+    spans = [
+        [(key, top, top + contents[key].height if key else top) for key, top in order]
+        for order in placed.order
+    ]
+    depths: dict[str, int] = {}
+    for names in outlined.values():
+        for depth, title in enumerate(names):
+            depths[title] = max(depths.get(title, 0), depth)
+    areas: list[Shape] = []
+    lines: list[Shape] = []
+    for title in sorted(depths, key=lambda title: (depths[title], title)):
+        members = [key for key, names in outlined.items() if title in names]
+        inside = max(len(outlined[key]) - outlined[key].index(title) for key in members)
+        area, line = outline(title, members, inside, spans, columns)
+        areas, lines = [*areas, *area], [*lines, *line]
+    return [*areas, *lines]
+
+
+def _wires(
+    captions: Iterable[Caption], placed: Arrangement, columns: Sequence[Column]
+) -> list[Shape]:
+    """Lines of all links, then arrow heads. What bends, bends between the columns."""
+    shared: dict[tuple[str, str], list[Caption]] = {}
+    for caption in captions:
+        shared.setdefault((caption.source, caption.kind), []).append(caption)
+    lines: list[Shape] = []
+    heads: list[Shape] = []
+    # the quiet kinds first, so that what moves lies on top
+    rank = list(MOVE_STYLES)
+    for link in sorted(placed.links, key=lambda j: (j.kind != AFTER, rank.index(j.kind))):
+        color, dash, thickness, _ = MOVE_STYLES[link.kind]
+        here, following = columns[link.column], columns[link.column + 1]
+        points = curve((here.right, link.start), (following.label, link.end))
+        tip = following.right if link.target is None else following.box
+        points.append((tip - (_ARROW if link.target else 0.0), link.end))
+        titles = [
+            caption.title
+            for caption in shared[link.source, link.kind]
+            if link.target in (None, caption.target)
+        ]
+        lines.append(Line(points, color, thickness, dash, title="\n".join(titles)))
+        if link.target is not None:
+            wing = 3.5
+            head = [
+                (tip, link.end),
+                (tip - _ARROW, link.end - wing),
+                (tip - _ARROW, link.end + wing),
+            ]
+            heads.append(Line(head, fill=color, closed=True))
+    return [*lines, *heads]
+
+
+def _label(
+    lines: Sequence[str], caption: Caption, placed: Arrangement, column: Column
+) -> list[Shape]:
+    """A wire's fields, above its last stretch, at the box that reads them."""
+    y = placed.slots[_key(caption)] - 3.5 - _LABEL_LEADING * (len(lines) - 1)
+    x = column.box - _ARROW - 2.0
+    return [
+        Text(x, y + _LABEL_LEADING * i, line, _LABEL, INK, anchor="end")
+        for i, line in enumerate(lines)
+    ]

@@ -1,0 +1,218 @@
+"""Graphs as YAML files, and back.
+
+    name: grpo
+    nodes:
+    - {id: rollout, role: ROLLOUT, type: MODEL_INFERENCE, reads: [prompt], writes: [...]}
+
+A value that is `${section.key}` stands for that value of the run's config. `base: grpo` starts from
+another graph, a built-in one by its name or a file: nodes of the same id are replaced, others
+added; settings are merged; a region takes the place of the base's. A function in a file is looked
+for beside the graph's file first. docs/dag.md describes the language.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from distflow_jax.dag.graph import Graph, Node, Region
+from distflow_jax.hints import hint
+
+BUILT_IN = pathlib.Path(__file__).parents[2] / "configs" / "dags"
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
+
+
+def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
+    """Reads a graph from YAML text, or from a file if it is given as a Path or as one line.
+
+    `config` is what `${section.key}` refers to: a dataclass of dataclasses.
+
+    Raises FileNotFoundError if there is no such file, ValueError on anything else.
+    """
+    if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
+        path = pathlib.Path(text_or_path)
+        if not path.is_file():
+            raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
+        return _graph(path.read_text(encoding="utf-8"), str(path), path.parent, config)
+    return _graph(text_or_path, "graph", pathlib.Path(), config)
+
+
+def _graph(text: str, where: str, folder: pathlib.Path, config: Any) -> Graph:
+    try:
+        tree = _resolved(yaml.load(text, _Loader), config)
+        if not isinstance(tree, Mapping):
+            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
+        base, tree = tree.get("base"), _with_files(tree, folder)
+        if base is None:
+            return _graph_from_tree(tree)
+        if not isinstance(base, str):
+            raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
+        tree = {key: value for key, value in tree.items() if key != "base"}
+        start = read_graph(_base_file(base, folder), config)
+        return _on_top(start, _graph_from_tree({"nodes": [], **tree}, whole=False))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{where}{line}: {getattr(error, 'problem', error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+    """The tree with functions in files that lie beside it named by their whole path."""
+    nodes = tree.get("nodes", [])
+    if not isinstance(nodes, list):
+        return dict(tree)
+    found = []
+    for node in nodes:
+        fn = node.get("fn") if isinstance(node, Mapping) else None
+        if isinstance(fn, str) and (folder / fn.rpartition(":")[0]).is_file():
+            node = {**node, "fn": str(folder / fn)}
+        found.append(node)
+    return {**tree, "nodes": found} if "nodes" in tree else dict(tree)
+
+
+def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
+    if pathlib.Path(base).suffix in (".yaml", ".yml"):
+        return folder / base
+    path = BUILT_IN / f"{base}.yaml"
+    if not path.is_file():
+        known = [p.stem for p in BUILT_IN.glob("*.yaml")]
+        raise ValueError(
+            f"base: there is no built-in graph {base!r} ({hint(base, known)}); or give a .yaml file"
+        )
+    return path
+
+
+def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
+    """The base with what another file says in its place or beside it."""
+    new = {node.id: node for node in parts["nodes"]}
+    kept = [new.pop(node.id, node) for node in base.nodes]
+    return Graph(
+        name=parts["name"],
+        nodes=[*kept, *new.values()],
+        regions=parts["regions"] or base.regions,
+        data=parts.get("data", base.data),
+        settings={**base.settings, **parts.get("settings", {})},
+    )
+
+
+def write_graph(graph: Graph) -> str:
+    """The graph as YAML; keys that have their default are left out. read_graph reads it back."""
+    tree: dict[str, Any] = {"name": graph.name}
+    if graph.data != "prompts":
+        tree["data"] = graph.data
+    if graph.settings:
+        tree["settings"] = dict(graph.settings)
+    tree["nodes"] = [_node_tree(node) for node in graph.nodes]
+    if graph.regions:
+        tree["regions"] = [
+            {"nodes": list(r.nodes), "until": r.until, "max_rounds": r.max_rounds}
+            for r in graph.regions
+        ]
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+
+
+def _resolved(value: Any, config: Any) -> Any:
+    """The tree with the config's values in place of references to them."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(item, config) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item, config) for item in value]
+    if not isinstance(value, str) or not (found := _REFERENCE.fullmatch(value)):
+        return value
+    for key in found[1].split("."):
+        if config is None:
+            raise ValueError(f"{value}: there is no config to take it from")
+        names = [field.name for field in dataclasses.fields(config)]
+        if key not in names:
+            raise ValueError(f"{value}: the config has no {key!r} there ({hint(key, names)})")
+        config = getattr(config, key)
+    if dataclasses.is_dataclass(config):
+        names = ", ".join(field.name for field in dataclasses.fields(config))
+        raise ValueError(f"{value}: is a section of the config; name a value in it: {names}")
+    return config
+
+
+def _graph_from_tree(tree: Mapping[str, Any], whole: bool = True) -> Any:
+    """A graph; with `whole` false the arguments of one, where a base has the rest."""
+    _check_keys("graph", tree, [field.name for field in dataclasses.fields(Graph)], 2)
+    for key in ("nodes", "regions"):
+        if not isinstance(tree.get(key, []), list):
+            raise ValueError(f"graph: {key} must be a list, got {tree[key]!r}")
+    keys = [field.name for field in dataclasses.fields(Node)]
+    for place, entry in enumerate(tree["nodes"], 1):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"node number {place} must be a map, got {entry!r}")
+        name = repr(entry["id"]) if "id" in entry else f"number {place}"
+        _check_keys(f"node {name}", entry, keys, 3)
+    keys = [field.name for field in dataclasses.fields(Region)]
+    for place, entry in enumerate(tree.get("regions", []), 1):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"region number {place} must be a map, got {entry!r}")
+        _check_keys(f"region number {place}", entry, keys, 2)
+    tree = dict(tree)
+    tree["nodes"] = [Node(**entry) for entry in tree["nodes"]]
+    tree["regions"] = [Region(**entry) for entry in tree.get("regions", [])]
+    return Graph(**tree) if whole else tree
+
+
+def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int) -> None:
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r} ({hint(key, known)})")
+    for key in known[:num_required]:
+        if key not in entry:
+            raise ValueError(f"{where}: {key!r} is missing")
+
+
+def _node_tree(node: Node) -> dict[str, Any]:
+    defaults = Node(node.id, node.role, node.type)
+    tree = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if field.name not in ("id", "role", "type") and value == getattr(defaults, field.name):
+            continue
+        if field.name in ("reads", "writes", "may_read") and all(k == v for k, v in value.items()):
+            value = list(value)
+        elif field.name == "deps":
+            value = list(value)
+        elif field.name == "when":
+            value = dataclasses.asdict(value)
+        tree[field.name] = value
+    return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML, in which a key given twice is an error rather than a silent overwrite."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"key {key.value!r} must be a string: quote it"
+            elif key.value in seen:
+                problem = f"key {key.value!r} is given twice"
+            else:
+                seen.add(key.value)
+                continue
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what _Loader reads."""
+
+
+# YAML 1.1 reads 1e-6 as a string, which no one who writes a learning rate means
+for _yaml_class in (_Loader, _Dumper):
+    _yaml_class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )

@@ -1,0 +1,105 @@
+"""The numbers that stand at the top of a report."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from distflow_jax.observe.charts import format_value
+from distflow_jax.observe.progress import format_seconds
+from distflow_jax.observe.run_folder import RunFolder
+
+# what should be 0: metric -> how it is called
+_TROUBLE = {
+    "training/nonfinite": "updates skipped, not finite",
+    "reward/errors": "reward errors",
+    "reward/timeouts": "reward timeouts",
+}
+_EDGE = 0.1  # share of the steps that the beginning and the end are means of
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A number, its name, and what else there is to say about it."""
+
+    name: str
+    value: str
+    more: str = ""
+    bad: bool = False
+
+
+def status(run: RunFolder) -> tuple[str, str]:
+    """(one word, the sentence): how far the run has come."""
+    last = max(run.rows, default=0)
+    total = run.config.get("training.steps")
+    if not last:
+        return "none", "no step yet"
+    if not isinstance(total, int):
+        return "open", f"step {last}"
+    return ("done", f"done: {last} steps") if last >= total else ("open", f"step {last} of {total}")
+
+
+def tiles(run: RunFolder) -> list[Tile]:
+    """What a person asks first: reward, validation, length, speed, time, and what went wrong."""
+    rows = run.rows
+    found = []
+    for name, label in (
+        ("critic/score/mean", "reward"),
+        ("response_length/mean", "response length"),
+        ("actor/entropy", "entropy"),
+    ):
+        points = series(rows, name)
+        if points:
+            first, last = _edges(list(points.values()))
+            found.append(Tile(label, format_value(last), f"from {format_value(first)}"))
+    for name in sorted({key for row in rows.values() for key in row}):
+        points = series(rows, name) if name.startswith("val-core/") else {}
+        if points:
+            last, best = points[max(points)], max(points.values())
+            more = f"from {format_value(points[min(points)])}, best {format_value(best)}"
+            found.append(Tile(name.removeprefix("val-core/"), format_value(last), more))
+    speed = sorted(series(rows, "perf/throughput").values())
+    if speed:
+        median = format_value(speed[len(speed) // 2])
+        found.append(Tile("tokens/s per device", median, "median of the steps"))
+    seconds = series(rows, "timing_s/step")
+    if seconds:
+        # by the mean, since of a long run not every step is read
+        tokens = _mean(series(rows, "perf/total_num_tokens")) * max(rows)
+        more = f"{format_value(tokens)} tokens" if tokens else ""
+        found.append(Tile("in steps", _duration(_mean(seconds) * max(rows)), more))
+    gap = series(rows, "training/rollout_probs_diff_max")
+    if gap:
+        most = format_value(max(gap.values()))
+        found.append(Tile("gap of probabilities", most, "sampler and trainer, at most"))
+    return found + _troubles(rows)
+
+
+def _troubles(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
+    compiled = series(rows, "perf/compilations")
+    late = sum(count for step, count in compiled.items() if step > min(compiled))
+    counts = {label: sum(series(rows, name).values()) for name, label in _TROUBLE.items()}
+    counts["compilations after the first step"] = late
+    infinite = sum(not math.isfinite(value) for row in rows.values() for value in row.values())
+    counts["metrics not finite"] = infinite
+    return [Tile(label, format_value(count), bad=True) for label, count in counts.items() if count]
+
+
+def series(rows: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    """Step -> value of a metric, where it is finite."""
+    return {
+        step: row[name] for step, row in rows.items() if name in row and math.isfinite(row[name])
+    }
+
+
+def _edges(values: list[float]) -> tuple[float, float]:
+    """Means of the first and of the last tenth."""
+    count = max(1, int(len(values) * _EDGE))
+    return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def _mean(points: Mapping[int, float]) -> float:
+    return sum(points.values()) / len(points) if points else 0.0
+
+
+def _duration(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "?"

@@ -1,0 +1,274 @@
+"""What a run's folder holds, read so that nothing missing, torn or strange is in the way.
+
+A run may have been killed in the middle of a line, resumed, or not have begun. Whatever cannot be
+read is left out and named in `notes`.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.types import flatten_dict
+
+_HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
+_MOST_LINES = 20_000  # of metrics; of stragglers a tenth
+_MOST_RECORDS = 100  # of one file of samples
+_KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines with it are read in any case
+_EARLIER = 4  # steps whose samples are read beside the last
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedNode:
+    """A node in its place in the plan."""
+
+    id: str
+    role: str
+    depth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What took place from `start` to `end`, in seconds since the beginning of its step."""
+
+    name: str
+    thread: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The contents of a run's folder.
+
+    `rows` are the metrics by step, in order; `samples` the first records of a few files by name;
+    `steps` the spans of the first and the last step in the trace; `stragglers` what
+    RunWriter.stragglers wrote.
+    """
+
+    name: str
+    config: Mapping[str, Any]  # flat: {"training.steps": 20, ...}
+    rows: Mapping[int, Mapping[str, float]]
+    samples: Mapping[str, Sequence[Mapping[str, Any]]]
+    steps: Mapping[int, Sequence[Span]]
+    stragglers: Sequence[Mapping[str, Any]]
+    plan: Sequence[PlannedNode]
+    plan_text: str
+    plan_svg: str
+    notes: Sequence[str]
+
+
+def read_run(folder: str | os.PathLike) -> RunFolder:
+    """Reads a folder; one without a run in it gives an empty RunFolder."""
+    folder = pathlib.Path(folder)
+    notes: list[str] = []
+    rows: dict[int, dict[str, float]] = {}
+    for row in _thinned(folder / "metrics.jsonl", _MOST_LINES, notes):
+        step = row.get("step")
+        if isinstance(step, int) and 0 <= step < 1 << 53:
+            numbers = {name: _number(value) for name, value in row.items() if name != "step"}
+            rows[step] = {name: n for name, n in numbers.items() if n is not None}
+    config = _json(folder / "config.json", notes)
+    tree = _json(folder / "plan.json", notes)
+    return RunFolder(
+        name=folder.resolve().name,
+        config={key.replace("/", "."): value for key, value in flatten_dict(config).items()},
+        rows={step: rows[step] for step in sorted(rows)},
+        samples=_samples(folder / "samples", notes),
+        steps=_steps(folder / "trace.json", notes),
+        stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
+        plan=_plan(tree),
+        plan_text=_text(folder / "plan.txt"),
+        plan_svg=_text(folder / "plan.svg"),
+        notes=notes,
+    )
+
+
+def _text(path: pathlib.Path, most: int = 1 << 28) -> str:
+    """A file's beginning as text; "" where there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(most).decode("utf-8", "replace")
+
+
+def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
+    text = _text(path)
+    try:
+        tree = json.loads(text) if text else {}
+    except ValueError:
+        tree = None
+    if isinstance(tree, Mapping):
+        return tree
+    notes.append(f"{path.name} cannot be read")
+    return {}
+
+
+def _thinned(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
+    """Objects of about `most` lines at equal distances, the last among them; and those of _KEPT."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        count = sum(1 for _ in file)
+    stride = -(-count // most) or 1
+    if stride > 1:
+        notes.append(f"{path.name}: of {count} lines one in {stride} is read")
+    with path.open("rb") as file:
+        lines = (
+            line
+            for number, line in enumerate(file, 1)
+            if number % stride == 0 or number == count or any(word in line for word in _KEPT)
+        )
+        return _objects(lines, path.name, notes)
+
+
+def _objects(lines: Iterable[bytes], name: str, notes: list[str]) -> list[dict[str, Any]]:
+    rows, wrong = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows += [row] if row else []
+        else:
+            wrong += 1
+    if wrong:
+        notes.append(f"{name}: {wrong} lines cannot be read")
+    return rows
+
+
+def _number(value: Any) -> float | None:
+    """A metric's value; what is not finite stands in the file as the words that float takes."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+# -- samples ----------------------------------------------------------------------------------
+
+
+def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The last step's, a few earlier ones', first and last of evaluations and of failures."""
+    groups: dict[str, list[tuple[int, str]]] = {"": [], "eval-": [], "nonfinite-": []}
+    for path in folder.glob("*.jsonl"):
+        kind = path.stem.rstrip("0123456789")
+        if kind in groups and path.stem != kind:
+            groups[kind].append((int(path.stem[len(kind) :]), path.name))
+    chosen = []
+    for kind, files in groups.items():
+        files.sort()
+        parts = _EARLIER if kind == "" else 1
+        places = sorted({round(i * (len(files) - 1) / parts) for i in range(parts + 1)})
+        chosen += [files[place][1] for place in reversed(places)] if files else []
+    found = {}
+    for name in chosen:
+        with (folder / name).open("rb") as file:
+            lines = itertools.islice(file, _MOST_RECORDS)
+            found[name.removesuffix(".jsonl")] = _objects(lines, name, notes)
+    return found
+
+
+# -- the plan and its times -------------------------------------------------------------------
+
+
+def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
+    try:
+        return [
+            PlannedNode(str(t["node"]["id"]), str(t["node"]["role"]), int(t["depth"]))
+            for t in tree.get("tasks", ())
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
+    """Spans of the first and last step in a trace, each of the last time that it was made.
+
+    The phases of a step say which it is; what else took place belongs to it by its time. A resumed
+    run makes steps anew; what the attempt before it made of them does not count then.
+    """
+    events = [e for e in _events(path) if e.get("ph") in ("X", "M")]
+    attempts: list[list[dict[str, Any]]] = [[]]
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            attempts.append([])
+        attempts[-1].append(event)
+    last: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    for number, attempt in enumerate(attempts):
+        for event in attempt:
+            step = _step(event)
+            if step is not None:
+                if step not in last or last[step][0] != number:
+                    last[step] = (number, [])
+                last[step][1].append(event)
+    made = sorted(step for step in last if step > 0)
+    if events and not made:
+        notes.append("trace.json names no steps")
+    return {
+        step: _spans(last[step][1], attempts[last[step][0]])
+        for step in dict.fromkeys((*made[:1], *made[-1:]))
+    }
+
+
+def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
+    """Complete events of a trace; of a large file those of its beginning and its end."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        data = file.read(_HEAD_BYTES + _TAIL_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        if size > len(data):
+            file.seek(size - _TAIL_BYTES)
+            data = data[:_HEAD_BYTES] + b"\n" + file.read()
+    for line in data.decode("utf-8", "replace").splitlines():
+        try:
+            event = json.loads(line.strip().rstrip(",") or "null")
+        except ValueError:
+            continue  # the brackets of the array, and lines that were cut
+        if isinstance(event, dict):
+            yield event
+
+
+def _step(event: Mapping[str, Any]) -> int | None:
+    args = event.get("args")
+    step = args.get("step") if isinstance(args, Mapping) else None
+    return step if isinstance(step, int) and _timed(event) else None
+
+
+def _timed(event: Mapping[str, Any]) -> bool:
+    times = (event.get("ts"), event.get("dur"))
+    numbers = all(isinstance(t, int | float) and math.isfinite(t) for t in times)
+    return event.get("ph") == "X" and numbers
+
+
+def _spans(own: Iterable[dict[str, Any]], attempt: Iterable[dict[str, Any]]) -> list[Span]:
+    own, attempt = list(own), list(attempt)
+    begin = min(e["ts"] for e in own)
+    end = max(e["ts"] + e["dur"] for e in own)
+    threads = {
+        e.get("tid"): str((e.get("args") or {}).get("name", ""))
+        for e in attempt
+        if e.get("ph") == "M" and e.get("name") == "thread_name"
+    }
+    main = {e.get("tid") for e in own}
+    known = {id(e) for e in own}
+    others = [
+        e
+        for e in attempt
+        if _timed(e) and id(e) not in known and e["ts"] < end and e["ts"] + e["dur"] > begin
+    ]
+    return [
+        Span(
+            str(e.get("name", "")),
+            "" if e.get("tid") in main else threads.get(e.get("tid")) or str(e.get("tid")),
+            (e["ts"] - begin) / 1e6,
+            (e["ts"] + e["dur"] - begin) / 1e6,
+        )
+        for e in sorted([*own, *others], key=lambda e: (e["ts"], e["dur"]))
+    ]

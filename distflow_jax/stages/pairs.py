@@ -1,0 +1,26 @@
+"""From scored groups to preference pairs: the best and the worst response of each prompt."""
+
+import numpy as np
+
+from distflow_jax.stages.context import Stage, StageContext
+
+
+def build_choose_pairs(context: StageContext) -> Stage:
+    """prompt, score -> keep, int [N]: 1 for the best of a group, 2 for the worst, 0 for the others.
+
+    The first of equals is taken. A group whose scores are all equal says nothing about what is
+    better, and goes. Guo et al. 2024 (online DPO, arxiv.org/abs/2402.04792), sec. 3.
+    """
+
+    def choose(state, fields, options):
+        score = np.asarray(fields["score"], np.float64)
+        keep = np.zeros(len(score), np.int32)
+        counters = np.array([prompt.counter for prompt in fields["prompt"]])
+        for counter in np.unique(counters):
+            (members,) = np.nonzero(counters == counter)
+            best, worst = (members[pick(score[members])] for pick in (np.argmax, np.argmin))
+            if score[best] > score[worst]:
+                keep[best], keep[worst] = 1, 2
+        return state, {"keep": keep}, {}
+
+    return choose

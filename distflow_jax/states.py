@@ -1,0 +1,167 @@
+"""The states of a run: which models its graph has, how they are born, saved and read back.
+
+A *policy* is a decoder with its vocabulary head; a *scalar* model, critic or reward model, is a
+policy's trunk with a head that gives one number per token.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.config import Config
+from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.inference import load_or_init_params
+from distflow_jax.models.config import DecoderConfig, reward_head_stddev, scalar_model
+from distflow_jax.models.transformer import Network, with_scalar_head
+from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
+from distflow_jax.training.state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    sharded_params,
+)
+from distflow_jax.types import Layout
+
+SCALAR_ROLES = ("CRITIC", "REWARD")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOfRun:
+    """One model that nodes of the graph use, by the key of its state."""
+
+    key: str
+    role: str
+    layout: Layout
+    trained: bool
+    checkpoint: str  # folder of the run whose weights it has; "": those of the config's source
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it gives log-probs rather than values."""
+        return self.role not in SCALAR_ROLES
+
+
+def models_of(plan: Plan) -> dict[str, ModelOfRun]:
+    """The models that live on the training meshes, by key. ValueError for what cannot be."""
+    found: dict[str, list[Task]] = {}
+    for task in plan.tasks:
+        if task.layout.kind == "mesh" and task.node.type != "COMPUTE":
+            found.setdefault(task.state_key, []).append(task)
+    models = {}
+    for key, tasks in sorted(found.items()):
+        where = f"node {tasks[-1].node.id!r}: model {key!r}"
+        if len({task.node.role in SCALAR_ROLES for task in tasks}) > 1:
+            raise ValueError(
+                f"{where} is a policy for one node and a scalar model for another: give them "
+                "different names in `model`"
+            )
+        places = sorted({str(t.node.options.get("checkpoint", "")) for t in tasks} - {""})
+        if len(places) > 1:
+            raise ValueError(
+                f"{where} would start from two checkpoints: {' and '.join(places)}; name one"
+            )
+        trained = any(task.node.type == "MODEL_TRAIN" for task in tasks)
+        if tasks[0].node.role == "REWARD" and not trained and not places:
+            raise ValueError(
+                f"{where} scores responses and nobody trains it: say whose weights it has in "
+                "options.checkpoint, the --workdir of a run of the dag reward_model"
+            )
+        models[key] = ModelOfRun(key, tasks[0].node.role, tasks[0].layout, trained, "".join(places))
+    return models
+
+
+def network_of(role: str, decoder: DecoderConfig) -> Network:
+    """What the models of a role are made of."""
+    if role == "CRITIC":
+        return scalar_model(decoder)
+    if role == "REWARD":
+        return scalar_model(decoder, head_stddev=reward_head_stddev(decoder))
+    return decoder
+
+
+def optimizer_of(config: Config, role: str) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Optimizer and learning rate of a role's models."""
+    chosen = config.critic.optimizer if role == "CRITIC" else config.training.optimizer
+    updates = config.training.steps * config.training.mini_batches * config.training.epochs
+    return make_optimizer(chosen, updates), learning_rate(chosen, updates)
+
+
+class States:
+    """Makes the states of a run's models: from the source's weights, or for reading a checkpoint.
+
+    `meshes` are keyed by layout.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelOfRun],
+        source: ModelSource,
+        config: Config,
+        meshes: Mapping[Layout, jax.sharding.Mesh],
+    ):
+        self._models, self._source, self._config, self._meshes = models, source, config, meshes
+
+    def abstract(self) -> dict[str, TrainState]:
+        """What a checkpoint of the run holds: ShapeDtypeStructs with shardings, by key."""
+        return {
+            key: abstract_state(*self._parts(model))
+            for key, model in self._models.items()
+            if model.trained
+        }
+
+    def initial(self, restored: Mapping[str, TrainState]) -> dict[str, Any]:
+        """The state of every model: parameters of the frozen, a TrainState of the trained ones.
+
+        `restored` ones are taken as they are. Raises ValueError or FileNotFoundError where the
+        checkpoint that a node names cannot be read.
+        """
+        states: dict[str, Any] = dict(restored)
+        policies: dict[Layout, Any] = {}  # weights of the source, read once for each layout
+        for key, model in self._models.items():
+            if key in states:
+                continue
+            network, optimizer, mesh = self._parts(model)
+            if model.checkpoint:
+                params = self._from_run(model)
+            else:
+                if model.layout not in policies:
+                    policies[model.layout] = load_or_init_params(
+                        self._source, self._config.seed, mesh
+                    )
+                # a copy of its own: what is trained is donated from step to step
+                params = jax.tree.map(lambda x: x.copy(), policies[model.layout])
+                if not model.is_policy:
+                    params = with_scalar_head(params, network, self._config.seed, mesh)
+            if model.trained:
+                params = init_state(params, network, optimizer, mesh)
+            states[key] = params
+        return states
+
+    def _parts(
+        self, model: ModelOfRun
+    ) -> tuple[Network, optax.GradientTransformation, jax.sharding.Mesh]:
+        network = network_of(model.role, self._source.config)
+        return network, optimizer_of(self._config, model.role)[0], self._meshes[model.layout]
+
+    def _from_run(self, model: ModelOfRun) -> Any:
+        """Parameters of the model of the same key in the newest checkpoint of another run."""
+        folder = pathlib.Path(model.checkpoint) / "checkpoints"
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"model {model.key!r}: {model.checkpoint} holds no checkpoints/: is it the "
+                "--workdir of a run?"
+            )
+        network, _, mesh = self._parts(model)
+        checkpointer = Checkpointer(folder, CheckpointConfig())
+        try:
+            wanted = {model.key: {"params": sharded_params(network, mesh)}}
+            _, arrays, _ = checkpointer.restore(None, wanted, partial=True)
+        finally:
+            checkpointer.close()
+        return arrays[model.key]["params"]

@@ -1,0 +1,1 @@
+"""What an optimizer step minimises: one file per kind of model or data."""

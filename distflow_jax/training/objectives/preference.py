@@ -1,0 +1,94 @@
+"""DPO and IPO: a policy against a frozen reference, over pairs of responses.
+
+A pair is a group whose sample 0 is the chosen and sample 1 the rejected response; both lie in one
+row. R rows, L tokens per row, S sequences per row.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.algorithms.masked import masked_sum
+from distflow_jax.algorithms.packed import per_sequence
+from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, PreferenceConfig, pairs, partner
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.objectives.objective import Metrics, Objective
+
+
+class PreferenceBatch(NamedTuple):
+    """What the loss reads; rows' fields are [R, L] and [R, S]."""
+
+    rows: Rows
+    ref_logp: jax.Array  # [R, L], under the reference
+
+
+class PairCount(NamedTuple):
+    """Of one optimizer step, float32 scalars."""
+
+    pairs: jax.Array
+    sequences: jax.Array
+
+
+def preference_objective(
+    model: DecoderConfig, config: PreferenceConfig, forward: ForwardConfig
+) -> Objective:
+    """The mean of the loss that `config` names over all pairs of a step."""
+    return Objective(
+        "actor",
+        model,
+        count_pairs,
+        functools.partial(evaluate, model=model, config=config, forward=forward),
+    )
+
+
+def count_pairs(batch: Any) -> tuple[Any, PairCount]:
+    """The batch as it is, and how many pairs lie in its rows."""
+    found = pairs(batch.rows).sum(dtype=jnp.int32)
+    sequences = batch.rows.valid.sum(dtype=jnp.int32)
+    return batch, PairCount(*(jnp.maximum(x.astype(jnp.float32), 1.0) for x in (found, sequences)))
+
+
+def evaluate(
+    params: Any,
+    batch: PreferenceBatch,
+    count: PairCount,
+    temperature: jax.Array,
+    *,
+    model: DecoderConfig,
+    config: PreferenceConfig,
+    forward: ForwardConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Share of this micro-batch in the loss, and in the metrics (TRL's names)."""
+    rows = batch.rows
+    token_logp, _ = response_logp(params, model, rows, temperature, forward)
+    logp = per_sequence(token_logp, rows)
+    gain = logp - per_sequence(batch.ref_logp, rows)
+    paired = pairs(rows)
+    has_partner = paired.any(axis=-1)
+    delta = gain - partner(gain, paired)
+    loss_per_pair = PREFERENCE_LOSSES[config.loss](delta, beta=config.beta)
+
+    def mean(x):
+        return masked_sum(x, has_partner) / count.pairs
+
+    loss = mean(loss_per_pair)
+    sums = {
+        "rewards/chosen": config.beta * mean(gain),
+        "rewards/rejected": config.beta * mean(partner(gain, paired)),
+        "rewards/margins": config.beta * mean(delta),
+        "rewards/accuracies": mean((delta > 0).astype(jnp.float32)),
+        "logps/chosen": mean(logp),
+        "logps/rejected": mean(partner(logp, paired)),
+        "preference/unpaired_fraction": unpaired(paired, rows) / count.sequences,
+    }
+    return loss, jax.lax.stop_gradient({"sum": sums, "max": {}})
+
+
+def unpaired(paired: jax.Array, rows: Rows) -> jax.Array:
+    """Sequences that are no part of a pair, and so teach nothing; float32."""
+    lonely = rows.valid & ~(paired.any(axis=-1) | paired.any(axis=-2))
+    return lonely.sum(dtype=jnp.int32).astype(jnp.float32)

@@ -1,0 +1,52 @@
+"""Supervised fine-tuning: the negative log-likelihood of the response tokens.
+
+R rows, L tokens per row, S sequences per row.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.algorithms.masked import masked_sum
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.objectives.objective import Metrics, Objective
+
+
+class SftBatch(NamedTuple):
+    """What the loss reads; rows' fields are [R, L] and [R, S]."""
+
+    rows: Rows
+
+
+def sft_objective(model: DecoderConfig, forward: ForwardConfig) -> Objective:
+    """-logp, mean over all response tokens of a step."""
+    return Objective(
+        "actor", model, count_tokens, functools.partial(evaluate, model=model, forward=forward)
+    )
+
+
+def count_tokens(batch: SftBatch) -> tuple[SftBatch, jax.Array]:
+    """The batch as it is, and its response tokens, float32."""
+    tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
+    return batch, jnp.maximum(tokens.astype(jnp.float32), 1.0)
+
+
+def evaluate(
+    params: Any,
+    batch: SftBatch,
+    num_tokens: jax.Array,
+    temperature: jax.Array,
+    *,
+    model: DecoderConfig,
+    forward: ForwardConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Share of this micro-batch in the loss, and in the metrics."""
+    mask = batch.rows.response_mask
+    logp, entropy = response_logp(params, model, batch.rows, temperature, forward)
+    loss = -masked_sum(logp, mask) / num_tokens
+    sums = {"actor/nll": loss, "actor/entropy": masked_sum(entropy, mask) / num_tokens}
+    return loss, jax.lax.stop_gradient({"sum": sums, "max": {}})

@@ -1,0 +1,79 @@
+"""The critic's objective. R rows, L tokens per row, S sequences per row."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.algorithms.aggregate import denominator, token_weights
+from distflow_jax.algorithms.masked import masked_sum
+from distflow_jax.algorithms.packed import per_token
+from distflow_jax.algorithms.value import ValueConfig, value_loss
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import ScalarModel
+from distflow_jax.training.forward import ForwardConfig, response_values
+from distflow_jax.training.objectives.objective import Metrics, Objective
+
+
+class ValueBatch(NamedTuple):
+    """What the critic's loss reads; rows' fields are [R, L] and [R, S], the others [R, L]."""
+
+    rows: Rows
+    returns: jax.Array  # what is to be predicted
+    value: jax.Array  # the critic's prediction before the step's updates
+
+
+class Denominators(NamedTuple):
+    """Global counts of one optimizer step, float32 scalars."""
+
+    loss: jax.Array  # what the aggregation divides by
+    tokens: jax.Array  # masked-in response tokens
+
+
+def value_objective(
+    model: ScalarModel, config: ValueConfig, forward: ForwardConfig, *, max_response: int
+) -> Objective:
+    """Squared error to the returns; `max_response` is the longest response in tokens."""
+    return Objective(
+        "critic",
+        model,
+        functools.partial(prepare, config=config, max_response=max_response),
+        functools.partial(evaluate, model=model, config=config, forward=forward),
+    )
+
+
+def prepare(
+    batch: ValueBatch, *, config: ValueConfig, max_response: int
+) -> tuple[ValueBatch, Denominators]:
+    """Counts over all rows of an optimizer step."""
+    tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
+    sequences = (batch.rows.length > 0).sum(dtype=jnp.int32)
+    norm = float(max_response)
+    total = denominator(config.aggregation, tokens, sequences, norm=norm, budget=0)
+    counts = (jnp.maximum(x.astype(jnp.float32), 1.0) for x in (total, tokens))
+    return batch, Denominators(*counts)
+
+
+def evaluate(
+    params: Any,
+    batch: ValueBatch,
+    denominators: Denominators,
+    temperature: jax.Array,
+    *,
+    model: ScalarModel,
+    config: ValueConfig,
+    forward: ForwardConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Share of this micro-batch in the loss, and in the metrics; a temperature plays no part."""
+    rows, mask = batch.rows, batch.rows.response_mask
+    value = response_values(params, model, rows, forward)
+    per_token_loss = value_loss(value, batch.value, batch.returns, mask, clip=config.clip)
+    weight = token_weights(config.aggregation, mask, per_token(rows.length, rows.segment))
+    loss = masked_sum(per_token_loss.loss * weight, mask) / denominators.loss
+    sums = {
+        "critic/vf_loss": loss,
+        "critic/vf_clipfrac": masked_sum(per_token_loss.clipped, mask) / denominators.tokens,
+        "critic/vpred_mean": masked_sum(value, mask) / denominators.tokens,
+    }
+    return loss, jax.lax.stop_gradient({"sum": sums, "max": {}})

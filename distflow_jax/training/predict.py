@@ -1,0 +1,74 @@
+"""Forward passes over a whole batch, micro-batch by micro-batch: log-probs, values, scores.
+
+K mini-batches, R rows, L tokens per row, S sequences per row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training import microbatch
+from distflow_jax.training.forward import (
+    ForwardConfig,
+    response_logp,
+    response_values,
+    sequence_scores,
+)
+from distflow_jax.training.update import UpdateShape
+
+
+def _every_micro_batch(
+    one: Callable[..., jax.Array], like: Callable[[Rows], jax.Array], shape: UpdateShape
+):
+    """Compiled (params, rows, *extra) -> [K, R, ...]: `one` of each micro-batch that holds
+    anything, shaped as the field `like` of its rows."""
+
+    def one_mini_batch(params, rows, extra):
+        parts = microbatch.split(rows, shape.ranks, shape.micro_rows)
+
+        def body(index, out):
+            part = microbatch.take(parts, index)
+            return microbatch.put(out, one(params, part, *extra), index)
+
+        out = jnp.zeros(like(parts).shape, jnp.float32)
+        out = jax.lax.fori_loop(0, microbatch.num_filled(parts.segment), body, out)
+        return microbatch.join(out)
+
+    @jax.jit
+    def predict(params, rows, *extra):
+        with use_mesh(shape.mesh):
+            return jax.lax.map(lambda r: one_mini_batch(params, r, extra), rows)
+
+    return predict
+
+
+def make_logp(*, shape: UpdateShape, model: DecoderConfig, forward: ForwardConfig):
+    """Compiled (params, rows, temperature) -> logp float32 [K, R, L], 0 outside response_mask."""
+
+    def logp(params: Any, rows: Rows, temperature: jax.Array) -> jax.Array:
+        return response_logp(params, model, rows, temperature, forward)[0]
+
+    return _every_micro_batch(logp, lambda rows: rows.tokens, shape)
+
+
+def make_values(*, shape: UpdateShape, model: ScalarModel, forward: ForwardConfig):
+    """Compiled (params, rows) -> a critic's values float32 [K, R, L], 0 outside response_mask."""
+
+    def values(params: Any, rows: Rows) -> jax.Array:
+        return response_values(params, model, rows, forward)
+
+    return _every_micro_batch(values, lambda rows: rows.tokens, shape)
+
+
+def make_scores(*, shape: UpdateShape, model: ScalarModel, forward: ForwardConfig):
+    """Compiled (params, rows) -> a reward model's scores float32 [K, R, S], 0 where no sequence."""
+
+    def scores(params: Any, rows: Rows) -> jax.Array:
+        return sequence_scores(params, model, rows, forward)
+
+    return _every_micro_batch(scores, lambda rows: rows.group, shape)

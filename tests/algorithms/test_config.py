@@ -1,0 +1,107 @@
+"""Options: defaults of what was chosen, and no option without effect."""
+
+import pytest
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({}, 0.2, 0.2),
+        ({"clip": 0.1}, 0.1, 0.1),
+        ({"clip": 0.1, "clip_high": 0.28}, 0.1, 0.28),
+        ({"clip_high": 0.28}, 0.2, 0.28),
+        ({"policy_loss": "gspo"}, 3e-4, 4e-4),
+        ({"policy_loss": "gmpo", "clip": 1.5}, 1.5, 1.5),
+    ],
+)
+def test_one_epsilon_sets_both_sides(given, low, high):
+    options = AlgorithmConfig(**given).policy_options
+    assert (options["clip_low"], options["clip_high"]) == (low, high)
+
+
+def test_aggregation_is_the_loss_s_own_unless_given():
+    assert AlgorithmConfig().loss_aggregation == "token-mean"
+    assert AlgorithmConfig(aggregation="token-sum").loss_aggregation == "token-sum"
+    for name in ("gspo", "sapo", "gmpo"):
+        assert AlgorithmConfig(policy_loss=name).loss_aggregation == "seq-mean-token-mean"
+        AlgorithmConfig(policy_loss=name, aggregation="seq-mean-token-mean")
+        with pytest.raises(ValueError, match=f"{name}'.*'token-mean'; take that out"):
+            AlgorithmConfig(policy_loss=name, aggregation="token-mean")
+
+
+REFUSED = [
+    ({"advantage": "grp"}, "advantage='grp' is unknown; choose one of"),
+    (
+        {"gamma": 0.9},
+        "gamma=0.9 has no effect with algorithm.advantage='grpo'; .* gae, ",
+    ),
+    ({"advantage": "gae", "lam": 1.2}, "lam must be from 0 to 1"),
+    ({"cpgd_weight": "equal"}, "cpgd_weight='equal' has no effect"),
+    (
+        {"policy_loss": "gpg", "clip": 0.1},
+        "no effect with algorithm.policy_loss='gpg'",
+    ),
+    ({"policy_loss": "gpg", "clip_low": 0.1}, "clip_low=0.1 has no effect"),
+    ({"dro_beta": 0.1}, "dro_beta=0.1 has no effect.*belongs to dro"),
+    ({"kl_cov_share": 0.1}, "kl_cov_share=0.1 has no effect.*belongs to kl_cov"),
+    ({"policy_loss": "kl_cov", "kl_cov_share": 2.0}, "kl_cov_share must be at most 1"),
+    ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+    ({"clip": 0.1, "clip_low": 0.2, "clip_high": 0.3}, "clip=0.1 has no effect beside"),
+    ({"clip_low": 1.5}, "clip_low must be at most 1"),
+    ({"clip_high": -0.1}, "clip_high must be positive"),
+    ({"dual_clip": 1.0}, "dual_clip must be above 1"),
+    ({"token_budget": 100}, "token_budget=100 and algorithm.aggregation='token-mean'"),
+    ({"aggregation": "fixed-budget"}, "token_budget=0 and algorithm.aggregation='fixed-budget'"),
+    ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect without a positive kl_coef"),
+    ({"kl_coef": 0.1, "kl_estimator": "abs"}, "'abs' has not the gradient of a KL"),
+    ({"kl_coef": -0.1}, "kl_coef must not be negative"),
+    ({"kl_in_reward": True}, "kl_in_reward=True has no effect without a positive kl_coef"),
+    ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target=0.1 has no effect without kl_in_reward"),
+    ({"kl_horizon": 5}, "kl_horizon=5 has no effect without a positive kl_target"),
+    (
+        {"correction_high": 2.0},
+        "no effect with algorithm.correction='none'",
+    ),
+    ({"correction": "token_tis", "correction_low": 0.1}, "belongs to token_mis"),
+    (
+        {"correction": "token_mis", "correction_low": 2.0, "correction_high": 1.0},
+        "correction_low=2.0 must be below algorithm.correction_high=1.0",
+    ),
+    ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be positive"),
+    ({"policy_loss": "decoupled"}, "needs algorithm.correction or algorithm.rejection"),
+    ({"proximal": "rollout", "correction": "token_tis"}, "makes every correction weight 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_options_without_effect_or_out_of_range_are_refused(given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        AlgorithmConfig(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_default_given_to_its_own_loss_changes_nothing():
+    for name, kind in POLICY_LOSSES.items():
+        other = {"correction": "token_tis"} if kind.corrected else {}
+        given = AlgorithmConfig(policy_loss=name, **kind.options, **kind.select_options, **other)
+        plain = AlgorithmConfig(policy_loss=name, **other)
+        assert given.policy_options == plain.policy_options
+        assert given.select_options == plain.select_options
+
+
+def test_stages_are_told_what_they_need():
+    assert AlgorithmConfig().advantage_reads == ("score", "response_mask")
+    assert AlgorithmConfig().update_reads == ("response", "advantage")
+    gae = AlgorithmConfig(advantage="gae", kl_coef=0.1, kl_in_reward=True)
+    assert gae.advantage_reads == ("score", "response_mask", "value", "old_logp", "ref_logp")
+    assert gae.update_reads == ("response", "advantage")
+    assert "baseline" in AlgorithmConfig(advantage="remax").advantage_reads
+    assert "ref_logp" in AlgorithmConfig(kl_coef=0.1).update_reads
+    assert "rollout_logp" in AlgorithmConfig(rejection="k2").update_reads
+    assert "old_logp" in AlgorithmConfig(policy_loss="kl_cov").update_reads
+    bypass = AlgorithmConfig(policy_loss="kl_cov", proximal="rollout").update_reads
+    assert "old_logp" not in bypass and "rollout_logp" in bypass
+    assert {"prox_alpha", "rollout_logp"} < {*AlgorithmConfig(proximal="a3po").update_reads}

@@ -1,0 +1,77 @@
+"""Sampler-trainer weights: bounds, and A-3PO's proximal policy.
+
+tests/training/test_policy_objective.py has every one inside the objective, with its gradient.
+"""
+
+import formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged import assert_close, draw, first, pack, random_sequences
+
+from distflow_jax.algorithms.correction import (
+    CORRECTIONS,
+    REJECTIONS,
+    a3po_alpha,
+    a3po_proximal,
+    log_rho,
+    rejected_sequences,
+)
+
+SEQUENCES = random_sequences(0)
+ALL = {**CORRECTIONS, **REJECTIONS}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_match_the_definition(name):
+    """Sequences from nearly on-policy to hopeless; with the default bounds each has its part."""
+    scale = np.float32(np.random.default_rng(1).choice([0, 1e-3, 0.1, 1.0], len(SEQUENCES)))
+    prox = draw(2, SEQUENCES)
+    step = zip(prox, scale, draw(3, SEQUENCES), strict=True)
+    roll = [p - c * d for p, c, d in step]
+    kind = ALL[name]
+
+    @jax.jit
+    def run(prox, roll, rows):
+        return kind.correct(log_rho(prox, roll, rows), rows, **kind.bounds)
+
+    results = []
+    for seed, shared, poison in ((4, False, 0.0), (5, True, np.nan), (6, True, np.inf)):
+        packed = pack(SEQUENCES, seed, shared=shared)
+        rows = first(packed.rows)
+        found = run(first(packed.tokens(prox, poison)), first(packed.tokens(roll, poison)), rows)
+        weight, changed = (packed.unpack(np.asarray(x)[None]) for x in found)
+        results.append(np.concatenate(weight))
+        for i, s in enumerate(SEQUENCES):
+            m = s.mask
+            np.testing.assert_array_equal(weight[i][~m], 0)
+            assert not changed[i][~m].any()
+            if m.any():
+                rho = (np.float64(prox[i]) - roll[i])[m]
+                assert_close(weight[i][m], formulas.correction(name, rho, **kind.bounds))
+    assert 0 < np.concatenate(changed).sum() < sum(s.length for s in SEQUENCES)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+    assert run._cache_size() == 1
+    left_out = packed.unpack_sequences(np.asarray(rejected_sequences(found, rows))[None])
+    np.testing.assert_array_equal(left_out, [x.any() for x in changed])
+
+
+def test_equal_policies_weigh_one():
+    packed = pack(SEQUENCES, 7, shared=True)
+    rows, logp = first(packed.rows), first(packed.tokens(draw(8, SEQUENCES)))
+    for name, kind in ALL.items():
+        found = kind.correct(log_rho(logp, logp, rows), rows, **kind.bounds)
+        np.testing.assert_array_equal(found.weight, rows.response_mask, err_msg=name)
+        assert not found.changed.any()
+
+
+def test_alpha_of_a_stale_token():
+    """Two versions behind and the proximal one: half way; as new as the policy: the sampler's."""
+    version = jnp.array([[8, 6, 9, 10, 11]], jnp.int32)
+    got = a3po_alpha(version, 10, 9)
+    assert_close(got, [[0.5, 0.75, 0.0, 0.0, 0.0]])
+    logp, roll = jnp.full((1, 5), -1.0), jnp.full((1, 5), -3.0)
+    assert_close(a3po_proximal(logp, roll, got), [[-2.0, -1.5, -3.0, -3.0, -3.0]])
+    slope = jax.grad(lambda x: a3po_proximal(x, roll, got).sum())(logp)
+    np.testing.assert_array_equal(slope, 0)

@@ -1,0 +1,176 @@
+"""Random graphs: a valid one has one plan however it is listed, a broken one its message."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node, Region
+from distflow_jax.dag.planner import plan
+from distflow_jax.types import Layout
+
+HOST = Layout("host")
+MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))
+WIDE = Layout("mesh", (("fsdp", 8),))
+LAYOUTS = {"ACTOR": MESH, "CRITIC": WIDE, "REFERENCE": MESH, "REWARD": HOST, "ROLLOUT": HOST}
+
+
+def random_nodes(rng):
+    """What a valid graph is made of: each node reads what is written upstream."""
+    nodes, upstream = [], {}
+    for i in range(rng.randint(2, 10)):
+        deps = [node["id"] for node in nodes if rng.random() < 0.3]
+        above = set(deps).union(*(upstream[dep] for dep in deps))
+        readable = ["prompt"] + [f for n in nodes if n["id"] in above for f in n["writes"]]
+        name = f"n{rng.randint(0, 99)}_{i}"
+        nodes.append(
+            {
+                "id": name,
+                "role": rng.choice(ROLES),
+                "type": "COMPUTE",
+                "deps": deps,
+                "reads": rng.sample(readable, rng.randint(0, len(readable))),
+                "writes": [f"f{i}_{k}" for k in range(rng.randint(0, 2))],
+                "scope": rng.choice(SCOPES),
+            }
+        )
+        upstream[name] = above
+    return nodes
+
+
+def break_one(rng, nodes):
+    """Breaks the graph in one way; the message that must come, as a regular expression."""
+    node = rng.choice(nodes)
+    name = re.escape(node["id"])
+    way = rng.choice(("cycle", "dep", "twice", "field", "order", "layout", "role", "region"))
+    if way == "cycle":
+        node["deps"] = [*node["deps"], node["id"]]
+        return rf"node '{name}' waits for itself: {name} -> {name}"
+    if way == "dep":
+        node["deps"] = [*node["deps"], "nobody"]
+        return rf"node '{name}': unknown dep 'nobody'"
+    if way == "twice":
+        nodes.append(dict(node))
+        return rf"node '{name}' occurs twice"
+    if way == "field":
+        node["reads"] = [*node["reads"], "nothing"]
+        return rf"node '{name}': reads 'nothing', which neither the loader nor a node upstream"
+    if way == "order":
+        for other, field in (("left", "w"), ("right", "r")):
+            key = {"w": "writes", "r": "reads"}[field]
+            nodes.append({"id": other, "role": "ACTOR", "type": "COMPUTE", key: ["fresh"]})
+        return r"node 'right': reads 'fresh', which node 'left' writes, and no dep says which comes"
+    if way == "layout":
+        node["role"] = "CRITIC"
+        return r"node '\w+': no layout for CRITIC"
+    if way == "role":
+        node["role"] = "ACTR"
+        return rf"node '{name}': unknown role 'ACTR' \(did you mean 'ACTOR'"
+    nodes.append({"id": "last", "role": "REWARD", "type": "COMPUTE", "deps": [node["id"]]})
+    return rf"node 'last': is in a region and waits for '{name}' outside of it"
+
+
+def build(nodes, regions=()):
+    return Graph("g", [Node(**node) for node in nodes], regions)
+
+
+def digest_of(seed):
+    return plan(build(random_nodes(random.Random(seed))), LAYOUTS, {"prompt"}).digest
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_graphs(count):
+    refused = 0
+    for seed in range(count):
+        rng = random.Random(seed)
+        nodes = random_nodes(rng)
+        result = plan(build(nodes), LAYOUTS, {"prompt"})
+        place = {task.node.id: i for i, task in enumerate(result.tasks)}
+        assert sorted(place) == sorted(node["id"] for node in nodes)
+        for node in nodes:
+            assert all(place[dep] < place[node["id"]] for dep in node["deps"])
+        for task in result.tasks:
+            for edge in task.edges_in:
+                assert edge.source is None or place[edge.source] < place[edge.target]
+        rng.shuffle(nodes)
+        assert plan(build(nodes), LAYOUTS, {"prompt"}).digest == result.digest
+        if seed % 2:
+            continue
+        message = break_one(rng, nodes)
+        refused += 1
+        layouts = {k: v for k, v in LAYOUTS.items() if k != "CRITIC" or "CRITIC" not in message}
+        with pytest.raises(ValueError, match=message) as caught:
+            plan(
+                build(nodes, [Region(["last"], "informative")] * ("region" in message)),
+                layouts,
+                {"prompt"},
+            )
+        assert "\n" not in str(caught.value)
+    assert refused == count // 2
+
+
+def test_the_hash_seed_changes_nothing():
+    code = "import test_random_graphs as t; print([t.digest_of(s) for s in range(200)])"
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=os.path.dirname(__file__),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert texts == {f"{[digest_of(seed) for seed in range(200)]}\n"}
+
+
+def test_a_region_comes_first_and_whole():
+    for seed in range(300):
+        rng = random.Random(seed)
+        nodes = random_nodes(rng)
+        roots = [n for n in nodes if not n["deps"] and LAYOUTS[n["role"]] == HOST]
+        if not roots:
+            continue
+        inside = {rng.choice(roots)["id"]}
+        for node in nodes:
+            if node["deps"] and set(node["deps"]) <= inside and LAYOUTS[node["role"]] == HOST:
+                inside.add(node["id"])
+        result = plan(build(nodes, [Region(inside, "informative")]), LAYOUTS, {"prompt"})
+        first, after = result.split()
+        assert {task.node.id for task in first} == inside
+        assert len(first) + len(after) == len(nodes)
+        assert result.digest != plan(build(nodes), LAYOUTS, {"prompt"}).digest
+
+
+@pytest.mark.parametrize(
+    "node, region, message",
+    [
+        ({"role": "ACTOR"}, {}, "node 'b': runs on fsdp 4 x tensor 2, and a region is of nodes on"),
+        ({"when": {"every": 2}}, {}, "node 'b': has a 'when' inside a region"),
+        ({}, {"nodes": ["a", "c"]}, "region: unknown node 'c'"),
+        ({}, {"nodes": []}, "region: nodes must name at least one node"),
+        ({}, {"nodes": "a"}, "region: nodes must be a list of node ids, got 'a'"),
+        ({}, {"until": 3}, "until must be a name or 'module:function', got 3"),
+        ({}, {"max_rounds": 0}, "max_rounds must be an integer of at least 1, got 0"),
+    ],
+)
+def test_a_region_that_cannot_be_is_refused(node, region, message):
+    nodes = [
+        {"id": "a", "role": "ROLLOUT", "type": "COMPUTE"},
+        {"id": "b", "role": "REWARD", "type": "COMPUTE", "deps": ["a"], **node},
+    ]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made = Region(**{"nodes": ["a", "b"], "until": "informative", **region})
+        plan(build(nodes, [made]), LAYOUTS, {"prompt"})
+
+
+def test_who_decides_what_stays_is_ordered_against_all():
+    keep = {"id": "keep", "role": "REWARD", "type": "COMPUTE", "writes": ["keep"]}
+    other = {"id": "other", "role": "REWARD", "type": "COMPUTE"}
+    with pytest.raises(ValueError, match="node 'other': node 'keep' writes 'keep', which decides"):
+        plan(build([keep, other]), LAYOUTS, {"prompt"})
+    plan(build([keep, other | {"deps": ["keep"]}]), LAYOUTS, {"prompt"})

@@ -1,0 +1,328 @@
+"""A report shows what a run left, whatever state that is in, and runs nothing that a run wrote."""
+
+import html.parser
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from distflow_jax.observe.charts import Series, downsample, format_value, line_chart, ticks
+from distflow_jax.observe.drawing import Text, to_svg
+from distflow_jax.observe.phases import Phases
+from distflow_jax.observe.png import to_png
+from distflow_jax.observe.report import is_plain_svg, report
+from distflow_jax.observe.run_folder import read_run
+from distflow_jax.observe.spans import Spans
+from distflow_jax.observe.writers import RunWriter
+
+HOSTILE = "</td><script>alert('1')</script><img src=x onerror=alert(2)>\"'& \ud800\0\u2028"
+VOID = {"meta", "input", "img", "br", "link"}
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags nest; collects them, their attributes, and the text outside scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        assert len({name for name, _ in attributes}) == len(attributes), attributes
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.texts)
+
+    def attributes(self, name):
+        return [found[name] for _, found in self.tags if name in found]
+
+
+def checked(folder):
+    """The page of a folder, after what must hold of every page."""
+    text = report(folder)
+    text.encode("utf-8")
+    page = Page(text)
+    ids = page.attributes("id")
+    assert len(ids) == len(set(ids))
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert {value for value in page.attributes("href")} <= {f"#{name}" for name in ids}
+    assert not page.attributes("src")
+    assert not [name for _, found in page.tags for name in found if name.startswith("on")]
+    assert not re.search(r"@import|url\(", text)
+    for svg in re.findall(r"<svg .*?</svg>", text, re.DOTALL):
+        ET.fromstring(svg)
+    return page
+
+
+def write_run(folder, steps=6, *, first=1, resume_step=None):
+    """What a run of so many steps leaves, made by what a run writes with."""
+    spans = Spans(folder / "trace.json")
+    phases = Phases(spans, Quiet(), lambda: 0.0)
+    writer = RunWriter(folder, resume_step=resume_step)
+    writer.config({"training": {"steps": steps}, "model": {"source": "random:llama"}})
+    node = {"id": "rollout", "role": "ROLLOUT"}
+    tree = {"tasks": [{"node": node, "depth": 0}]}
+    writer.plan("1. rollout", svg=to_svg(line_chart([])[0]), tree=json.dumps(tree))
+    for step in range(first, steps + 1):
+        phases.step = step
+        with phases.span("rollout"), spans.span("reshard"):
+            pass
+        metrics = {f"critic/score/{word}": step / 7 for word in ("mean", "max", "min")}
+        writer.metrics(step, metrics | {"timing_s/step": 1.0, "x/kurtosis": 3.5})
+        writer.stragglers(step, {"rollout": {"seconds": [1, 2], "idle": [0.5, 0], "slowest": 1}})
+        writer.samples(step, [{"prompt": f"p{step}", "response": "r", "score": step / 3}])
+        spans.take()
+    writer.samples(f"eval-{steps}", [{"prompt": "q", "responses": ["a1", "a2"], "scores": [0, 1]}])
+    spans.close()
+    writer.close()
+
+
+class Quiet:
+    def progress(self, step, phase):
+        pass
+
+
+def test_a_run_leaves_a_report_of_all_it_wrote(tmp_path):
+    write_run(tmp_path)
+    page = checked(tmp_path)
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report(tmp_path)
+    for word in ("done: 6 steps", "random:llama", "Step 6", "1. rollout", "training.steps", "p6"):
+        assert word in page.text
+    assert "note" not in " ".join(page.attributes("class")).split()
+    names = page.attributes("data-name")
+    assert names == ["critic/score", "timing_s/step", "x/kurtosis"]
+    points = json.loads(page.attributes("data-points")[0])
+    assert points["scale"] == [1, 6]
+    assert [name for name, _, _ in points["series"]] == ["mean", "max", "min"]
+    assert points["series"][0][1] == [1, 2, 3, 4, 5, 6]
+    assert points["series"][0][2] == pytest.approx([step / 7 for step in range(1, 7)], rel=1e-4)
+    assert all(word in page.text for word in ("a1", "a2", "step 1", "eval-6"))
+
+
+def test_an_empty_folder_has_a_report(tmp_path):
+    assert "no step yet" in checked(tmp_path).text
+    assert "no step yet" in checked(tmp_path / "nowhere").text
+
+
+def test_a_run_that_has_not_begun_has_a_report(tmp_path):
+    RunWriter(tmp_path).close()
+    assert "no step yet" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "trace.json", "plan.json", "plan.svg", "plan.txt"]
+)
+@pytest.mark.parametrize("content", [None, "", '{"a": ', "[1, 2]\n", "\x00\xff<svg onload=x>", "7"])
+def test_any_file_may_be_missing_or_spoilt(tmp_path, name, content):
+    write_run(tmp_path, 2)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    checked(tmp_path)
+
+
+def test_a_torn_line_costs_that_line(tmp_path):
+    write_run(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "critic/score/me')
+    page = checked(tmp_path)
+    assert "metrics.jsonl: 1 lines cannot be read" in page.text
+    assert json.loads(page.attributes("data-points")[0])["scale"] == [1, 3]
+
+
+def test_hostile_samples_stay_text(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.config({"model": {"source": HOSTILE}, HOSTILE: [HOSTILE]})
+    writer.plan(HOSTILE.replace("\ud800", ""), svg="<svg xmlns='x' onload='alert(3)'></svg>")
+    writer.metrics(1, {"reward/" + HOSTILE: 1.0, "val-core/" + HOSTILE: 0.5})
+    writer.stragglers(1, {HOSTILE: {"seconds": [1, 2], "idle": [0, 0.5], "slowest": 0}})
+    record = {key: HOSTILE for key in ("prompt", "response", "ground_truth", "score")}
+    lines = json.dumps(record) + "\n" + json.dumps({"prompt": [{"role": HOSTILE}]}) + "\n"
+    writer.close()
+    (tmp_path / "samples" / "1.jsonl").write_text(lines)
+    (tmp_path / "trace.json").write_text(
+        json.dumps({"name": HOSTILE, "ph": "X", "ts": 1, "dur": 2, "args": {"step": 1}})
+    )
+    page = checked(tmp_path)
+    assert page.text.count("<script>alert('1')</script>") >= 8
+    assert "img" not in {tag for tag, _ in page.tags}
+
+
+def test_what_is_not_finite_is_shown_and_breaks_nothing(tmp_path):
+    writer = RunWriter(tmp_path)
+    for step, value in enumerate([math.nan, 1.0, math.inf, -math.inf, 2.0, 1e308, -1e308], 1):
+        names = ("actor/grad_norm", "critic/score/mean", "timing_s/step", "perf/throughput")
+        writer.metrics(step, dict.fromkeys(names, value) | {"actor/all_nan": math.nan})
+    writer.close()
+    page = checked(tmp_path)
+    assert "metrics not finite" in page.text
+    assert "inf in step 3" in page.text
+    svgs = re.findall(r"<svg .*?</svg>", report(tmp_path), re.DOTALL)
+    for svg in svgs:
+        places = re.findall(r" (?:x|y|width|height|points)='([^']*)'", svg)
+        assert not re.search("nan|inf", " ".join(places))
+
+
+def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path):
+    names = [f"g{i % 9}/m{i}" for i in range(25)]
+    lines = [
+        json.dumps({"step": s} | {name: math.sin(s * 0.1) * s for name in names})
+        for s in range(1, 10_001)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    text = "many words " * 30_000
+    (tmp_path / "samples").mkdir()
+    for step in (1, 5_000, 10_000):
+        record = json.dumps({"prompt": text, "response": text, "score": 1.0}) + "\n"
+        (tmp_path / "samples" / f"{step}.jsonl").write_text(record * 40)
+    size = len(report(tmp_path).encode())
+    assert 100_000 < size < 3_000_000
+
+
+def test_of_a_very_long_run_some_steps_are_read_and_all_validations(tmp_path):
+    rows = [{"step": s, "timing_s/step": 2.0} for s in range(1, 50_001)]
+    rows[4320]["val-core/a"] = 0.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert run.notes == ["metrics.jsonl: of 50000 lines one in 3 is read"]
+    assert {4321, 50_000} < set(run.rows) and len(run.rows) < 20_000
+    assert "27h46m" in checked(tmp_path).text
+
+
+def test_many_metrics_make_a_page_of_bounded_size(tmp_path):
+    row = {f"reward/word{i}": 0.123456789 for i in range(3000)}
+    lines = [json.dumps({"step": step} | row) for step in range(1, 101)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    text = report(tmp_path)
+    assert "2700 more are in metrics.jsonl" in text
+    assert len(text) < 3_000_000
+
+
+def test_a_resumed_run_shows_the_last_time_that_a_step_was_made(tmp_path):
+    write_run(tmp_path, 4)
+    before = read_run(tmp_path).steps
+    assert list(before) == [1, 4]
+    write_run(tmp_path, 4, first=4, resume_step=3)
+    after = read_run(tmp_path).steps
+    assert list(after) == [1, 4]
+    assert [span.name for span in after[4]] == ["rollout", "reshard"]
+    assert after[4] != before[4] and after[1] == before[1]
+
+
+def test_spans_belong_to_the_step_in_whose_time_they_lie(tmp_path):
+    def event(name, start, end, thread=1, **args):
+        return {"name": name, "ph": "X", "ts": start, "dur": end - start, "tid": thread} | args
+
+    events = [
+        {"name": "thread_name", "ph": "M", "tid": 2, "args": {"name": "reader"}},
+        event("a", 10e6, 11e6, args={"step": 3}),
+        event("read", 10.5e6, 11.5e6, thread=2),
+        event("b", 11e6, 12e6, args={"step": 3}),
+        event("late", 13e6, 14e6, thread=2),
+    ]
+    (tmp_path / "trace.json").write_text("[\n" + "".join(json.dumps(e) + ",\n" for e in events))
+    (spans,) = read_run(tmp_path).steps.values()
+    found = [(s.name, s.thread, s.start, s.end) for s in spans]
+    assert found == [("a", "", 0.0, 1.0), ("read", "reader", 0.5, 1.5), ("b", "", 1.0, 2.0)]
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path, caplog):
+    (tmp_path / "report.html").mkdir()
+    writer = RunWriter(tmp_path, report_every=1)
+    writer.metrics(1, {"a/b": 1.0})
+    writer.close()
+    assert "report.html could not be written" in caplog.text
+
+
+def test_the_report_is_made_while_the_run_goes_on(tmp_path):
+    writer = RunWriter(tmp_path, report_every=2)
+    writer.metrics(1, {"a/b": 1.0})
+    assert not (tmp_path / "report.html").exists()
+    writer.metrics(2, {"a/b": 1.0})
+    assert "step 2" in (tmp_path / "report.html").read_text()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "<script/>",
+        "<rect onclick='x'/>",
+        "<a href='x'/>",
+        "<rect fill='url(#a)'/>",
+        "<image/>",
+        "<rect id='find'/>",
+        "<style>*{}</style>",
+        "<rect style='fill:red'/>",
+        "<rect",
+        "<!-- -->",
+    ],
+)
+def test_only_a_plain_drawing_is_taken_into_the_page(inside):
+    around = "<svg xmlns='http://www.w3.org/2000/svg'>{}</svg>"
+    assert is_plain_svg(around.format("<rect/>"))
+    assert not is_plain_svg(around.format(inside))
+
+
+@pytest.mark.parametrize("most", [40, 300])
+def test_downsampling_keeps_extremes_order_and_the_end(most):
+    points = [(step, math.sin(step / 50)) for step in range(5000)]
+    points[1234], points[2345], points[3456] = (1234, 9.0), (2345, -9.0), (3456, math.nan)
+    kept = downsample(points, most)
+    assert len(kept) <= 1.5 * most + 1
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert {points[1234], points[2345], points[3456], points[-1]} <= set(kept)
+    assert downsample(points[:most], most) == points[:most]
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (-3, 1e-9), (1e-9, 2e-9), (1e6, 1e6 + 1), (3, 3)])
+def test_ticks_are_round_and_within(low, high):
+    found = ticks(low, high, 4)
+    assert 1 <= len(found) <= 6
+    slack = 1e-6 * (high - low)
+    assert all(low - slack <= tick <= high + slack for tick in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.00012, "0.00012"),
+        (0.0000123, "1.23e-5"),
+        (0.25, "0.25"),
+        (1234.5, "1234"),
+        (12345.6, "12,346"),
+        (1_250_000, "1.25M"),
+        (-3e9, "-3G"),
+        (1e300, "1e300"),
+        (math.nan, "nan"),
+    ],
+)
+def test_format_value(value, text):
+    assert format_value(value) == text
+
+
+def test_a_chart_stays_within_its_frame():
+    points = [(step, (-1.0) ** step * 10.0**step) for step in range(0, 300)]
+    drawing, _ = line_chart([Series("a", points)])
+    boxes = [shape.box() for shape in drawing.shapes if isinstance(shape, Text)]
+    assert all(0 <= b[0] and b[2] <= drawing.width and b[3] <= drawing.height for b in boxes)
+    assert to_png(drawing).startswith(b"\x89PNG")

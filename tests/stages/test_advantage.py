@@ -1,0 +1,156 @@
+"""The advantage stage: rewards of tokens from scores and KL, the algorithm, what is reported."""
+
+import types
+
+import formulas
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from ragged import assert_close, draw, pack, random_sequences
+from tiny_model import mesh_of
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.stages.advantage import build_advantage
+from distflow_jax.stages.table import STAGES, resolve
+from distflow_jax.training.update import UpdateShape
+
+MESH = mesh_of(2, 1)
+SEQUENCES = random_sequences(0)
+COUNTED = np.array([s.mask.any() for s in SEQUENCES])
+PACKED = pack(SEQUENCES, 1, shared=True)
+SCORE = np.random.default_rng(2).choice(np.float32([0, 1, 0.5]), len(SEQUENCES))
+VALUE, OLD, REF = draw(3, SEQUENCES), draw(4, SEQUENCES, 0.1, -3), draw(5, SEQUENCES, 0.1, -3)
+
+
+def stage_of(**options):
+    return build_advantage(
+        types.SimpleNamespace(
+            algorithm=AlgorithmConfig(**options),
+            prompts_per_step=8,
+            shape=UpdateShape(MESH, 1, 12),
+        )
+    )
+
+
+def fields(*names):
+    known = {"value": VALUE, "old_logp": OLD, "ref_logp": REF}
+    layout = NamedSharding(MESH, PartitionSpec(None, "fsdp"))
+    return jax.device_put(_fields(names, known), layout)
+
+
+def _fields(names, known):
+    return {
+        "score": PACKED.per_sequence(SCORE, np.nan),
+        "response_mask": PACKED.rows,
+        **{name: PACKED.tokens(known[name], np.nan) for name in names},
+    }
+
+
+def summary(values):
+    return {"mean": np.mean(values), "max": np.max(values), "min": np.min(values)}
+
+
+def on_mask(values):
+    return np.concatenate([v[s.mask] for s, v in zip(SEQUENCES, values, strict=True)])
+
+
+def rewards(kl_coef=0.0):
+    out = [np.zeros(len(s.mask)) for s in SEQUENCES]
+    for s, r, score, old, ref in zip(SEQUENCES, out, SCORE, OLD, REF, strict=True):
+        r[np.flatnonzero(s.mask)[-1:]] = score
+        r -= kl_coef * (np.float64(old) - ref) * s.mask
+    return out
+
+
+def assert_reports(metrics, expected):
+    for name, values in expected.items():
+        for what, number in summary(values).items():
+            assert_close(metrics[f"{name}/{what}"], number, f"{name}/{what}")
+
+
+def test_default_is_grpo_on_the_score():
+    state, written, metrics = stage_of()(None, fields(), {})
+    assert state is None and written.keys() == {"advantage"}
+    expected, returns = formulas.grpo(SEQUENCES, rewards(), None, None)
+    assert_close(on_mask(PACKED.unpack(written["advantage"])), on_mask(expected))
+    assert_reports(
+        metrics,
+        {
+            "critic/rewards": SCORE[COUNTED],
+            "critic/advantages": on_mask(expected),
+            "critic/returns": on_mask(returns),
+        },
+    )
+
+
+def test_gae_with_kl_in_the_reward_and_an_adaptive_coefficient():
+    stage = stage_of(
+        advantage="gae",
+        lam=0.9,
+        kl_coef=0.2,
+        kl_estimator="k1",
+        kl_in_reward=True,
+        kl_target=0.05,
+        kl_horizon=100,
+    )
+    given = fields("value", "old_logp", "ref_logp")
+    state, written, metrics = stage(None, given, {})
+    advantage, returns = formulas.gae(SEQUENCES, rewards(0.2), VALUE, None, lam=0.9)
+    assert_close(on_mask(PACKED.unpack(written["advantage"])), on_mask(advantage))
+    assert_close(on_mask(PACKED.unpack(written["returns"])), on_mask(returns))
+    assert_reports(
+        metrics,
+        {
+            "critic/rewards": formulas.scores(SEQUENCES, rewards(0.2))[COUNTED],
+            "critic/returns": on_mask(returns),
+            "critic/values": np.float64(on_mask(VALUE)),
+        },
+    )
+    left, total = (np.var(x, ddof=1) for x in (on_mask(returns) - on_mask(VALUE), on_mask(returns)))
+    assert_close(metrics["critic/vf_explained_var"], 1 - left / total)
+    # the coefficient of the next step is the node's state
+    kl = [
+        (np.float64(o) - r)[s.mask].mean()
+        for s, o, r in zip(SEQUENCES, OLD, REF, strict=True)
+        if s.mask.any()
+    ]
+    assert_close(metrics["actor/reward_kl_penalty"], np.mean(kl))
+    assert_close(metrics["actor/reward_kl_penalty_coeff"], 0.2)
+    factor = 1 + np.clip(np.mean(kl) / 0.05 - 1, -0.2, 0.2) * COUNTED.sum() / 100
+    assert_close(state, 0.2 * factor)
+    compilations = Compilations()
+    _, _, metrics = stage(state, given, {})
+    assert compilations.take() == 0, compilations.names()
+    compilations.close()
+    assert_close(metrics["actor/reward_kl_penalty_coeff"], 0.2 * factor)
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(metrics))
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"advantage": "gae"}, "value"),
+        ({"advantage": "remax"}, "baseline"),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, "old_logp, ref_logp"),
+    ],
+)
+def test_what_is_missing_is_named(options, missing):
+    with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads"):
+        stage_of(**options)(None, fields(), {})
+
+
+def test_a_node_may_write_returns():
+    kind = STAGES["ACTOR", "COMPUTE"]
+
+    def node(*writes):
+        reads = dict.fromkeys(kind.reads)
+        return types.SimpleNamespace(
+            id="a", role="ACTOR", type="COMPUTE", fn=None, reads=reads, writes=dict.fromkeys(writes)
+        )
+
+    for writes in (("advantage",), ("advantage", "returns")):
+        assert resolve([node(*writes)]) == {"a": build_advantage}
+    with pytest.raises(ValueError, match="does not write grade"):
+        resolve([node("advantage", "grade")])

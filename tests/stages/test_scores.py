@@ -1,0 +1,48 @@
+"""Scores are combined by weights, and groups become pairs."""
+
+import types
+
+import numpy as np
+import pytest
+
+from distflow_jax.batch import Prompt
+from distflow_jax.dag.graph import Node
+from distflow_jax.stages.combine import build_weighted_sum
+from distflow_jax.stages.pairs import build_choose_pairs
+
+
+def weighted(reads, weights):
+    node = Node(
+        "mix", "REWARD", "COMPUTE", reads=reads, writes=["score"], options={"weights": weights}
+    )
+    return build_weighted_sum(types.SimpleNamespace(node=node, prefix=""))
+
+
+def test_scores_add_up_by_their_weights_and_each_is_logged():
+    stage = weighted({"rule": "score", "model": "rm_score"}, {"rule": 1, "model": 0.5})
+    fields = {"rule": np.array([0, 1], np.float32), "model": [np.float32(4), np.float32(-2)]}
+    _, written, metrics = stage(None, fields, {})
+    np.testing.assert_allclose(written["score"], [2, 0])
+    assert written["score"].dtype == np.float32
+    assert metrics == {"reward/rule": 0.5, "reward/model": 1.0}
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        (None, "node 'mix': options.weights must have one number for each of .'model', 'rule'."),
+        ({"rule": 1}, "got .'rule'."),
+        ({"rule": 1, "model": "2"}, "options.weights.model must be a number, got '2'"),
+    ],
+)
+def test_every_score_needs_a_weight(weights, message):
+    with pytest.raises(ValueError, match=message):
+        weighted(["rule", "model"], weights)
+
+
+def test_the_best_and_the_worst_of_a_group_are_its_pair():
+    prompts = [Prompt(c, c, np.zeros(1, np.int32), "", "", None, {}) for c in (7, 7, 7, 2, 2, 9)]
+    score = [0.0, 3.0, -1.0, 5.0, 5.0, 1.0]
+    stage = build_choose_pairs(None)
+    _, written, _ = stage(None, {"prompt": prompts, "score": score}, {})
+    assert written["keep"].tolist() == [0, 1, 2, 0, 0, 0]

@@ -1,0 +1,206 @@
+"""Preference, reward-model, SFT and critic objectives against float64 NumPy over plain lists.
+
+As in test_policy_objective.py the network is a table: one log-prob, value or score for each token
+or sequence, so that a gradient has one entry for each wherever it lies.
+"""
+
+import dataclasses
+import functools
+
+import formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
+from tiny_model import TINY
+
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.algorithms.value import ValueConfig
+from distflow_jax.batch import token_field
+from distflow_jax.models.config import scalar_model
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives import preference, reward_model, sft, value
+
+SEQUENCES = random_sequences(0, sizes=(2, 2, 1, 2, 0, 2, 2))
+COUNT = len(SEQUENCES)
+STARTS = np.cumsum([0] + [len(s.mask) for s in SEQUENCES])
+PAIRS = [(0, 1), (2, 3), (5, 6), (7, 8), (9, 10)]  # number 4 is alone
+LOGP, REF = ([x - 3 for x in draw(n, SEQUENCES)] for n in (1, 2))
+OLD, RETURNS, ENTROPY = (draw(n, SEQUENCES) for n in (3, 4, 5))
+SCORE = np.random.default_rng(6).normal(0, 2, COUNT).astype(np.float32)
+PARAMS = {
+    "token": np.concatenate(LOGP),
+    "entropy": np.concatenate(ENTROPY),
+    "score": SCORE,
+}
+FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
+OBJECTIVES = {
+    "dpo": preference.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "ipo": preference.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
+    "reward_model": reward_model.reward_model_objective(
+        SCALAR, RewardModelConfig(margin=0.2, center_coef=0.05), FORWARD
+    ),
+    "sft": sft.sft_objective(TINY, FORWARD),
+    "value": value.value_objective(SCALAR, ValueConfig(clip=0.4), FORWARD, max_response=12),
+    "value by sequence": value.value_objective(
+        SCALAR, ValueConfig(0.4, "seq-mean-token-sum-norm"), FORWARD, max_response=12
+    ),
+}
+
+
+def kept(values, i):
+    return np.float64(values[i])[SEQUENCES[i].mask]
+
+
+def deltas(flat):
+    out = []
+    for plus, minus in PAIRS:
+        gains = [
+            (flat[STARTS[i] : STARTS[i + 1]][SEQUENCES[i].mask] - kept(REF, i)).sum()
+            for i in (plus, minus)
+        ]
+        out.append(gains[0] - gains[1])
+    return np.array(out)
+
+
+def critic_losses(flat):
+    out = []
+    for i, s in enumerate(SEQUENCES):
+        v, old, g = flat[STARTS[i] : STARTS[i + 1]][s.mask], kept(OLD, i), kept(RETURNS, i)
+        near = np.clip(v, old - 0.4, old + 0.4)
+        out.append(0.5 * np.maximum((v - g) ** 2, (near - g) ** 2))
+    return out
+
+
+def ranking(s):
+    losses = [np.log1p(np.exp(-(s[a] - s[b] - 0.2))) + 0.05 * (s[a] + s[b]) ** 2 for a, b in PAIRS]
+    return np.mean(losses)
+
+
+MASK = np.concatenate([s.mask for s in SEQUENCES])
+REFERENCES = {  # of the table that the objective reads
+    "dpo": lambda x: np.log1p(np.exp(-0.3 * deltas(x))).mean(),
+    "ipo": lambda x: ((deltas(x) - 1 / 0.6) ** 2).mean(),
+    "reward_model": ranking,
+    "sft": lambda x: -x[MASK].mean(),
+    "value": lambda x: formulas.aggregate("token-mean", SEQUENCES, critic_losses(x)),
+    "value by sequence": lambda x: formulas.aggregate(
+        "seq-mean-token-sum-norm", SEQUENCES, critic_losses(x), 12.0
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def logp(params, model, rows, temperature, forward):
+        return tuple(on_tokens(params[key], rows) for key in ("token", "entropy"))
+
+    def on_tokens(table, rows):
+        return jnp.where(rows.response_mask, table[rows.tokens], 0.0)
+
+    for module in (preference, sft):
+        monkeypatch.setattr(module, "response_logp", logp)
+    monkeypatch.setattr(
+        value, "response_values", lambda params, m, rows, f: on_tokens(params["token"], rows)
+    )
+    number = np.zeros((7, 2), np.int32)
+    for i, s in enumerate(SEQUENCES):
+        number[s.group, s.sample] = i
+    monkeypatch.setattr(
+        reward_model,
+        "sequence_scores",
+        lambda params, m, rows, f: jnp.where(
+            rows.valid, params["score"][jnp.asarray(number)[rows.group, rows.sample]], 0.0
+        ),
+    )
+
+
+def batch_of(name, seed, *, shared, poison=0.0):
+    packed = pack(SEQUENCES, seed, shared=shared, together=True)
+    ids = [np.arange(a, b) for a, b in zip(STARTS[:-1], STARTS[1:], strict=True)]
+    rows = packed.rows
+    rows.tokens = jnp.asarray(token_field(packed.table, packed.placement, ids), jnp.int32)
+    ref, old, returns = (packed.tokens(x, poison) for x in (REF, OLD, RETURNS))
+    return first(
+        {
+            "dpo": lambda: preference.PreferenceBatch(rows, ref),
+            "reward_model": lambda: reward_model.RewardModelBatch(rows),
+            "sft": lambda: sft.SftBatch(rows),
+            "value": lambda: value.ValueBatch(rows, returns, old),
+        }[{"ipo": "dpo", "value by sequence": "value"}.get(name, name)]()
+    )
+
+
+@functools.cache
+def compiled(name):
+    """(params, batch, rows of the part) -> (loss, gradient, metrics) of a part of the step."""
+    objective = OBJECTIVES[name]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(params, batch, part_R):
+        batch, denominators = objective.prepare(batch)
+        rows = dataclasses.replace(
+            batch.rows,
+            response_mask=batch.rows.response_mask & part_R[:, None],
+            valid=batch.rows.valid & part_R[:, None],
+            length=jnp.where(part_R[:, None], batch.rows.length, 0),
+        )
+        batch = batch._replace(rows=rows)
+        gradient = jax.value_and_grad(objective.evaluate, has_aux=True)
+        (loss, metrics), slope = gradient(params, batch, denominators, jnp.float32(1))
+        return loss, slope, metrics["sum"]
+
+    return run
+
+
+ALL_ROWS = np.ones(SHAPE.rows, bool)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_value_and_gradient_match_the_formulas(name):
+    run = compiled(name)
+    loss, slope, metrics = run(PARAMS, batch_of(name, 2, shared=False), ALL_ROWS)
+    key = "score" if name == "reward_model" else "token"
+    table = np.float64(PARAMS[key])
+    assert_close(loss, REFERENCES[name](table), "loss")
+    assert_close(slope.pop(key), formulas.gradient(REFERENCES[name], table), "gradient", rtol=2e-5)
+    assert all((np.asarray(x) == 0).all() for x in slope.values())
+
+    other = batch_of(name, 3, shared=True, poison=np.nan)
+    again, slope, others = run(PARAMS, other, ALL_ROWS)
+    assert_close(again, loss, "other rows")
+    part = np.random.default_rng(4).random(SHAPE.rows) < 0.5
+    halves = [run(PARAMS, other, p) for p in (part, ~part)]
+    assert_close(halves[0][0] + halves[1][0], loss, "parts")
+    assert_close(halves[0][1][key] + halves[1][1][key], slope[key], "parts")
+    for metric, number in metrics.items():
+        assert_close(others[metric], number, metric)
+        assert_close(halves[0][2][metric] + halves[1][2][metric], number, metric)
+    assert run._cache_size() == 1
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+def test_metrics_of_pairs():
+    """The margin, how often it is right, and who has no partner."""
+    metrics = compiled("dpo")(PARAMS, batch_of("dpo", 2, shared=False), ALL_ROWS)[2]
+    delta = deltas(np.float64(PARAMS["token"]))
+    assert_close(metrics["rewards/margins"], 0.3 * delta.mean())
+    assert_close(metrics["rewards/accuracies"], (delta > 0).mean())
+    chosen = [(kept(LOGP, i) - kept(REF, i)).sum() for i, _ in PAIRS]
+    assert_close(metrics["rewards/chosen"], 0.3 * np.mean(chosen))
+    assert_close(metrics["logps/rejected"], np.mean([kept(LOGP, i).sum() for _, i in PAIRS]))
+    assert_close(metrics["preference/unpaired_fraction"], 1 / COUNT)
+    metrics = compiled("reward_model")(PARAMS, batch_of("reward_model", 2, shared=True), ALL_ROWS)
+    margin = np.float64([SCORE[a] - SCORE[b] for a, b in PAIRS])
+    assert_close(metrics[2]["reward_model/accuracy"], (margin > 0).mean())
+    assert_close(metrics[2]["reward_model/score_margin"], margin.mean())
+
+
+def test_metrics_of_the_critic():
+    metrics = compiled("value")(PARAMS, batch_of("value", 2, shared=False), ALL_ROWS)[2]
+    v, old, g = (np.float64(np.concatenate(x))[MASK] for x in (LOGP, OLD, RETURNS))
+    clipped = (np.clip(v, old - 0.4, old + 0.4) - g) ** 2 > (v - g) ** 2
+    assert 0 < clipped.mean() < 1
+    assert_close(metrics["critic/vf_clipfrac"], clipped.mean())
+    assert_close(metrics["critic/vpred_mean"], v.mean())

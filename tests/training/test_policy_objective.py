@@ -1,0 +1,370 @@
+"""The policy's whole objective against float64 NumPy over plain lists: value and gradient.
+
+Every loss, aggregation, KL estimator, correction, rejection and proximal policy. The network is a
+table, logp[token id], with an id of its own for each token of each response: the gradient then has
+one entry per token and does not depend on where the token lies.
+"""
+
+import dataclasses
+import functools
+
+import formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
+from tiny_model import TINY
+
+from distflow_jax.algorithms.aggregate import AGGREGATIONS
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
+from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
+from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.batch import token_field
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives import policy
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+
+MAX_RESPONSE, BUDGET = 14, 30
+SEQUENCES = random_sequences(0, sizes=(3, 1, 4, 0, 2))
+STARTS = np.cumsum([0] + [len(s.mask) for s in SEQUENCES])
+REFERENCES = {
+    "ppo_clip": formulas.ppo_clip,
+    "gspo": formulas.gspo,
+    "cispo": formulas.cispo,
+    "sapo": formulas.sapo,
+    "gmpo": formulas.gmpo,
+    "gpg": formulas.gpg_loss,
+    "cpgd": formulas.cpgd,
+    "kl_cov": formulas.kl_cov,
+    "dro": formulas.dro,
+    "decoupled": formulas.decoupled,
+}
+ALGORITHMS = {  # several options at once where they have nothing to do with each other
+    **{name: {"policy_loss": name} for name in ("ppo_clip", "gspo", "sapo", "gmpo", "gpg")},
+    "clip on one side": {"clip": 0.1, "clip_high": 0.28, "dual_clip": 1.5},
+    "gspo, wide": {"policy_loss": "gspo", "clip": 0.2},
+    "cispo": {"policy_loss": "cispo", "clip_low": 0.3, "aggregation": "seq-mean-token-mean"},
+    "cispo, no lower bound": {"policy_loss": "cispo", "clip_low": 1.0, "proximal": "rollout"},
+    "cpgd": {"policy_loss": "cpgd", "cpgd_drift_coef": 0.5},
+    "kl_cov": {"policy_loss": "kl_cov", "kl_cov_share": 0.25, "kl_cov_coef": 2.0},
+    "dro": {"policy_loss": "dro", "dro_beta": 2.0, "aggregation": "token-sum"},
+    "decoupled": {"policy_loss": "decoupled", "correction": "token_tis", "correction_high": 1.05},
+    "a3po": {"policy_loss": "decoupled", "correction": "sequence_mis", "proximal": "a3po"},
+    "kl k2": {
+        "kl_coef": 0.3,
+        "kl_estimator": "k2",
+        "correction": "sequence_tis",
+        "correction_high": 1.1,
+        "aggregation": "seq-mean-token-sum",
+    },
+    "kl k3": {
+        "kl_coef": 0.3,
+        "rejection": "k2",
+        "aggregation": "seq-mean-token-sum-norm",
+        "entropy_coef": 0.02,
+    },
+    "reject k3": {"rejection": "k3"},
+    "everything": {
+        "policy_loss": "kl_cov",
+        "kl_cov_share": 0.1,
+        "aggregation": "fixed-budget",
+        "token_budget": BUDGET,
+        "kl_coef": 0.1,
+        "kl_estimator": "k3+",
+        "correction": "token_mis",
+        "rejection": "geometric",
+        "entropy_coef": 0.01,
+    },
+}
+# thresholds that some of the sequences below cross
+BOUNDS = {
+    "geometric": {"low": 0.98, "high": 1.03},
+    "k2": {"high": 2e-3},
+    "k3": {"high": 2e-3},
+    "token_mis": {"low": 0.93, "high": 1.08},
+}
+
+
+def config_of(name):
+    options = dict(ALGORITHMS[name])
+    for key in ("correction", "rejection"):
+        bounds = BOUNDS.get(options.get(key, ""), {})
+        options |= {f"{key}_{side}": x for side, x in bounds.items()}
+    return AlgorithmConfig(**options)
+
+
+def test_every_name_is_tested():
+    tested = [config_of(name) for name in ALGORITHMS]
+    assert {c.policy_loss for c in tested} == set(POLICY_LOSSES) == set(REFERENCES)
+    assert {c.loss_aggregation for c in tested} == set(AGGREGATIONS)
+    assert {c.correction for c in tested} == {"none", *CORRECTIONS}
+    assert {c.rejection for c in tested} == {"none", *REJECTIONS}
+    assert {c.proximal for c in tested} == set(PROXIMAL)
+    assert {c.kl_estimator for c in tested if c.kl_in_loss} == set(LOSS_ESTIMATORS)
+    for config in tested:
+        options = config.policy_options | config.select_options
+        kind = POLICY_LOSSES[config.policy_loss]
+        assert options.keys() == {*kind.options, *kind.select_options}
+
+
+@dataclasses.dataclass
+class Fields:
+    """Per-token values of the sequences, lists of float32 arrays."""
+
+    logp: list
+    entropy: list
+    old: list
+    roll: list
+    ref: list
+    advantage: list
+    alpha: list
+
+
+@functools.cache
+def fields(narrow: bool) -> Fields:
+    """`narrow`: sequence ratios within a few times gspo's 3e-4."""
+    rng = np.random.default_rng(1)
+    old = [x - 2 for x in draw(2, SEQUENCES)]
+    kinds = np.float32([0, 3e-4] if narrow else [0.02, 0.3, 1.0])
+    scales = rng.choice(kinds, len(SEQUENCES))
+
+    def near(seed, size, base=old):
+        steps = draw(seed, SEQUENCES)
+        return [b + np.float32(size) * s for b, s in zip(base, steps, strict=True)]
+
+    logp = [o + c * s for o, c, s in zip(old, scales, draw(3, SEQUENCES), strict=True)]
+    signs = rng.choice([0, 1, 1], len(SEQUENCES))
+    return Fields(
+        logp=logp,
+        entropy=[np.abs(x) for x in draw(4, SEQUENCES)],
+        old=old,
+        roll=near(5, 0.08),
+        ref=near(6, 0.4),
+        advantage=[x * np.float32(c) for x, c in zip(draw(7, SEQUENCES), signs, strict=True)],
+        alpha=[np.abs(np.sin(x)) for x in draw(8, SEQUENCES)],
+    )
+
+
+def reference(name, f: Fields):
+    """(loss, its gradient in logp, in entropy), straight from the formulas."""
+    config, sequences = config_of(name), SEQUENCES
+    f = Fields(*(formulas.wide(getattr(f, x.name)) for x in dataclasses.fields(f)))
+    prox = {
+        "recomputed": f.old,
+        "rollout": f.roll,
+        "a3po": [r + a * (p - r) for r, a, p in zip(f.roll, f.alpha, f.logp, strict=True)],
+    }[config.proximal]
+    options = dict(config.policy_options)
+    chosen = [np.zeros(len(s.mask), bool) for s in sequences]
+    if config.policy_loss == "kl_cov":
+        share = config.select_options["kl_cov_share"]
+        chosen = formulas.largest_covariance(sequences, f.advantage, prox, share)
+
+    def aggregate(values):
+        return formulas.aggregate(
+            config.loss_aggregation, sequences, values, MAX_RESPONSE, config.token_budget
+        )
+
+    def loss_of(flat_logp, flat_entropy):
+        pg, kl, entropy = [], [], []
+        for i, s in enumerate(sequences):
+            m, place = s.mask, slice(STARTS[i], STARTS[i + 1])
+            live, held = flat_logp[place][m], f.logp[i][m]
+            if not m.any():
+                live = held = np.zeros(0)
+                pg.append(live), kl.append(live), entropy.append(live)
+                continue
+            rho = (prox[i] - f.roll[i])[m]
+            weight = formulas.correction(config.correction, rho, **config.correction_bounds)
+            weight = weight * formulas.correction(config.rejection, rho, **config.rejection_bounds)
+            rule = REFERENCES[config.policy_loss]
+            args = live, held, prox[i][m], f.advantage[i][m], chosen[i][m]
+            pg.append(weight * rule(*args, **options))
+            kl.append(formulas.KL[config.kl_estimator](live, held, f.ref[i][m]))
+            entropy.append(flat_entropy[place][m])
+        total = aggregate(pg) - config.entropy_coef * aggregate(entropy)
+        return total + (config.kl_coef * aggregate(kl) if config.kl_coef else 0)
+
+    logp, entropy = np.concatenate(f.logp), np.concatenate(f.entropy)
+    return (
+        loss_of(logp, entropy),
+        formulas.gradient(lambda x: loss_of(x, entropy), logp),
+        formulas.gradient(lambda x: loss_of(logp, x), entropy)
+        if config.entropy_coef
+        else np.zeros(len(entropy)),
+    )
+
+
+def table_network(params, model, rows, temperature, forward):
+    """In place of response_logp: what the parameters say of each token's id."""
+    mask = rows.response_mask
+    return tuple(jnp.where(mask, params[key][rows.tokens], 0.0) for key in ("logp", "entropy"))
+
+
+def packed_batch(f: Fields, config, seed, *, shared=False, poison=0.0):
+    packed = pack(SEQUENCES, seed, shared=shared)
+    rows = packed.rows
+    ids = [np.arange(a, b) for a, b in zip(STARTS[:-1], STARTS[1:], strict=True)]
+    rows.tokens = jnp.asarray(token_field(packed.table, packed.placement, ids), jnp.int32)
+
+    def field(name, wanted=True):
+        return packed.tokens(getattr(f, name), poison) if wanted else None
+
+    batch = PolicyBatch(
+        rows,
+        field("advantage"),
+        field("roll"),
+        field("old"),
+        field("ref", config.kl_coef > 0),
+        field("alpha", config.proximal == "a3po"),
+    )
+    return first(batch)
+
+
+@functools.cache
+def compiled(name):
+    """(params, batch, whole batch) -> (loss, gradient, metrics) of the first, a part of the whole;
+    one program per algorithm."""
+    objective = policy_objective(TINY, config_of(name), ForwardConfig(), max_response=MAX_RESPONSE)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(params, batch, part_R):
+        batch, denominators = objective.prepare(batch)
+        # rows that are not of the part are emptied, as if they lay in another micro-batch
+        rows = dataclasses.replace(
+            batch.rows,
+            segment=jnp.where(part_R[:, None], batch.rows.segment, 0),
+            response_mask=batch.rows.response_mask & part_R[:, None],
+            valid=batch.rows.valid & part_R[:, None],
+            length=jnp.where(part_R[:, None], batch.rows.length, 0),
+        )
+        batch = batch._replace(rows=rows)
+        gradient = jax.value_and_grad(objective.evaluate, has_aux=True)
+        (loss, metrics), slope = gradient(params, batch, denominators, jnp.float32(1))
+        return loss, slope, metrics
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr(policy, "response_logp", table_network)
+
+
+ALL_ROWS = np.ones(SHAPE.rows, bool)
+
+
+def params_of(f):
+    return {key: np.concatenate(getattr(f, key)) for key in ("logp", "entropy")}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_value_and_gradient_match_the_formulas(name):
+    """Then again with shared prompts in other rows, with poison outside the mask, and in parts:
+    the same numbers from the same program."""
+    f, config = fields(name == "gspo"), config_of(name)
+    run, params = compiled(name), params_of(f)
+    loss, slope, metrics = run(params, packed_batch(f, config, 2), ALL_ROWS)
+    expected, slope_logp, slope_entropy = reference(name, f)
+    assert_close(loss, expected, "loss")
+    assert_close(slope["logp"], slope_logp, "gradient")
+    assert_close(slope["entropy"], slope_entropy, "gradient of the entropy")
+    assert np.abs(slope_logp).max() > 1e-4
+
+    other = packed_batch(f, config, 3, shared=True, poison=np.nan)
+    again, slope_again, metrics_again = run(params, other, ALL_ROWS)
+    assert_close(again, loss, "other rows")
+    assert_close(slope_again["logp"], slope["logp"], "other rows")
+    part = np.random.default_rng(4).random(SHAPE.rows) < 0.5
+    halves = [run(params, other, p) for p in (part, ~part)]
+    assert_close(halves[0][0] + halves[1][0], loss, "parts")
+    assert_close(halves[0][1]["logp"] + halves[1][1]["logp"], slope["logp"], "parts")
+    for key, value in metrics["sum"].items():
+        assert_close(metrics_again["sum"][key], value, key)
+        assert_close(halves[0][2]["sum"][key] + halves[1][2]["sum"][key], value, key)
+    for key, value in metrics["max"].items():
+        assert_close(np.maximum(*(h[2]["max"][key] for h in halves)), value, key)
+    assert run._cache_size() == 1
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+def metrics_of(name):
+    f = fields(False)
+    _, _, metrics = compiled(name)(params_of(f), packed_batch(f, config_of(name), 2), ALL_ROWS)
+    return {**metrics["sum"], **metrics["max"]}
+
+
+def flat(f, key):
+    values = formulas.wide(getattr(f, key))
+    return np.concatenate([x[s.mask] for x, s in zip(values, SEQUENCES, strict=True)])
+
+
+def test_metrics_of_the_clip():
+    f, got = fields(False), metrics_of("clip on one side")
+    ratio, a = np.exp(flat(f, "logp") - flat(f, "old")), flat(f, "advantage")
+    plain, clipped = -a * ratio, -a * np.clip(ratio, 0.9, 1.28)
+    wanted = {
+        "actor/pg_clipfrac": clipped > plain,
+        "actor/pg_clipfrac_lower": (a < 0) & (np.maximum(plain, clipped) > -a * 1.5),
+        "actor/ppo_kl": flat(f, "old") - flat(f, "logp"),
+        "actor/entropy": flat(f, "entropy"),
+        "rollout_corr/log_ratio_abs_mean": np.abs(flat(f, "old") - flat(f, "roll")),
+    }
+    for key, values in wanted.items():
+        assert 0 < abs(np.mean(values)) < 5
+        assert_close(got[key], np.mean(values), key)
+
+
+def test_metrics_of_the_correction():
+    got = metrics_of("everything")
+    f, bounds = fields(False), BOUNDS["token_mis"]
+    rho = np.exp(flat(f, "old") - flat(f, "roll"))
+    kept = (rho >= bounds["low"]) & (rho <= bounds["high"])
+    assert 0.05 < kept.mean() < 0.95
+    assert_close(got["rollout_corr/rollout_is_mean"], (rho * kept).mean())
+    assert_close(got["rollout_corr/rollout_is_changed_fraction"], 1 - kept.mean())
+    assert_close(got["rollout_corr/rollout_is_max"], (rho * kept).max())
+    outside, lengths = [], []
+    for s, old, roll in zip(SEQUENCES, f.old, f.roll, strict=True):
+        if s.mask.any():
+            mean = np.exp((formulas.wide([old])[0] - roll)[s.mask].mean())
+            bounds = BOUNDS["geometric"]
+            outside.append(not bounds["low"] <= mean <= bounds["high"])
+            lengths.append(s.length)
+    assert 0 < np.mean(outside) < 1
+    assert_close(got["rollout_corr/rollout_rs_seq_masked_fraction"], np.mean(outside))
+    share = np.average(outside, weights=lengths)
+    assert_close(got["rollout_corr/rollout_rs_masked_fraction"], share)
+
+
+def test_denominators_do_not_shrink_with_what_is_rejected():
+    """A loss over what is left, divided by what there was."""
+    f = fields(False)
+    rejected = compiled("reject k3")(params_of(f), packed_batch(f, config_of("gpg"), 2), ALL_ROWS)
+    assert 0 < rejected[2]["sum"]["rollout_corr/rollout_rs_masked_fraction"] < 1
+    counts = policy.prepare(
+        packed_batch(f, config_of("gpg"), 2), algorithm=config_of("reject k3"), max_response=14
+    )[1]
+    assert counts.loss == counts.tokens == float(sum(s.length for s in SEQUENCES))
+    assert counts.sequences == float(sum(s.mask.any() for s in SEQUENCES))
+
+
+def test_kl_cov_breaks_ties_by_group_and_sample():
+    """All alike: the first tokens of the first group's first response are chosen, wherever."""
+    config = config_of("kl_cov")
+    f = dataclasses.replace(
+        fields(False),
+        advantage=[np.ones_like(x) for x in fields(False).old],
+        old=[-np.ones_like(x) for x in fields(False).old],
+    )
+    count = int(0.25 * sum(s.length for s in SEQUENCES))
+    order = sorted(range(len(SEQUENCES)), key=lambda i: (SEQUENCES[i].group, SEQUENCES[i].sample))
+    wanted = [(i, t) for i in order for t in np.flatnonzero(SEQUENCES[i].mask)][:count]
+    for seed in (5, 6):
+        packed = pack(SEQUENCES, seed, shared=True)
+        batch = packed_batch(f, config, seed, shared=True)
+        chosen = policy.prepare(batch, algorithm=config, max_response=14)[0].selected
+        got = packed.unpack(np.asarray(chosen)[None])
+        assert {(i, t) for i, x in enumerate(got) for t in np.flatnonzero(x)} == set(wanted)
