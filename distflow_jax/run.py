@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.batch import Prompt, Samples
@@ -243,7 +244,14 @@ class Run:
                 max_rounds=plan.region.max_rounds,
             )
         self.states, metrics = run_step(
-            plan, self.step, self.machinery.stages, self.states, coordinator, self.phases, rounds
+            plan,
+            self.step,
+            self.machinery.stages,
+            self.states,
+            coordinator,
+            self.phases,
+            rounds,
+            rehearse=None if self._warm else _empty,
         )
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(self.setup.plan.tasks[-1].node.id):
@@ -447,6 +455,13 @@ class Run:
                 f"being {self.step}; the batches are in {self.folder / 'samples'} as nonfinite-*. "
                 "Lower training.optimizer.lr, or raise training.max_nonfinite"
             )
+
+
+def _empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """Device fields of the same shapes and layouts, all 0: rows without a sequence."""
+    layouts = jax.tree.map(lambda x: x.sharding, fields)
+    zeros = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x), out_shardings=layouts)
+    return zeros(fields)
 
 
 def _due(step: int, every: int) -> bool:

@@ -16,7 +16,7 @@ OVERRIDES = [
     "--config.checkpoint.every=1",
     "--config.eval.every=2",
     "--config.training.mini_batches=2",  # old log-probs and two updates per batch
-    "--config.algorithm.kl_coef=0.01",
+    "--config.dag=tests/graphs/everything.yaml",
 ]
 
 
@@ -95,7 +95,12 @@ def test_killed_and_damaged_runs_end_as_the_undisturbed_one(undisturbed, tmp_pat
     assert f"continuing from checkpoint {before}" in output
     check_same(tmp_path, undisturbed)
     assert all(row["perf/compilations"] == 0 for row in undisturbed[2:])
-    assert undisturbed[-1]["actor/grad_norm"] > 0  # or equality would say nothing
+    # or equality would say nothing
+    last = undisturbed[-1]
+    assert last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
+    assert last["actor/reward_kl_penalty_coeff"] != undisturbed[1]["actor/reward_kl_penalty_coeff"]
+    assert "actor/grad_norm" not in undisturbed[1]  # the critic alone
+    assert any(row["training/sampling_rounds"] > 1 for row in undisturbed[1:])
 
 
 @pytest.mark.slow

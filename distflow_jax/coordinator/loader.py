@@ -23,7 +23,9 @@ class DataConfig:
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
     prompts_per_step: int = 16  # over all processes
     max_prompt_length: int = 128  # tokens, chat template included
-    overlong: str = "error"  # prompts above that: error, drop, or truncate_left (keep the end)
+    # prompts above that: error, drop, or truncate_left (keep the end). The same for answers above
+    # rollout.max_response_length, where the dag trains on these (truncate_left keeps their start)
+    overlong: str = "error"
     shuffle: bool = True  # anew for every epoch
     epochs: int = 0  # times that every prompt is issued; 0 = until the steps are done
     system_prompt: str = ""  # before every question of question/answer data and tasks

@@ -1,6 +1,6 @@
 """The loop that walks one plan: get fields, call the stage, put fields, time it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ def run_step(
     coordinator: Coordinator,
     spans: Spans,
     rounds: Rounds | None = None,
+    rehearse: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
     """Runs every task of the plan that this step (counted from 1) asks for.
 
@@ -61,16 +62,20 @@ def run_step(
 
     The tasks of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
     mean, and where its name ends in one of COUNTS the sum.
+
+    With `rehearse`, which turns fields into empty ones, built-in device nodes that this step does
+    not ask for run too, so that nothing compiles when their time comes: those that train on empty
+    fields, from which they learn nothing, the others for nothing.
     """
     states = dict(states)
     inside, after = plan.split()
     per_round = []
     while inside and rounds.next():
         ran = {None}
-        per_round.append(_run(inside, step, stages, states, coordinator, spans, ran))
+        per_round.append(_run(inside, step, stages, states, coordinator, spans, ran, None))
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for task in inside)}
-    measured = _run(after, step, stages, states, coordinator, spans, ran)
+    measured = _run(after, step, stages, states, coordinator, spans, ran, rehearse)
     _merge(metrics, measured, after[0].node.id if after else "")
     return states, metrics
 
@@ -83,28 +88,39 @@ def _run(
     coordinator: Coordinator,
     spans: Spans,
     ran: set[str | None],
+    rehearse: Callable[[dict[str, Any]], dict[str, Any]] | None,
 ) -> Metrics:
     """Runs tasks one after the other; updates `states` and `ran`, whose values there may be."""
     metrics: Metrics = {}
     for task in tasks:
         node = task.node
-        if node.condition.active(step):
+        active = node.condition.active(step)
+        if active or (rehearse is not None and _can_rehearse(task, ran)):
             with spans.span(node.id):
                 fields = _inputs(task, coordinator)
+                if not active and node.type == "MODEL_TRAIN":
+                    fields = rehearse(fields)
                 state = states.get(task.state_key)
                 state, written, measured = stages[node.id](state, fields, dict(node.options))
                 del fields  # what is freed below must not live on through this name
                 _check_written(task, written)
                 for inside, field in node.writes.items():
                     coordinator.put(node.id, field, written[inside])
-            if state is not None:
+            if state is not None and (active or node.type == "MODEL_TRAIN"):
                 states[task.state_key] = state
-            _merge(metrics, measured, node.id)
+            if active:
+                _merge(metrics, measured, node.id)
             ran.add(node.id)
         for source, field in task.frees:
             if source in ran:
                 coordinator.free(source, field)
     return metrics
+
+
+def _can_rehearse(task: Task, ran: Collection[str | None]) -> bool:
+    """Whether a node is a built-in one on devices whose inputs are there."""
+    inputs = {edge.source for edge in task.edges_in}
+    return task.layout.kind == "mesh" and task.node.fn is None and inputs <= set(ran)
 
 
 def _mean_or_sum(per_round: Sequence[Metrics]) -> Metrics:

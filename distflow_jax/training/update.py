@@ -87,7 +87,8 @@ def make_update(
 
     `batch` is the objective's, of [K, R, ...] fields, `index` int32 picks the mini-batch. The state
     is donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
-    `training/nonfinite` = 1. Metrics: the objective's, and its {loss, grad_norm, lr}.
+    `training/nonfinite` = 1; one without a sequence leaves it as it was, too. Metrics: the
+    objective's, and its {loss, grad_norm, lr}.
     """
     layout, name = state_shardings(objective.model, optimizer, shape.mesh), objective.name
 
@@ -110,6 +111,8 @@ def make_update(
                 f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
                 "training/nonfinite": (~finite).astype(jnp.float32),
             }
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
+            # nothing to learn from: the moments' decay must not move the parameters either
+            useful = finite & mini.rows.valid.any()
+            return jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, state), metrics
 
     return update

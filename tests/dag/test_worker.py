@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.worker import run_step
 from distflow_jax.types import Layout
@@ -142,3 +142,67 @@ def test_a_stage_cannot_change_the_options_of_its_node():
     node = Node("a", "ACTOR", "COMPUTE", options={"by": 1})
     run([node], {"a": greedy})
     assert node.options == {"by": 1}
+
+
+def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
+    seen = {}
+
+    def train(state, fields, options):
+        seen["train"] = fields
+        return state + 1, {}, {"loss": 1}
+
+    def values(state, fields, options):
+        return state + 100, {"value": "v"}, {"values": 1}
+
+    nodes = [
+        Node("roll", "ROLLOUT", "COMPUTE", writes={"out": "x"}),
+        Node("values", "ACTOR", "MODEL_INFERENCE", ["roll"], ["x"], ["value"], when={"every": 5}),
+        Node("train", "ACTOR", "MODEL_TRAIN", ["values"], ["x", "value"], when={"every": 5}),
+        Node("own", "ACTOR", "COMPUTE", ["roll"], ["x"], fn="a:b", when={"every": 5}),
+    ]
+    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"})
+    stages = {"roll": say("A"), "values": values, "train": train, "own": None}
+    shelf = Shelf(prompt="p")
+    states, metrics = run_step(
+        built, 1, stages, {"actor": 0}, shelf, Names(), rehearse=lambda f: dict.fromkeys(f, "empty")
+    )
+    assert seen["train"] == {"x": "empty", "value": "empty"}
+    assert states == {
+        "actor": 1
+    }  # the training stage's own affair: on empty fields it adds nothing
+    assert metrics == {"seen/A": 0}
+    assert shelf.values == {}
+    seen.clear()
+    run_step(built, 1, stages, {"actor": 0}, Shelf(prompt="p"), Names())
+    assert seen == {}
+
+
+def test_a_region_runs_until_there_is_enough():
+    class Three:
+        left = 4
+
+        def next(self):
+            self.left -= 1
+            return self.left > 0
+
+    nodes = [
+        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "prompt"}, {"out": "x"}),
+        Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}),
+    ]
+
+    class Rewritten(Shelf):
+        def put(self, source, field, value):
+            self.values[source, field] = value
+
+    built = plan(Graph("g", nodes, [Region(["a"], "informative")]), LAYOUTS, {"prompt"})
+    spans = Names()
+    counted = iter(range(10))
+
+    def stage(state, fields, options):
+        n = next(counted)
+        return state, {"out": n}, {"perf/generate_calls": n, "reward/mean": n}
+
+    shelf = Rewritten(prompt="p")
+    _, metrics = run_step(built, 1, {"a": stage, "b": say("B")}, {}, shelf, spans, Three())
+    assert spans.names == ["a", "a", "a", "b"]
+    assert metrics == {"perf/generate_calls": 3, "reward/mean": 1.0, "seen/B": 1}

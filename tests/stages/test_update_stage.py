@@ -6,7 +6,7 @@ import pytest
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.algorithms.config import AlgorithmConfig
-from distflow_jax.stages.update import build_update
+from distflow_jax.stages.update import build_policy_update
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.update import UpdateShape
@@ -33,7 +33,7 @@ def test_what_is_missing_is_named(options, missing):
         epochs=1,
         mini_batches=1,
     )
-    stage = build_update(context)
+    stage = build_policy_update(context)
     with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads") as error:
         stage(None, {"response": None, "advantage": None}, {})
     key, value = next(iter(options.items()))
