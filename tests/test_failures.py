@@ -389,11 +389,6 @@ def check_goes_on_in(layout, source, whole_run, tmp_path):
     print(f"{source} to {layout}: at most {worst:.2g} of the tolerance")
 
 
-@pytest.mark.multiprocess
-def test_a_checkpoint_goes_on_in_another_layout(whole_run, tmp_path):
-    check_goes_on_in("4x2", "2x4", whole_run, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "layout"), list(itertools.permutations(LAYOUTS, 2)))
 def test_a_checkpoint_goes_on_in_every_layout(whole_run, tmp_path, source, layout):

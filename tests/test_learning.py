@@ -33,7 +33,7 @@ EXPECTED = {
     # its scores are of the best and the worst of each group
     "online_dpo": ("critic/score/max", 1, 0.05),
 }
-QUICK = {"ppo", "sft"}
+QUICK = {"sft"}
 
 
 def write_pairs(path: pathlib.Path) -> None:

@@ -183,6 +183,7 @@ def test_a_region_runs_until_there_is_enough():
 
         def next(self):
             self.left -= 1
+            shelf.put(None, "prompt", "p")
             return self.left > 0
 
     nodes = [

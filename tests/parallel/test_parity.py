@@ -57,10 +57,6 @@ def single(tmp_path_factory):
 REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
 LAYOUTS = {
     "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
-    "fsdp 4 x tensor 2, reference fsdp 8": dict(
-        devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
-    ),
-    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
     "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
         devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
     ),
@@ -68,6 +64,10 @@ LAYOUTS = {
 
 
 SLOW = {
+    "fsdp 4 x tensor 2, reference fsdp 8": dict(
+        devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
+    ),
+    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
     "8 processes, tensor and sampler over 2 of them": dict(
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
