@@ -96,6 +96,7 @@ class CriticConfig:
     """How the critic is trained, where the graph has one."""
 
     warmup: int = 0  # first steps in which the critic alone is trained
+    loss: ValueConfig = dataclasses.field(default_factory=ValueConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     def __post_init__(self):
@@ -131,7 +132,6 @@ class Config:
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
-    value: ValueConfig = dataclasses.field(default_factory=ValueConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

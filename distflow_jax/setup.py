@@ -335,7 +335,7 @@ class _Contexts:
             schedule=schedule,
             rollout=config.rollout,
             engine=self._engine,
-            value=config.value,
+            value=config.critic.loss,
             preference=config.preference,
             reward_model=config.reward_model,
             reward=config.reward,

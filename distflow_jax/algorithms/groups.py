@@ -47,36 +47,3 @@ def group_statistics(
     squares = group_sum(deviation * deviation, group, num_groups)
     low, high = group_extremes(score, group, valid, num_groups)
     return GroupStatistics(count, mean, squares, high <= low)
-
-
-def informative_groups(
-    score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
-) -> jax.Array:
-    """Groups whose best score is above their worst, bool [G].
-
-    DAPO's dynamic sampling keeps these: the others have no advantage. `score` is the reward
-    function's, before any term for the length. Yu et al. 2025 (arxiv.org/abs/2503.14476), eq. 11.
-    """
-    low, high = group_extremes(score, group, valid, num_groups)
-    return high > low
-
-
-def best_and_worst(
-    score: jax.Array, group: jax.Array, sample: jax.Array, valid: jax.Array, num_groups: int
-) -> tuple[jax.Array, jax.Array]:
-    """(chosen, rejected): which sequences are the pair of their group, bool each.
-
-    The best- and the worst-scored response; among equals the one with the smaller index `sample`
-    within the group (int32), so that the choice depends on no order. A group whose scores are all
-    equal has no pair. Online DPO: Guo et al. 2024 (arxiv.org/abs/2402.04792).
-    """
-    low, high = group_extremes(score, group, valid, num_groups)
-    informative = valid & (high > low)[group]
-
-    def first(of_group):
-        candidate = informative & (score == of_group[group])
-        index = jnp.where(candidate, sample, jnp.iinfo(jnp.int32).max)
-        lowest = jax.ops.segment_min(index.reshape(-1), group.reshape(-1), num_segments=num_groups)
-        return candidate & (sample == lowest[group])
-
-    return first(high), first(low)

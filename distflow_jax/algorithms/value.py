@@ -19,12 +19,12 @@ class ValueConfig:
 
     def __post_init__(self):
         if self.clip <= 0:
-            raise ValueError(f"value.clip must be positive, got {self.clip}")
+            raise ValueError(f"critic.loss.clip must be positive, got {self.clip}")
         # a budget is one of the policy's loss: the critic has no use for a cut response
         choices = sorted(set(AGGREGATIONS) - {"fixed-budget"})
         if self.aggregation not in choices:
             raise ValueError(
-                f"value.aggregation={self.aggregation!r} is unknown; choose one of {choices}"
+                f"critic.loss.aggregation={self.aggregation!r} is unknown; choose one of {choices}"
             )
 
 

@@ -11,6 +11,11 @@ def build_choose_pairs(context: StageContext) -> Stage:
     The first of equals is taken. A group whose scores are all equal says nothing about what is
     better, and goes. Guo et al. 2024 (online DPO, arxiv.org/abs/2402.04792), sec. 3.
     """
+    if context.rollout.num_samples < 2:
+        raise ValueError(
+            f"node {context.node.id!r}: a pair takes two responses to a prompt, and "
+            f"rollout.num_samples={context.rollout.num_samples}; use at least 2"
+        )
 
     def choose(state, fields, options):
         score = np.asarray(fields["score"], np.float64)

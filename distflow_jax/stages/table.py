@@ -157,6 +157,11 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
     """
     wanted = {}
     for node in nodes:
+        if node.may_read and node.fn is not None:
+            raise ValueError(
+                f"node {node.id!r}: only default stages know what they may_read; "
+                f"{node.fn!r} needs {', '.join(node.may_read)} in reads, or not at all"
+            )
         asked = demands.of(node)
         for field, why in asked.items():
             if field not in node.reads and field not in node.may_read:

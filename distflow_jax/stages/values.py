@@ -1,5 +1,6 @@
 """One number per token from a critic, or per response from a reward model."""
 
+from collections.abc import Callable
 from typing import Any
 
 from distflow_jax.models.config import scalar_model
@@ -10,27 +11,19 @@ from distflow_jax.training.state import TrainState
 
 def build_values(context: StageContext) -> Stage:
     """response (Rows) -> value [K, R, L]: what the critic expects before each response token."""
-    values = make_values(
-        shape=context.shape, model=scalar_model(context.model), forward=context.forward
-    )
-
-    def stage(state, fields, options):
-        return state, {"value": values(_params(state), fields["response"])}, {}
-
-    return stage
+    return _build(context, make_values, "value")
 
 
 def build_scores(context: StageContext) -> Stage:
     """response (Rows) -> score [K, R, S] of a reward model."""
-    scores = make_scores(
-        shape=context.shape, model=scalar_model(context.model), forward=context.forward
-    )
+    return _build(context, make_scores, "score")
 
-    def stage(state, fields, options):
-        return state, {"score": scores(_params(state), fields["response"])}, {}
+
+def _build(context: StageContext, make: Callable[..., Callable], field: str) -> Stage:
+    predict = make(shape=context.shape, model=scalar_model(context.model), forward=context.forward)
+
+    def stage(state: Any, fields: dict[str, Any], options: dict[str, Any]):
+        params = state.params if isinstance(state, TrainState) else state
+        return state, {field: predict(params, fields["response"])}, {}
 
     return stage
-
-
-def _params(state: Any) -> Any:
-    return state.params if isinstance(state, TrainState) else state

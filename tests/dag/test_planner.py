@@ -213,10 +213,11 @@ def test_states_are_keyed_by_model_then_role_then_node():
 
 
 def test_a_conditional_reader_may_run_more_rarely_than_its_writer():
-    planned(
+    result = planned(
         compute("a", writes=["x"], when={"every": 2}),
         compute("b", ["a"], ["x"], when={"every": 4, "after": 6}),
     )
+    assert [edge.source for edge in result.tasks[1].edges_in] == ["a"]
 
 
 def test_a_reader_gets_the_last_version_upstream():

@@ -136,7 +136,7 @@ def test_any_file_may_be_missing_or_spoilt(tmp_path, name, content):
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content.encode("latin-1"))
-    checked(tmp_path)
+    assert tmp_path.name in checked(tmp_path).text
 
 
 def test_a_torn_line_costs_that_line(tmp_path):

@@ -40,9 +40,19 @@ def test_every_score_needs_a_weight(weights, message):
         weighted(["rule", "model"], weights)
 
 
+def pairs(num_samples):
+    node = Node("choose", "REWARD", "COMPUTE", fn="choose_pairs", writes=["keep"])
+    rollout = types.SimpleNamespace(num_samples=num_samples)
+    return build_choose_pairs(types.SimpleNamespace(node=node, rollout=rollout))
+
+
 def test_the_best_and_the_worst_of_a_group_are_its_pair():
     prompts = [Prompt(c, c, np.zeros(1, np.int32), "", "", None, {}) for c in (7, 7, 7, 2, 2, 9)]
     score = [0.0, 3.0, -1.0, 5.0, 5.0, 1.0]
-    stage = build_choose_pairs(None)
-    _, written, _ = stage(None, {"prompt": prompts, "score": score}, {})
+    _, written, _ = pairs(num_samples=3)(None, {"prompt": prompts, "score": score}, {})
     assert written["keep"].tolist() == [0, 1, 2, 0, 0, 0]
+
+
+def test_a_group_of_one_has_no_pair():
+    with pytest.raises(ValueError, match="node 'choose': .* rollout.num_samples=1; use at least 2"):
+        pairs(num_samples=1)
