@@ -61,6 +61,7 @@ class TrainingConfig:
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
     remat: bool = False  # recompute activations: a third more work, memory of one layer
+    fuse: bool = True  # adjacent nodes on one mesh are one compiled program
     max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 

@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.picture import draw
+from distflow_jax.dag.planner import Unit
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
@@ -151,6 +152,9 @@ class Run:
         )
         self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
         self.machinery: Machinery = build(setup, self.spans)
+        with self.phases.span("compile_programs"):
+            for program in self.machinery.programs.values():
+                program.compile()
         self.step, self.nonfinite = 0, 0
         self.batches = 0  # of the loader that were used: one a step, or as many as a region took
         self._communicated = processes.communication_seconds()
@@ -246,7 +250,7 @@ class Run:
         self.states, metrics = run_step(
             plan,
             self.step,
-            self.machinery.stages,
+            self.machinery.runners,
             self.states,
             coordinator,
             self.phases,
@@ -254,7 +258,7 @@ class Run:
             rehearse=None if self._warm else _empty,
         )
         # the devices are still at work: what is left of their time belongs to the last node
-        with self.phases.span(self.setup.plan.tasks[-1].node.id):
+        with self.phases.span(plan.units[-1].name):
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         samples = coordinator.samples()
         with self.phases.span("statistics"):
@@ -345,14 +349,15 @@ class Run:
         and loader too; from the source otherwise."""
         setup = self.setup
         states = States(setup.models, setup.source, self.config, self.machinery.meshes)
+        first = self.machinery.first_states
         if self.checkpointer.latest() is None:
-            return states.initial({})
+            return states.initial({}) | first
         self.step, restored, info = self.checkpointer.restore(None, states.abstract())
         setup.loader.restore(info["loader"])
         self.batches = setup.loader.position // self.config.data.prompts_per_step
         self.nonfinite = info["nonfinite"]
         small = {key: np.float32(value) for key, value in info["nodes"].items()}
-        return states.initial(restored) | small
+        return states.initial(restored) | first | small
 
     def _small_states(self) -> list[str]:
         """Keys of the states that are one number of a node's own, an adaptive coefficient."""
@@ -399,9 +404,9 @@ class Run:
         if compiled and self._warm:
             log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
         self._warm = True
-        names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
+        names = {unit.name: _timing(unit) for unit in self.setup.plan.units}
         per_process = self._per_process()
-        timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
+        timings = {f"timing_s/{names.get(key, key)}": value for key, value in spent.items()}
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
         tokens = metrics["perf/total_num_tokens"]
@@ -425,7 +430,7 @@ class Run:
 
         Writes the straggler report; returns means over the processes, of bytes the maximum.
         """
-        work, nodes = self.phases.take_work(), [task.node.id for task in self.setup.plan.tasks]
+        work, nodes = self.phases.take_work(), [unit.name for unit in self.setup.plan.units]
         now = np.array([time.process_time(), processes.coordination_cpu_seconds()])
         spent, self._spent = now - self._spent, now
         received = self.machinery.coordinator.bytes_received()
@@ -457,7 +462,13 @@ class Run:
             )
 
 
-def _empty(fields: dict[str, Any]) -> dict[str, Any]:
+def _timing(unit: Unit) -> str:
+    """The name of a unit's time: verl's, where there is one; of nodes in one program all names."""
+    nodes = [task.node for task in unit.tasks]
+    return ".".join(_TIMINGS.get((node.role, node.type), node.id) for node in nodes)
+
+
+def _empty(fields: Sequence[Any]) -> Sequence[Any]:
     """Device fields of the same shapes and layouts, all 0: rows without a sequence."""
     layouts = jax.tree.map(lambda x: x.sharding, fields)
     zeros = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x), out_shardings=layouts)

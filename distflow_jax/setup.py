@@ -9,8 +9,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config, Machine, Sizes, derive_sizes
@@ -23,6 +26,7 @@ from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.graph import DATA, ROLES, Graph, Node
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import HOST, Plan, Task, plan
+from distflow_jax.dag.worker import Runner, make_runner
 from distflow_jax.hints import hint
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
@@ -35,8 +39,9 @@ from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.settings import with_settings
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
-from distflow_jax.stages.table import Demands, resolve, wanted_reads
-from distflow_jax.states import ModelOfRun, models_of, optimizer_of
+from distflow_jax.stages.table import Demands, first_state_of, resolve, wanted_reads
+from distflow_jax.states import ModelOfRun, States, models_of, optimizer_of
+from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.training.update import UpdateShape
 from distflow_jax.types import Layout, flatten_dict
 
@@ -108,7 +113,7 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
             )
     given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
     try:
-        return plan(graph, role_layouts(sizes), given)
+        return plan(graph, role_layouts(sizes), given, fuse=config.training.fuse)
     except ValueError as error:
         raise ValueError(f"dag {config.dag!r}: {error}") from error
 
@@ -264,9 +269,11 @@ def load_eval_prompts(
 @dataclasses.dataclass
 class Machinery:
     """What lives on the devices and beside them. `engine` and `sync` are None where nothing is
-    sampled."""
+    sampled. `runners` are keyed by the plan's units, `programs` are those of them on meshes."""
 
-    stages: dict[str, Stage]
+    runners: dict[str, Runner]
+    programs: dict[str, Program]
+    first_states: dict[str, Any]  # of nodes that begin with one of their own
     coordinator: Coordinator
     engine: RolloutEngine | None
     sync: WeightSync | None
@@ -287,11 +294,14 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     if engine is not None:
         replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
         sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
-    stages = {}
-    for task in setup.plan.tasks:
-        stages[task.node.id] = setup.builders[task.node.id](contexts.of(task))
+    stages, first = contexts.stages()
+    states = States(setup.models, setup.source, config, meshes)
+    programs = trace(setup.plan, sizes, stages, states, first, meshes)
+    hosted = {unit.name: make_runner(unit, stages) for unit in setup.plan.units}
     return Machinery(
-        stages=stages,
+        runners=hosted | programs,
+        programs=programs,
+        first_states=first,
         coordinator=_coordinator(setup, meshes, spans.span),
         engine=engine,
         sync=sync,
@@ -316,6 +326,17 @@ class _Contexts:
         self._member, self._spans = member, spans
         self._on_response = ResponseListener()
         self._kinds = collections.Counter(_stage_name(t.node) for t in setup.plan.tasks)
+
+    def stages(self) -> tuple[dict[str, Stage], dict[str, Any]]:
+        """(stage of every node, first states of nodes that begin with one of their own)."""
+        stages, first = {}, {}
+        for task in self._setup.plan.tasks:
+            context = self.of(task)
+            stages[task.node.id] = self._setup.builders[task.node.id](context)
+            state = first_state_of(task.node, context)
+            if state is not None:
+                first[task.state_key] = state
+        return stages, first
 
     def of(self, task: Task) -> StageContext:
         """The context of one node."""
@@ -365,6 +386,29 @@ class _Contexts:
         )
 
 
+def trace(
+    plan: Plan,
+    sizes: Sizes,
+    stages: Mapping[str, Stage],
+    states: States,
+    first_states: Mapping[str, Any],
+    meshes: Mapping[Layout, jax.sharding.Mesh],
+) -> dict[str, Program]:
+    """The programs of a plan's units on meshes, not compiled yet; see tracing.trace_plan."""
+    layouts = {task.state_key: task.layout for task in plan.tasks}
+    own = {
+        key: jax.ShapeDtypeStruct(
+            np.shape(value),
+            np.asarray(value).dtype,
+            sharding=NamedSharding(meshes[layouts[key]], PartitionSpec()),
+        )
+        for key, value in first_states.items()
+        if layouts[key].kind == "mesh"
+    }
+    specs = FieldSpecs(sizes.packing, meshes)
+    return trace_plan(plan, stages, states.specs() | own, specs)
+
+
 def _stage_name(node: Node) -> tuple:
     return (node.fn,) if node.fn else (node.role, node.type)
 
@@ -379,7 +423,8 @@ def _coordinator(
                 packs[edge.target_layout].add((edge.source, edge.field))
     writers: dict[str | None, Layout] = {t.node.id: t.layout for t in setup.plan.tasks}
     writers[None] = sampler_layout(setup.sizes)
-    return Coordinator(setup.sizes.packing, meshes, writers, packs, span=span)
+    per_token = per_token_values(setup.plan)
+    return Coordinator(setup.sizes.packing, meshes, writers, packs, per_token, span=span)
 
 
 def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEngine:

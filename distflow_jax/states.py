@@ -115,6 +115,15 @@ class States:
             if model.trained
         }
 
+    def specs(self) -> dict[str, Any]:
+        """All states as `initial` makes them: ShapeDtypeStructs with shardings, by key."""
+        frozen = {key: m for key, m in self._models.items() if not m.trained}
+        return self.abstract() | {
+            key: sharded_params(network, mesh)
+            for key, model in frozen.items()
+            for network, _, mesh in [self._parts(model)]
+        }
+
     def initial(self, restored: Mapping[str, TrainState]) -> dict[str, Any]:
         """The state of every model: parameters of the frozen, a TrainState of the trained ones.
 

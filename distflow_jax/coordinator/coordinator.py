@@ -57,7 +57,6 @@ class Snapshot:
     values: dict[Value, Sequence[Any]]
     columns: dict[str, Sequence[Any]]
     sources: dict[str, str | None]
-    dims: dict[str, int]
     counters: np.ndarray  # int64, of the prompt of each response of this process's sampler
     own: np.ndarray  # int64 [N], which of these are this process's
 
@@ -75,14 +74,17 @@ class Coordinator:
         meshes: Mapping[Layout, Mesh],
         writers: Mapping[str | None, Layout],
         packs: Mapping[Layout, Collection[Value]],
+        per_token: Collection[Value] = (),
         *,
         span: Callable[[str], contextlib.AbstractContextManager] | None = None,
     ):
         """`writers`: layout of each node by its id, of the loader under None. `packs`: what the
-        plan brings from the host to each mesh."""
+        plan brings from the host to each mesh; `per_token`: what of that has one number per
+        response token, where the rest has one per response."""
         self._packing, self._meshes = packing, dict(meshes)
         self._writers = dict(writers)
         self._packs = {layout: sorted(values, key=str) for layout, values in packs.items()}
+        self._per_token = frozenset(per_token)
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
         self._repartitions = {
@@ -101,7 +103,6 @@ class Coordinator:
         self._received: dict[Value, dict[int, Any]] = {}  # entries that came from others
         self._fetched: dict[Value, list[Layout]] = {}  # for which layouts they came
         self._placements: dict[Layout, Placement] = {}
-        self._dims: dict[str, int] = {}  # of an entry of each column
         self._counters = np.zeros(0, np.int64)  # of the prompt of each response of the sampler
         self._own = np.zeros(0, np.int64)  # which of these are this process's
         self._shares: Shares | None = None
@@ -135,8 +136,6 @@ class Coordinator:
         if not isinstance(value, jax.Array | Rows):
             assert field not in STRUCTURE or self._shares is None, f"{field} came after packing"
             own = self._owned(source, field, value)
-            if len(own):
-                self._dims[field] = np.ndim(own[0])
             self._columns[field], self._sources[field] = own, source
 
     def _select(self, keep: Sequence[int]) -> None:
@@ -158,9 +157,7 @@ class Coordinator:
     def snapshot(self) -> "Snapshot":
         """What there is in this step so far. Only before responses are packed."""
         assert self._shares is None, "a step cannot be taken apart after packing"
-        return Snapshot(
-            dict(self._values), self._columns, self._sources, self._dims, self._counters, self._own
-        )
+        return Snapshot(dict(self._values), self._columns, self._sources, self._counters, self._own)
 
     def resume(self, snapshot: "Snapshot") -> None:
         """Goes on with this in place of what there is."""
@@ -366,25 +363,15 @@ class Coordinator:
                 rows = batch_lib.to_rows(self._sequences(layout), placement)
                 self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
             return self._rows[layout]
-        dims = self._dims_of(edge.field)
-        if dims > 1:
-            raise ValueError(
-                f"field {edge.field!r} has {dims}-dimensional entries, and rows hold one number "
-                "per token or per sequence: read it on the host"
-            )
         entries = self.entries(edge.source, edge.field, layout)
-        if dims == 0:
-            packed = batch_lib.sequence_field(placement, entries)
+        if (edge.source, edge.field) in self._per_token:
+            outline = self._outline(layout)
+            _check_shapes(edge, entries, [response.shape for response in outline.response])
+            packed = batch_lib.token_field(outline, placement, entries)
         else:
-            packed = batch_lib.token_field(self._outline(layout), placement, entries)
+            _check_shapes(edge, entries, [()] * len(entries))
+            packed = batch_lib.sequence_field(placement, entries)
         return self._place(packed, layout)
-
-    def _dims_of(self, field: str) -> int:
-        """Dimensions of a column's entries, also where this process has none."""
-        dims = self._dims.get(field, -1)
-        if len(np.unique(self.shares.home)) < self._count:
-            dims = int(processes.all_gather_ints(np.int32(dims)).max())
-        return max(dims, 0)
 
     def _outline(self, layout: Layout) -> Sequences:
         """Sequences of this process's rows, whose values do not matter."""
@@ -456,6 +443,24 @@ class Coordinator:
 def take(column: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
     """The entries of a column at these places."""
     return column[index] if isinstance(column, np.ndarray) else [column[i] for i in index]
+
+
+def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int, ...]]) -> None:
+    """ValueError unless entries are what rows hold of a field: a number, or one per token."""
+    for entry, shape in zip(entries, wanted, strict=True):
+        if np.shape(entry) == shape:
+            continue
+        what = f"{shape[0]} numbers, one per token" if shape else "one number per response"
+        if shape:
+            fix = f"take {edge.field!r} out of its per_token" if np.ndim(entry) == 0 else "mend it"
+        else:
+            fix = (
+                "name it in the node's per_token" if np.ndim(entry) == 1 else "read it on the host"
+            )
+        raise ValueError(
+            f"node {edge.source!r}: an entry of {edge.field!r} has shape {np.shape(entry)}, and "
+            f"rows hold {what}: {fix}"
+        )
 
 
 def _payload(entry: Any) -> Any:

@@ -150,7 +150,6 @@ def _joined(
             for field in first.columns
         },
         sources=first.sources,
-        dims={field: dims for r in rounds for field, dims in r.dims.items()},
         counters=np.concatenate([r.counters[i] for r, i in zip(rounds, chosen, strict=True)]),
         own=np.concatenate(own).astype(np.int64),
     )

@@ -65,7 +65,9 @@ class Node:
     given. `may_read` lists, in the same way, what is read only where the run needs it (see
     Graph.settle). `deps` are kept sorted. `model` names an instance where a role occurs more than
     once. `fn` ("module:function", or the name of a built-in stage) replaces the stage that role and
-    type would give. `options` are plain JSON values, handed to the stage.
+    type would give. `options` are plain JSON values, handed to the stage. `per_token` names those
+    of its `writes` (the names inside) in which a function on the host gives one number per response
+    token; the others hold one per response.
     """
 
     id: str
@@ -80,6 +82,7 @@ class Node:
     fn: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     may_read: Mapping[str, str] | Iterable[str] = ()
+    per_token: Iterable[str] = ()
 
     def __post_init__(self):
         if not isinstance(self.id, str) or not _NAME.fullmatch(self.id):
@@ -105,6 +108,12 @@ class Node:
         for name in self.may_read:
             if name in self.reads:
                 raise self._error(f"reads {name!r}, and may read it: name it once")
+        object.__setattr__(self, "per_token", tuple(self._names("per_token", self.per_token)))
+        for name in self.per_token:
+            if name not in self.writes:
+                raise self._error(
+                    f"per_token names {name!r}, which it does not write ({hint(name, self.writes)})"
+                )
         if len(set(self.writes.values())) < len(self.writes):
             raise self._error(f"writes one field under two names: {self.writes}")
         object.__setattr__(self, "when", self._when())

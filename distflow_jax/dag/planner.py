@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
+from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region, When
 from distflow_jax.hints import hint
 from distflow_jax.types import KEEP, Edge, Layout, move_between
 
@@ -53,8 +53,57 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unit:
+    """Tasks that run as one: one task on the host, or a segment of tasks on a mesh.
+
+    `inputs` has one edge for each value that comes from outside. `outputs` are the (source, field)
+    values that somebody outside reads; what only the unit itself reads never leaves it.
+    """
+
+    tasks: tuple[Task, ...]
+    inputs: tuple[Edge, ...]
+    outputs: tuple[tuple[str, str], ...]
+    frees: tuple[tuple[str | None, str], ...]
+
+    @classmethod
+    def of(cls, tasks: tuple[Task, ...]) -> "Unit":
+        """The unit of these tasks, which follow each other in a plan."""
+        inside = {task.node.id for task in tasks}
+        edges = [edge for task in tasks for edge in task.edges_in if edge.source not in inside]
+        inputs = {(edge.source, edge.field): edge for edge in reversed(edges)}
+        outgoing = {
+            (e.source, e.field) for t in tasks for e in t.edges_out if e.target not in inside
+        }
+        written = [(t.node.id, field) for t in tasks for field in t.node.writes.values()]
+        outputs = tuple(value for value in written if value in outgoing or len(tasks) == 1)
+        frees = [v for t in tasks for v in t.frees if v[0] not in inside or v in outputs]
+        return cls(tasks, tuple(reversed(inputs.values())), outputs, tuple(frees))
+
+    @property
+    def name(self) -> str:
+        """The ids of its nodes, in order: "values.reference"."""
+        return ".".join(task.node.id for task in self.tasks)
+
+    @property
+    def layout(self) -> Layout:
+        """Where all of it runs."""
+        return self.tasks[0].layout
+
+    @property
+    def condition(self) -> When:
+        """The steps in which all of it runs."""
+        return self.tasks[0].node.condition
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Which states its stages are handed."""
+        return tuple(dict.fromkeys(task.state_key for task in self.tasks))
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tasks in the order in which every process runs them, and the device tasks that may be fused.
+    """Tasks in the order in which every process runs them, and the device tasks that are one
+    program.
 
     `given` are the fields that the loader gives, with the layout in which it gives them. The tasks
     of `region`, where there is one, come first.
@@ -66,10 +115,21 @@ class Plan:
     segments: tuple[tuple[Task, ...], ...]
     region: Region | None = None
 
-    def split(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-        """(tasks of the region, those after it)."""
+    @functools.cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All tasks, in order, those of a segment together."""
+        starts = {segment[0].node.id: segment for segment in self.segments}
+        fused = {task.node.id for segment in self.segments for task in segment}
+        return tuple(
+            Unit.of(starts.get(task.node.id, (task,)))
+            for task in self.tasks
+            if task.node.id in starts or task.node.id not in fused
+        )
+
+    def split(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """(units of the region, those after it). A region is of nodes on the host."""
         inside = len(self.region.nodes) if self.region else 0
-        return self.tasks[:inside], self.tasks[inside:]
+        return self.units[:inside], self.units[inside:]
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text, on every process."""
@@ -103,7 +163,7 @@ class Plan:
         segments = " | ".join(" + ".join(t.node.id for t in part) for part in self.segments)
         loop = ""
         if self.region:
-            names = ", ".join(task.node.id for task in self.split()[0])
+            names = ", ".join(unit.name for unit in self.split()[0])
             loop = (
                 f"again with the next prompts until enough groups are {self.region.until}, at most "
                 f"{self.region.max_rounds} times: {names}\n"
@@ -118,13 +178,16 @@ def plan(
     graph: Graph,
     layouts: Mapping[str, Layout],
     given_fields: Mapping[str, Layout] | Collection[str],
+    *,
+    fuse: bool = True,
 ) -> Plan:
     """Orders the nodes of a graph and decides how each field travels.
 
     `layouts` are keyed by role, by "role type" or by model instance: the instance wins, then the
     type (a REWARD may be a function on the host, or a model). `given_fields` are what the
-    loader gives, on the host where no layout is named. Raises ValueError, with the node and what to
-    change, for whatever would make the result depend on luck.
+    loader gives, on the host where no layout is named. Without `fuse` every device node is a
+    segment of its own. Raises ValueError, with the node and what to change, for whatever would make
+    the result depend on luck.
     """
     if not isinstance(given_fields, Mapping):
         given_fields = dict.fromkeys(given_fields, HOST)
@@ -171,7 +234,7 @@ def plan(
         for node in order
     )
     given = tuple(sorted(given_fields.items()))
-    return Plan(graph.name, given, tasks, _segments(tasks), region)
+    return Plan(graph.name, given, tasks, _segments(tasks, fuse), region)
 
 
 # -- order ------------------------------------------------------------------------------------
@@ -380,23 +443,20 @@ def _last_uses(
 # -- segments ---------------------------------------------------------------------------------
 
 
-def _segments(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
-    """Runs of adjacent device tasks that can be traced into one program.
+def _segments(tasks: Iterable[Task], fuse: bool) -> tuple[tuple[Task, ...], ...]:
+    """Runs of adjacent device tasks that are traced into one program.
 
-    A segment ends where the layout or the steps in which a node runs change, where the scope
-    widens, and where a field from the host enters that no task before has brought to these
-    devices: a program starts when all that it reads is there.
+    A segment ends where the layout or the steps in which a node runs change, and where the scope
+    widens. A node that trains is one of its own: it replaces its model's state, and two of them in
+    one program would need the memory of both.
     """
     segments: list[list[Task]] = []
-    entered: set[tuple[str | None, str, Layout]] = set()
     previous = None
     for task in tasks:
-        packed = {(e.source, e.field, task.layout) for e in task.edges_in if e.move == "pack"}
         if task.layout.kind == "mesh":
-            if previous is None or not _continues(previous, task) or packed - entered:
+            if not fuse or previous is None or not _continues(previous, task):
                 segments.append([])
             segments[-1].append(task)
-        entered |= packed
         previous = task if task.layout.kind == "mesh" else None
     return tuple(tuple(segment) for segment in segments)
 
@@ -405,6 +465,7 @@ def _continues(previous: Task, task: Task) -> bool:
     return (
         previous.layout == task.layout
         and previous.node.condition == task.node.condition
+        and "MODEL_TRAIN" not in (previous.node.type, task.node.type)
         and SCOPES.index(task.node.scope) <= SCOPES.index(previous.node.scope)
     )
 

@@ -1,16 +1,20 @@
-"""The loop that walks one plan: get fields, call the stage, put fields, time it."""
+"""The loop that walks one plan: get fields, run the unit, put fields, time it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.dag.planner import Plan, Task, Unit
 from distflow_jax.types import Edge, Metrics
 
 COUNTS = ("_calls", "/errors", "/timeouts")  # ends of metrics that add up over rounds
 
 # (state, fields by their name inside the stage, options) -> state, fields it writes, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, Any], Metrics]]
+
+# (states by key, values in the order of Unit.inputs) -> states to keep, values in the order of
+# Unit.outputs, metrics
+Runner = Callable[[Mapping[str, Any], Sequence[Any]], tuple[dict[str, Any], Sequence[Any], Metrics]]
 
 
 class Coordinator(Protocol):
@@ -47,80 +51,107 @@ class Spans(Protocol):
 def run_step(
     plan: Plan,
     step: int,
-    stages: Mapping[str, Stage],
+    runners: Mapping[str, Runner],
     states: Mapping[str, Any],
     coordinator: Coordinator,
     spans: Spans,
     rounds: Rounds | None = None,
-    rehearse: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
-    """Runs every task of the plan that this step (counted from 1) asks for.
+    """Runs every unit of the plan that this step (counted from 1) asks for.
 
-    `stages` are keyed by node id, `states` by Task.state_key; a stage without a state is handed
-    None, and a state of None is not kept. Stages may donate what they are handed: use the states
-    returned, never those passed in. What the loader gives is put before, with the source None.
+    `runners` are keyed by the unit's name, `states` by Task.state_key; a stage without a state is
+    handed None, and a state of None is not kept. Runners may donate what they are handed: use the
+    states returned, never those passed in. What the loader gives is put before, with the source
+    None.
 
-    The tasks of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
+    The units of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
     mean, and where its name ends in one of COUNTS the sum.
 
-    With `rehearse`, which turns fields into empty ones, built-in device nodes that this step does
-    not ask for run too, so that nothing compiles when their time comes: those that train on empty
-    fields, from which they learn nothing, the others for nothing.
+    With `rehearse`, which turns fields into empty ones, device units that this step does not ask
+    for run too, so that nothing compiles when their time comes: those that train on empty fields,
+    from which they learn nothing, the others for nothing.
     """
     states = dict(states)
     inside, after = plan.split()
     per_round = []
     while inside and rounds.next():
         ran = {None}
-        per_round.append(_run(inside, step, stages, states, coordinator, spans, ran, None))
+        per_round.append(_run(inside, step, runners, states, coordinator, spans, ran, None))
     metrics = _mean_or_sum(per_round)
-    ran = {None, *(task.node.id for task in inside)}
-    measured = _run(after, step, stages, states, coordinator, spans, ran, rehearse)
-    _merge(metrics, measured, after[0].node.id if after else "")
+    ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
+    measured = _run(after, step, runners, states, coordinator, spans, ran, rehearse)
+    _merge(metrics, measured, "a node after the region")
     return states, metrics
 
 
 def _run(
-    tasks: Sequence[Task],
+    units: Sequence[Unit],
     step: int,
-    stages: Mapping[str, Stage],
+    runners: Mapping[str, Runner],
     states: dict[str, Any],
     coordinator: Coordinator,
     spans: Spans,
     ran: set[str | None],
-    rehearse: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> Metrics:
-    """Runs tasks one after the other; updates `states` and `ran`, whose values there may be."""
+    """Runs units one after the other; updates `states` and `ran`, whose values there may be."""
     metrics: Metrics = {}
-    for task in tasks:
-        node = task.node
-        active = node.condition.active(step)
-        if active or (rehearse is not None and _can_rehearse(task, ran)):
-            with spans.span(node.id):
-                fields = _inputs(task, coordinator)
-                if not active and node.type == "MODEL_TRAIN":
-                    fields = rehearse(fields)
-                state = states.get(task.state_key)
-                state, written, measured = stages[node.id](state, fields, dict(node.options))
-                del fields  # what is freed below must not live on through this name
-                _check_written(task, written)
-                for inside, field in node.writes.items():
-                    coordinator.put(node.id, field, written[inside])
-            if state is not None and (active or node.type == "MODEL_TRAIN"):
-                states[task.state_key] = state
+    for unit in units:
+        active, trains = unit.condition.active(step), unit.tasks[0].node.type == "MODEL_TRAIN"
+        if active or (rehearse is not None and _can_rehearse(unit, ran)):
+            with spans.span(unit.name):
+                values = [coordinator.get(edge) for edge in unit.inputs]
+                if not active and trains:
+                    values = rehearse(values)
+                kept, written, measured = runners[unit.name](states, values)
+                del values  # what is freed below must not live on through this name
+                for (source, field), value in zip(unit.outputs, written, strict=True):
+                    coordinator.put(source, field, value)
+            if active or trains:
+                states |= kept
             if active:
-                _merge(metrics, measured, node.id)
-            ran.add(node.id)
-        for source, field in task.frees:
+                _merge(metrics, measured, _title(unit))
+            ran.update(task.node.id for task in unit.tasks)
+        for source, field in unit.frees:
             if source in ran:
                 coordinator.free(source, field)
     return metrics
 
 
-def _can_rehearse(task: Task, ran: Collection[str | None]) -> bool:
-    """Whether a node is a built-in one on devices whose inputs are there."""
-    inputs = {edge.source for edge in task.edges_in}
-    return task.layout.kind == "mesh" and task.node.fn is None and inputs <= set(ran)
+def _can_rehearse(unit: Unit, ran: Collection[str | None]) -> bool:
+    """Whether a unit is one on devices whose inputs are there."""
+    return unit.layout.kind == "mesh" and {edge.source for edge in unit.inputs} <= set(ran)
+
+
+def make_runner(unit: Unit, stages: Mapping[str, Stage]) -> Runner:
+    """The unit's stages, one after the other. `stages` are keyed by node id.
+
+    Can be traced where its stages can: then all of the unit is one program. States that did not
+    change and those that are None are left out of what it returns.
+    """
+
+    def run(states, values):
+        known = {(e.source, e.field): v for e, v in zip(unit.inputs, values, strict=True)}
+        del values
+        now = {key: states.get(key) for key in unit.state_keys}
+        metrics: Metrics = {}
+        for task in unit.tasks:
+            node, fields = (
+                task.node,
+                {edge.field: (edge.source, edge.field) for edge in task.edges_in},
+            )
+            inputs = {inside: known[fields[field]] for inside, field in node.reads.items()}
+            state = now[task.state_key]
+            state, written, measured = stages[node.id](state, inputs, dict(node.options))
+            _check_written(task, written)
+            known |= {(node.id, field): written[inside] for inside, field in node.writes.items()}
+            now[task.state_key] = state
+            _merge(metrics, measured, f"node {node.id!r}")
+        kept = {k: s for k, s in now.items() if s is not None and s is not states.get(k)}
+        return kept, [known[value] for value in unit.outputs], metrics
+
+    return run
 
 
 def _mean_or_sum(per_round: Sequence[Metrics]) -> Metrics:
@@ -130,11 +161,6 @@ def _mean_or_sum(per_round: Sequence[Metrics]) -> Metrics:
         total = sum(values[1:], start=values[0])
         merged[name] = total if name.endswith(COUNTS) else total / len(values)
     return merged
-
-
-def _inputs(task: Task, coordinator: Coordinator) -> dict[str, Any]:
-    values = {edge.field: coordinator.get(edge) for edge in task.edges_in}
-    return {inside: values[field] for inside, field in task.node.reads.items()}
 
 
 def _check_written(task: Task, written: Mapping[str, Any]) -> None:
@@ -147,10 +173,14 @@ def _check_written(task: Task, written: Mapping[str, Any]) -> None:
         )
 
 
-def _merge(metrics: Metrics, measured: Metrics, node_id: str) -> None:
+def _title(unit: Unit) -> str:
+    return f"{'node' if len(unit.tasks) == 1 else 'one of the nodes'} {unit.name!r}"
+
+
+def _merge(metrics: Metrics, measured: Metrics, who: str) -> None:
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise ValueError(
-            f"node {node_id!r}: reports metrics that an earlier node of this step reports: {twice}"
+            f"{who}: reports metrics that an earlier node of this step reports: {twice}"
         )
     metrics.update(measured)

@@ -178,7 +178,7 @@ def _node_tree(node: Node) -> dict[str, Any]:
             continue
         if field.name in ("reads", "writes", "may_read") and all(k == v for k, v in value.items()):
             value = list(value)
-        elif field.name == "deps":
+        elif field.name in ("deps", "per_token"):
             value = list(value)
         elif field.name == "when":
             value = dataclasses.asdict(value)

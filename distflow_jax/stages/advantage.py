@@ -3,12 +3,9 @@
 K mini-batches, R rows, L tokens per row, S sequences per row.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
 from distflow_jax.algorithms.config import AlgorithmConfig
@@ -35,10 +32,8 @@ def build_advantage(context: StageContext) -> Stage:
     """
     algorithm = context.algorithm
     kind, options = ADVANTAGES[algorithm.advantage], algorithm.advantage_options
-    # in one place from the first step on: a coefficient that moved would compile the second anew
-    whole = NamedSharding(context.shape.mesh, PartitionSpec())
 
-    @functools.partial(jax.jit, out_shardings=(whole, None, None, None))
+    @jax.jit
     def compute(coef, rows, fields):
         reward, coef, metrics = rewards_of(coef, rows, fields, algorithm)
         extra = {name: fields[name] for name in kind.reads}
@@ -57,15 +52,17 @@ def build_advantage(context: StageContext) -> Stage:
     def advantage(state, fields, options):
         require(fields, algorithm.advantage_reads, f"algorithm.advantage={algorithm.advantage!r}")
         arrays = {name: fields[name] for name in _ARRAYS if name in fields}
-        coef = state
-        if not isinstance(state, jax.Array):  # a first step, or the first after a checkpoint
-            start = algorithm.kl_coef if state is None else state
-            coef = jax.device_put(np.float32(start), whole)
+        coef = jnp.float32(algorithm.kl_coef) if state is None else state
         coef, value, returns, metrics = compute(coef, fields["response_mask"], arrays)
         written = {"advantage": value} | ({"returns": returns} if "value" in fields else {})
         return (coef if algorithm.kl_target else state), written, metrics
 
     return advantage
+
+
+def first_coefficient(context: StageContext) -> np.float32 | None:
+    """The state that an advantage begins with: a steered KL coefficient as the config gives it."""
+    return np.float32(context.algorithm.kl_coef) if context.algorithm.kl_target else None
 
 
 _ARRAYS = ("score", "value", "baseline", "old_logp", "ref_logp")

@@ -1,7 +1,7 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import optax
@@ -32,6 +32,7 @@ class NodeLike(Protocol):
     reads: Mapping[str, str]
     may_read: Mapping[str, str]
     writes: Mapping[str, str]
+    per_token: Sequence[str]
     options: Mapping[str, Any]
 
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.hints import hint
 from distflow_jax.plugins import load_function
-from distflow_jax.stages.advantage import build_advantage
+from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.context import NodeLike, Stage, StageContext
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
@@ -59,28 +59,56 @@ class Demands:
 class StageKind(NamedTuple):
     """A built-in stage: the fields that it cannot do without, and those that it writes if asked.
 
-    `reads` None: the names are the node's own.
+    `reads` None: the names are the node's own. `per_token`: those that it writes on the host with
+    one number per response token, not one per response. `first_state` makes the state that a node
+    with one of its own begins with.
     """
 
     build: Builder
     reads: frozenset[str] | None
     writes: frozenset[str]
     may_write: frozenset[str]
+    per_token: frozenset[str] = frozenset()
+    first_state: Callable[[StageContext], Any] | None = None
 
 
-def _kind(build: Builder, reads: str | None, writes: str, may_write: str = "") -> StageKind:
-    needs = None if reads is None else frozenset(reads.split())
-    return StageKind(build, needs, frozenset(writes.split()), frozenset(may_write.split()))
+def _kind(
+    build: Builder,
+    reads: str | None,
+    writes: str,
+    may_write: str = "",
+    *,
+    per_token: str = "",
+    first_state: Callable[[StageContext], Any] | None = None,
+) -> StageKind:
+    return StageKind(
+        build,
+        None if reads is None else frozenset(reads.split()),
+        frozenset(writes.split()),
+        frozenset(may_write.split()),
+        frozenset(per_token.split()),
+        first_state,
+    )
 
 
 STAGES: dict[tuple[str, str], StageKind] = {
     ("ROLLOUT", "MODEL_INFERENCE"): _kind(
-        build_rollout, "prompt", "response", "response_mask rollout_logp version finished"
+        build_rollout,
+        "prompt",
+        "response",
+        "response_mask rollout_logp version finished",
+        per_token="rollout_logp",
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),
     ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
     ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
-    ("ACTOR", "COMPUTE"): _kind(build_advantage, "score response_mask", "advantage", "returns"),
+    ("ACTOR", "COMPUTE"): _kind(
+        build_advantage,
+        "score response_mask",
+        "advantage",
+        "returns",
+        first_state=first_coefficient,
+    ),
     ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
     ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "response advantage", ""),
     ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "response", "value"),
@@ -148,6 +176,22 @@ def kind_of(node: NodeLike) -> StageKind:
             )
         return OBJECTIVES[objective]
     return STAGES[node.role, node.type]
+
+
+def per_token_fields(node: NodeLike) -> set[str]:
+    """The fields that a node on the host writes with one number per response token."""
+    inside = node.per_token
+    if node.fn is None or ":" not in node.fn:
+        inside = kind_of(node).per_token & set(node.writes)
+    return {node.writes[name] for name in inside}
+
+
+def first_state_of(node: NodeLike, context: StageContext) -> Any:
+    """The state that a node of its own begins with; None where it has none, or makes it itself."""
+    if node.fn is not None and ":" in node.fn:
+        return None
+    make = kind_of(node).first_state
+    return make(context) if make else None
 
 
 def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Collection[str]]:

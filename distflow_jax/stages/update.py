@@ -93,12 +93,14 @@ def _updates(
     of_logits = jnp.float32(context.rollout.temperature if temperature is None else temperature)
 
     def train(state, fields, options):
-        batch, results = batch_of(fields), []
-        for _ in range(context.epochs):
-            for index in range(context.mini_batches):
-                state, metrics = update(state, batch, jnp.int32(index), of_logits)
-                results.append(metrics)
-        merged = _merge(results)
+        batch = batch_of(fields)
+
+        def one(state, index):
+            return update(state, batch, index, of_logits)
+
+        indices = jnp.tile(jnp.arange(context.mini_batches, dtype=jnp.int32), context.epochs)
+        state, metrics = jax.lax.scan(one, state, indices)
+        merged = _merge(metrics)
         nonfinite = merged.pop("training/nonfinite")
         metrics = {f"{context.prefix}{name}": value for name, value in merged.items()}
         return state, {}, metrics | {f"training/nonfinite/{context.node.id}": nonfinite}
@@ -112,11 +114,10 @@ def _settings(algorithm: AlgorithmConfig) -> str:
     return " with ".join(f"algorithm.{key}={getattr(algorithm, key)!r}" for key in keys)
 
 
-def _merge(results: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Mean over the updates; maxima stay maxima, counts add up."""
+def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Mean over the updates [n]; maxima stay maxima, counts add up."""
     merged = {}
-    for name in results[0]:
-        values = jnp.stack([r[name] for r in results])
+    for name, values in metrics.items():
         if name.endswith("_max"):
             merged[name] = values.max()
         elif name == "training/nonfinite":

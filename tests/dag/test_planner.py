@@ -24,8 +24,8 @@ def compute(name, deps=(), reads=(), writes=(), role="ACTOR", **more):
     return Node(name, role, "COMPUTE", deps, reads, writes, **more)
 
 
-def planned(*nodes, layouts=LAYOUTS, given=("prompt",)):
-    return plan(Graph("g", nodes), layouts, given)
+def planned(*nodes, layouts=LAYOUTS, given=("prompt",), fuse=True):
+    return plan(Graph("g", nodes), layouts, given, fuse=fuse)
 
 
 def random_graph(rng):
@@ -93,6 +93,29 @@ def test_segments_are_adjacent_device_tasks_of_one_layout(seed):
         assert len({task.layout for task in segment}) == 1
         scopes = [SCOPES.index(task.node.scope) for task in segment]
         assert scopes == sorted(scopes, reverse=True)
+        assert len(segment) == 1 or "MODEL_TRAIN" not in {task.node.type for task in segment}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_units_are_all_tasks_in_order_and_only_what_others_read_leaves_them(seed, fuse):
+    result = planned(*random_graph(random.Random(seed)), fuse=fuse)
+    assert [task for unit in result.units for task in unit.tasks] == list(result.tasks)
+    assert len({unit.name for unit in result.units}) == len(result.units)
+    assert fuse or all(len(unit.tasks) == 1 for unit in result.units)
+    there = {(None, field) for field, _ in result.given}
+    for unit in result.units:
+        inside = {task.node.id for task in unit.tasks}
+        reads = {(e.source, e.field) for t in unit.tasks for e in t.edges_in}
+        assert {(e.source, e.field) for e in unit.inputs} == {
+            v for v in reads if v[0] not in inside
+        }
+        assert len({(e.source, e.field) for e in unit.inputs}) == len(unit.inputs)
+        assert reads - set(unit.outputs) - there <= {v for v in reads if v[0] in inside}
+        there |= set(unit.outputs)
+        assert set(unit.frees) <= there
+        there -= set(unit.frees)
+    assert not there
 
 
 def test_the_digest_does_not_depend_on_the_hash_seed():
@@ -239,7 +262,7 @@ def test_grpo_has_the_segments_that_one_expects():
     assert [task.node.id for task in result.tasks] == [
         *("rollout", "old_logp", "reference", "reward", "advantage", "actor_train")
     ]
-    # score enters from the host at advantage; actor_train needs the whole batch
+    # the reward lies between; what trains is a program of its own
     assert [[task.node.id for task in segment] for segment in result.segments] == [
         ["old_logp", "reference"],
         ["advantage"],
@@ -258,8 +281,9 @@ def test_grpo_has_the_segments_that_one_expects():
         ({"scope": "group"}, [["a"], ["b"]]),
         ({"role": "CRITIC"}, [["a"], ["b"]]),
         ({"when": {"every": 2}}, [["a"], ["b"]]),
-        ({"reads": ["x", "prompt"]}, [["a", "b"]]),  # a has brought it to the devices
-        ({"reads": ["x", "answer"]}, [["a"], ["b"]]),  # enters from the host
+        ({"reads": ["x", "prompt"]}, [["a", "b"]]),
+        ({"reads": ["x", "answer"]}, [["a", "b"]]),  # the host has it before either of them
+        ({"type": "MODEL_TRAIN"}, [["a"], ["b"]]),
     ],
 )
 def test_where_a_segment_ends(change, segments):

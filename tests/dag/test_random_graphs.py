@@ -141,8 +141,8 @@ def test_a_region_comes_first_and_whole():
                 inside.add(node["id"])
         result = plan(build(nodes, [Region(inside, "informative")]), LAYOUTS, {"prompt"})
         first, after = result.split()
-        assert {task.node.id for task in first} == inside
-        assert len(first) + len(after) == len(nodes)
+        assert {unit.name for unit in first} == inside
+        assert len(first) + sum(len(unit.tasks) for unit in after) == len(nodes)
         assert result.digest != plan(build(nodes), LAYOUTS, {"prompt"}).digest
 
 

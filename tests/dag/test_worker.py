@@ -6,7 +6,7 @@ import pytest
 
 from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.planner import plan
-from distflow_jax.dag.worker import run_step
+from distflow_jax.dag.worker import make_runner, run_step
 from distflow_jax.types import Layout
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
@@ -19,10 +19,12 @@ class Shelf:
     def __init__(self, **given):
         self.values = {(None, field): value for field, value in given.items()}
         self.most = 0
+        self.names = set()
 
     def put(self, source, field, value):
         assert (source, field) not in self.values
         self.values[source, field] = value
+        self.names.add((source, field))
         self.most = max(self.most, len(self.values))
 
     def get(self, edge):
@@ -55,11 +57,15 @@ def count(state, fields, options):
     return (state or 0) + options.get("by", 1), {}, {}
 
 
-def run(nodes, stages, step=1, states=None, shelf=None):
+def runners(built, stages):
+    return {unit.name: make_runner(unit, stages) for unit in built.units}
+
+
+def run(nodes, stages, step=1, states=None, shelf=None, fuse=True):
     shelf = shelf or Shelf(prompt="p")
     spans = Names()
-    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"})
-    states, metrics = run_step(built, step, stages, states or {}, shelf, spans)
+    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"}, fuse=fuse)
+    states, metrics = run_step(built, step, runners(built, stages), states or {}, shelf, spans)
     return states, metrics, shelf, spans.names
 
 
@@ -71,7 +77,14 @@ def chain():
     ]
 
 
-def test_fields_flow_under_the_names_of_each_side_and_are_freed_after_their_last_reader():
+@pytest.mark.parametrize(
+    "fuse, names, most",
+    # of four values; prompt and x are gone when z comes. y never leaves a program of b and c
+    [(False, ["a", "b", "c"], 3), (True, ["a", "b.c"], 2)],
+)
+def test_fields_flow_under_the_names_of_each_side_and_are_freed_after_their_last_reader(
+    fuse, names, most
+):
     seen = {}
 
     def last(state, fields, options):
@@ -79,13 +92,14 @@ def test_fields_flow_under_the_names_of_each_side_and_are_freed_after_their_last
         return state, {"out": None}, {}
 
     stages = {"a": say("A"), "b": say("B"), "c": last}
-    states, metrics, shelf, spans = run(chain(), stages)
+    states, metrics, shelf, spans = run(chain(), stages, fuse=fuse)
     b = "B[prompt=pack(p),x=pack(A[text=p])]"
     assert seen == {"left": b, "right": b}
     assert shelf.values == {}
-    assert shelf.most == 3  # of four values; prompt and x are gone when z comes
+    assert shelf.most == most
+    assert ("b", "y") in shelf.names if not fuse else ("b", "y") not in shelf.names
     assert metrics == {"seen/A": 1, "seen/B": 2}
-    assert spans == ["a", "b", "c"]
+    assert spans == names
     assert states == {}  # stages without a state leave none
 
 
@@ -130,7 +144,7 @@ def test_a_stage_writes_exactly_what_its_node_declares(fields, message):
 
 def test_two_nodes_may_not_report_one_metric():
     stages = {"a": say("same"), "b": say("same"), "c": say("C")}
-    with pytest.raises(ValueError, match="node 'b': .*seen/same"):
+    with pytest.raises(ValueError, match="one of the nodes 'b.c': .*seen/same"):
         run(chain(), stages)
 
 
@@ -158,13 +172,19 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
         Node("roll", "ROLLOUT", "COMPUTE", writes={"out": "x"}),
         Node("values", "ACTOR", "MODEL_INFERENCE", ["roll"], ["x"], ["value"], when={"every": 5}),
         Node("train", "ACTOR", "MODEL_TRAIN", ["values"], ["x", "value"], when={"every": 5}),
-        Node("own", "ACTOR", "COMPUTE", ["roll"], ["x"], fn="a:b", when={"every": 5}),
+        Node("late", "REWARD", "COMPUTE", ["roll"], ["x"], when={"every": 5}),
     ]
     built = plan(Graph("g", nodes), LAYOUTS, {"prompt"})
-    stages = {"roll": say("A"), "values": values, "train": train, "own": None}
+    stages = {"roll": say("A"), "values": values, "train": train, "late": None}
     shelf = Shelf(prompt="p")
     states, metrics = run_step(
-        built, 1, stages, {"actor": 0}, shelf, Names(), rehearse=lambda f: dict.fromkeys(f, "empty")
+        built,
+        1,
+        runners(built, stages),
+        {"actor": 0},
+        shelf,
+        Names(),
+        rehearse=lambda values: ["empty"] * len(values),
     )
     assert seen["train"] == {"x": "empty", "value": "empty"}
     assert states == {
@@ -173,7 +193,7 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
     assert metrics == {"seen/A": 0}
     assert shelf.values == {}
     seen.clear()
-    run_step(built, 1, stages, {"actor": 0}, Shelf(prompt="p"), Names())
+    run_step(built, 1, runners(built, stages), {"actor": 0}, Shelf(prompt="p"), Names())
     assert seen == {}
 
 
@@ -204,6 +224,7 @@ def test_a_region_runs_until_there_is_enough():
         return state, {"out": n}, {"perf/generate_calls": n, "reward/mean": n}
 
     shelf = Rewritten(prompt="p")
-    _, metrics = run_step(built, 1, {"a": stage, "b": say("B")}, {}, shelf, spans, Three())
+    stages = runners(built, {"a": stage, "b": say("B")})
+    _, metrics = run_step(built, 1, stages, {}, shelf, spans, Three())
     assert spans.names == ["a", "a", "a", "b"]
     assert metrics == {"perf/generate_calls": 3, "reward/mean": 1.0, "seen/B": 1}

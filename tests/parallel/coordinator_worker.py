@@ -93,6 +93,7 @@ def main():
         meshes,
         writers,
         dict.fromkeys(meshes, packed),
+        {("rollout", "rollout_logp")},
     )
 
     def edge(field, source, start, end):
