@@ -60,7 +60,7 @@ def _eqn_flops(eqn: core.JaxprEqn, path: str) -> Flops:
         return total.times(eqn.params["length"])
     if kind == "shard_map":
         sizes = eqn.params["mesh"].shape
-        return total.times(math.prod(sizes[axis] for axis in eqn.params["manual_axes"]))
+        return total.times(math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"]))
     if kind == "while":
         most = bound_of(str(eqn.source_info.name_stack))
         return total + Flops(0.0, (path,)) if most is None else total.times(most)

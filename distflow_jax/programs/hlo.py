@@ -128,8 +128,23 @@ class _Reader:
         known = _TRIPS.search(one.attributes)
         trips = int(known[1]) if known else bound_of(one.op_name)
         if trips is None:
+            trips = self._counted_to(one)
+        if trips is None:
             return once + Module(unbounded=(one.op_name or one.name,))
         return once.times(trips)
+
+    def _counted_to(self, one: Instruction) -> int | None:
+        """The constant below which a loop's counter stays, as every scan's does: TPU texts say no
+        trip counts."""
+        for name in one.called.get("condition", ()):
+            condition = self.text.computations[name]
+            root = condition.root
+            if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+                continue
+            end = condition.operand(root, 1)
+            if end is not None and end.opcode == "constant" and end.shape.startswith("s32[]"):
+                return int(end.arguments) if end.arguments.isdigit() else None
+        return None
 
     def _fusion(self, inside: Computation, one: Instruction) -> Module:
         # what is inside stays inside: only its operands and its result touch memory

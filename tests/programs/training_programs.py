@@ -75,5 +75,7 @@ def executed_flops(kind: str, *, remat: bool = True) -> float:
     if kind == "values":
         return MINI_BATCHES * ROWS * TOKENS * (layers + 2 * c.hidden_size)
     # the backward pass costs twice the forward; the head's logits are always computed again
-    passes = 4 if remat else 3
-    return ROWS * TOKENS * (passes * layers + 4 * head)
+    backward = 2 * layers + 3 * head
+    if remat:  # all of a layer again but its last product, whose value no gradient needs
+        backward += layers - c.num_layers * 2 * c.hidden_size * c.mlp_size
+    return ROWS * TOKENS * (layers + head + backward)
