@@ -24,7 +24,7 @@ LAYERS = [
     {"stages"},
     {"training", "rollout", "rewards", "coordinator", "checkpoint"},
     {"models"},
-    {"algorithms", "parallel"},
+    {"algorithms", "parallel", "programs"},
     {"batch", "observe", "types", "plugins", "hints"},
 ]
 # who may know what

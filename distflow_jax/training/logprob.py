@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.programs.loops import bounded_loop
+
 
 def _chunk(x: jax.Array, index: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
@@ -79,7 +81,9 @@ def _forward(hidden, weight, target, count, temperature, chunk):
         )
 
     zeros = jnp.zeros((batch, length), jnp.float32)
-    logp, entropy, lse = jax.lax.fori_loop(0, _num_chunks(count, chunk), body, (zeros,) * 3)
+    logp, entropy, lse = bounded_loop(
+        _num_chunks(count, chunk), body, (zeros,) * 3, most=length // chunk
+    )
     wanted = jnp.arange(length, dtype=jnp.int32)[None] < count[:, None]
     out = (jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0))
     return out, (hidden, weight, target, count, temperature, lse, entropy)
@@ -117,7 +121,9 @@ def _backward(chunk, residuals, cotangents):
         return d_hidden, d_weight
 
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
-    d_hidden, d_weight = jax.lax.fori_loop(0, _num_chunks(count, chunk), body, start)
+    d_hidden, d_weight = bounded_loop(
+        _num_chunks(count, chunk), body, start, most=hidden.shape[1] // chunk
+    )
     return d_hidden, d_weight.astype(weight.dtype), None, None, None
 
 

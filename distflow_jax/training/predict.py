@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.programs.loops import bounded_loop
 from distflow_jax.training import microbatch
 from distflow_jax.training.forward import (
     ForwardConfig,
@@ -36,7 +37,8 @@ def _every_micro_batch(
             return microbatch.put(out, one(params, part, *extra), index)
 
         out = jnp.zeros(like(parts).shape, jnp.float32)
-        out = jax.lax.fori_loop(0, microbatch.num_filled(parts.segment), body, out)
+        trips, most = microbatch.num_filled(parts.segment), parts.segment.shape[1]
+        out = bounded_loop(trips, body, out, most=most)
         return microbatch.join(out)
 
     @jax.jit

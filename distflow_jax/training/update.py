@@ -13,6 +13,7 @@ import optax
 
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.programs.loops import bounded_loop
 from distflow_jax.training import microbatch
 from distflow_jax.training.objectives.objective import Batch, Objective
 from distflow_jax.training.state import TrainState, state_shardings
@@ -71,8 +72,8 @@ def accumulate_gradients(
         "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
     }
     zeros = jax.tree.map(jnp.zeros_like, params)
-    trips = microbatch.num_filled(parts.rows.segment)
-    grads, metrics = jax.lax.fori_loop(0, trips, body, (zeros, metrics))
+    trips, most = microbatch.num_filled(parts.rows.segment), parts.rows.segment.shape[1]
+    grads, metrics = bounded_loop(trips, body, (zeros, metrics), most=most)
     return grads, {**metrics["sum"], **metrics["max"]}
 
 

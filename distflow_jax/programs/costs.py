@@ -1,0 +1,74 @@
+"""What a program costs, before it has run."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from distflow_jax.programs import hlo
+from distflow_jax.programs.flops import matmul_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """None: not known, because the program was not compiled or the platform does not tell.
+
+    A loop with a bound counts as often as it may run at most.
+    """
+
+    flops: float  # of matrix products, over all devices
+    # while loops that do not say how often they run at most, by their names in jaxpr or HLO
+    unbounded: tuple[str, ...] = ()
+    # on each device:
+    bytes_accessed: float | None = None  # read and written
+    collective_bytes: Mapping[str, float] | None = None  # by kind, of those there are
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temp_bytes: int | None = None
+    alias_bytes: int | None = None  # of outputs that take the place of donated arguments
+    unread: int = 0  # lines of the HLO that could not be read, and count nothing
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Memory on each device while it runs: arguments, outputs and temporaries."""
+        sizes = self.argument_bytes, self.output_bytes, self.temp_bytes, self.alias_bytes
+        if None in sizes:
+            return None
+        return sizes[0] + sizes[1] + sizes[2] - sizes[3]
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts, as JSON has them."""
+        tree = dataclasses.asdict(self) | {"peak_bytes": self.peak_bytes}
+        return tree | {"unbounded": list(self.unbounded)}
+
+
+def cheap_costs(traced: jax.stages.Traced) -> Costs:
+    """What the jaxpr tells, without compiling."""
+    found = matmul_flops(traced.jaxpr)
+    return Costs(found.total, found.unbounded)
+
+
+def costs_of(traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> Costs:
+    """All costs of `traced`, of which `compiled` was made."""
+    costs = cheap_costs(traced)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if text is not None:
+        module = hlo.read(text)
+        kinds = sorted({c.kind for c in module.collectives})
+        costs = dataclasses.replace(
+            costs,
+            unbounded=tuple(dict.fromkeys(costs.unbounded + module.unbounded)),
+            bytes_accessed=module.bytes_accessed,
+            collective_bytes={kind: module.bytes_by(kind) for kind in kinds},
+            unread=module.unread,
+        )
+    if memory is not None:
+        costs = dataclasses.replace(
+            costs,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+        )
+    return costs

@@ -1,0 +1,90 @@
+"""FLOPs of the matrix products in a jaxpr, loops multiplied."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jax.extend import core
+
+from distflow_jax.programs.loops import bound_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs, and the while loops that do not say how often they run at most: counted once."""
+
+    total: float
+    unbounded: tuple[str, ...] = ()
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.total + other.total, self.unbounded + other.unbounded)
+
+    def times(self, factor: int) -> "Flops":
+        """All of it, `factor` times over."""
+        return Flops(self.total * factor, self.unbounded)
+
+
+def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
+    """FLOPs, 2 for each multiply-add, of all matrix products of a jaxpr, over all its devices.
+
+    A scan counts its length, a `bounded_loop` its bound, a conditional its dearest branch, a
+    `shard_map` every device of its manual axes. Where attention is masked the whole product counts,
+    as it runs. A ragged product counts each row once.
+    """
+    return _flops(jaxpr, "")
+
+
+def _flops(jaxpr: core.Jaxpr | core.ClosedJaxpr, path: str) -> Flops:
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
+    total = Flops(0.0)
+    for eqn in jaxpr.eqns:
+        total += _eqn_flops(eqn, path)
+    return total
+
+
+def _eqn_flops(eqn: core.JaxprEqn, path: str) -> Flops:
+    kind = eqn.primitive.name
+    if kind == "dot_general":
+        return Flops(_dot_flops(eqn))
+    if kind == "ragged_dot_general":
+        return Flops(_ragged_dot_flops(eqn))
+    # names inside are relative to the equation that holds them
+    path = "/".join(filter(None, (path, str(eqn.source_info.name_stack), kind)))
+    inner = [_flops(jaxpr, path) for jaxpr in _jaxprs_in(eqn)]
+    if kind == "cond":
+        unbounded = sum((branch.unbounded for branch in inner), ())
+        return Flops(max(branch.total for branch in inner), unbounded)
+    total = sum(inner, Flops(0.0))
+    if kind == "scan":
+        return total.times(eqn.params["length"])
+    if kind == "shard_map":
+        sizes = eqn.params["mesh"].shape
+        return total.times(math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"]))
+    if kind == "while":
+        most = bound_of(str(eqn.source_info.name_stack))
+        return total + Flops(0.0, (path,)) if most is None else total.times(most)
+    return total
+
+
+def _jaxprs_in(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, core.Jaxpr | core.ClosedJaxpr):
+                yield item
+
+
+def _dot_flops(eqn: core.JaxprEqn) -> float:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracting)
+
+
+def _ragged_dot_flops(eqn: core.JaxprEqn) -> float:
+    dims = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = dims.dot_dimension_numbers
+    lhs, _, sizes = (v.aval.shape for v in eqn.invars)
+    flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracting)
+    if set(dims.lhs_ragged_dimensions) & set(contracting):
+        flops /= sizes[-1]  # the output has a dim of groups, each of which sums its own part
+    return flops

@@ -1,0 +1,256 @@
+"""What a compiled program does on each device, from its HLO: bytes, collectives, matrix products.
+
+XLA's own `cost_analysis` counts the body of a loop once; here loops are multiplied. Which bytes an
+instruction touches follows xla/service/hlo_cost_analysis.cc.
+"""
+
+import dataclasses
+import math
+import re
+
+from distflow_jax.programs.hlo_text import Computation, Instruction, Text, leaves, parse
+from distflow_jax.programs.loops import bound_of
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "add-dependency", "domain",
+}  # fmt: skip
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(mesh\[[^\]]*\] ?\{[^}]*\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
+)
+# of matrix products that have become custom calls; oneDNN's contract the last dim
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction. `bytes` on each device, each time: of what it gives for an
+    all-gather, of what it takes for all others."""
+
+    kind: str  # of COLLECTIVES
+    bytes: float
+    times: int
+    groups: str  # replica groups (of a permutation its pairs), as the text writes them
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """Per device; loops multiplied."""
+
+    bytes_accessed: float = 0.0  # read and written by each instruction; inside a fusion nothing is
+    flops: float = 0.0  # of matrix products, as far as the text says their sizes
+    collectives: tuple[Collective, ...] = ()
+    unbounded: tuple[str, ...] = ()  # op_names of loops that do not say how often: counted once
+    unread: int = 0  # lines and names of the text that could not be read
+
+    def bytes_by(self, kind: str) -> float:
+        """Bytes of all collectives of a kind, of COLLECTIVES."""
+        return float(sum(c.bytes * c.times for c in self.collectives if c.kind == kind))
+
+    def __add__(self, other: "Module") -> "Module":
+        return Module(
+            self.bytes_accessed + other.bytes_accessed,
+            self.flops + other.flops,
+            self.collectives + other.collectives,
+            self.unbounded + other.unbounded,
+        )
+
+    def times(self, trips: int) -> "Module":
+        """All of it, `trips` times over."""
+        many = tuple(dataclasses.replace(c, times=c.times * trips) for c in self.collectives)
+        return dataclasses.replace(
+            self,
+            bytes_accessed=self.bytes_accessed * trips,
+            flops=self.flops * trips,
+            collectives=many,
+        )
+
+
+def read(text: str) -> Module:
+    """What one device does in a module printed by `compiled.as_text()`.
+
+    Never raises: what it cannot read costs nothing, and is counted in `unread`.
+    """
+    parsed = parse(text)
+    total = _Reader(parsed).computation(parsed.entry) if parsed.entry else Module()
+    return dataclasses.replace(total, unread=parsed.unread + (not parsed.entry))
+
+
+class _Reader:
+    """Adds up computations; each is read once, however many call it."""
+
+    def __init__(self, text: Text):
+        self.text = text
+        self.known: dict[str, Module] = {}
+
+    def computation(self, name: str) -> Module:
+        if name not in self.known:
+            found = self.text.computations[name]
+            parts = (self._instruction(found, i) for i in found.instructions.values())
+            self.known[name] = sum(parts, Module())
+        return self.known[name]
+
+    def _instruction(self, inside: Computation, one: Instruction) -> Module:
+        opcode, called = one.opcode.removesuffix("-start"), one.called
+        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+            return Module()
+        if opcode == "while":
+            return self._loop(one)
+        if opcode == "conditional":
+            names = sum((v for k, v in called.items() if k.endswith(("computation", "tions"))), ())
+            branches = [self.computation(name) for name in names]
+            dearest = max(branches, key=lambda b: (b.flops, b.bytes_accessed), default=Module())
+            return dataclasses.replace(dearest, unbounded=sum((b.unbounded for b in branches), ()))
+        if opcode in ("call", "async"):
+            names = called.get("to_apply", called.get("calls", ()))
+            return sum((self.computation(name) for name in names), Module())
+        if opcode == "fusion":
+            return self._fusion(inside, one)
+        accessed = _bytes_accessed(inside, one)
+        if opcode in COLLECTIVES:
+            return Module(accessed, 0.0, (_collective(inside, one),))
+        return Module(accessed, _dot_flops(inside, one))
+
+    def _loop(self, one: Instruction) -> Module:
+        names = one.called.get("body", ()) + one.called.get("condition", ())
+        once = sum((self.computation(name) for name in names), Module())
+        known = _TRIPS.search(one.attributes)
+        trips = int(known[1]) if known else bound_of(one.op_name)
+        if trips is None:
+            trips = self._counted_to(one)
+        if trips is None:
+            return once + Module(unbounded=(one.op_name or one.name,))
+        return once.times(trips)
+
+    def _counted_to(self, one: Instruction) -> int | None:
+        """The constant below which a loop's counter stays, as every scan's does: TPU texts say no
+        trip counts."""
+        for name in one.called.get("condition", ()):
+            condition = self.text.computations[name]
+            root = condition.root
+            if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+                continue
+            end = condition.operand(root, 1)
+            if end is not None and end.opcode == "constant" and end.shape.startswith("s32[]"):
+                return int(end.arguments) if end.arguments.isdigit() else None
+        return None
+
+    def _fusion(self, inside: Computation, one: Instruction) -> Module:
+        # what is inside stays inside: only its operands and its result touch memory
+        names = one.called.get("calls", ())
+        total = sum((self.computation(name) for name in names), Module())
+        fused = self.text.computations[names[0]] if names else None
+        if fused is None or fused.root is None:
+            moved = one.bytes + sum(i.bytes for i in inside.operands(one))
+        else:
+            moved = self._written(fused, fused.root)
+            moved += sum(self._read(fused, p) for p in fused.parameters.values())
+        return dataclasses.replace(total, bytes_accessed=moved)
+
+    def _read(self, fused: Computation, value: Instruction) -> float:
+        """Bytes of a fused parameter (or a view of it) that are read."""
+        total = 0.0
+        for user in fused.users[value.name]:
+            places = [i for i, name in enumerate(user.operands) if name == value.name]
+            if user.opcode == "bitcast":
+                total += self._read(fused, user)
+            elif user.opcode == "fusion" and user.called.get("calls"):
+                inner = self.text.computations[user.called["calls"][0]]
+                known = [inner.parameters[i] for i in places if i in inner.parameters]
+                total += sum(self._read(inner, p) for p in known)
+            elif places == [0] and user.opcode in ("dynamic-slice", "slice", "gather"):
+                total += user.bytes
+            elif places == [0] and user.opcode in ("dynamic-update-slice", "scatter"):
+                total += _target_bytes(fused, user)
+            elif user.opcode not in ("tuple", "get-tuple-element"):
+                return value.bytes
+        return min(total, value.bytes)
+
+    def _written(self, fused: Computation, value: Instruction) -> float:
+        """Bytes that a fusion's root writes."""
+        if value.opcode == "tuple":
+            return sum(self._written(fused, part) for part in fused.operands(value))
+        if value.opcode == "bitcast" and (source := fused.operand(value, 0)) is not None:
+            return self._written(fused, source)
+        if value.opcode == "parameter":
+            return 0.0 if value.is_root else value.bytes
+        if value.opcode in ("dynamic-update-slice", "scatter"):
+            return _update_bytes(fused, value)
+        return value.bytes
+
+
+def _updates(inside: Computation, one: Instruction) -> list[Instruction]:
+    """What a dynamic-update-slice (target, update, indices...) or a scatter (targets..., indices,
+    updates...) writes."""
+    if one.opcode == "dynamic-update-slice":
+        return inside.operands(one)[1:2]
+    return inside.operands(one)[(len(one.operands) + 1) // 2 :]
+
+
+def _update_bytes(inside: Computation, one: Instruction) -> float:
+    return sum(i.bytes for i in _updates(inside, one))
+
+
+def _target_bytes(inside: Computation, one: Instruction) -> float:
+    """Bytes read of what is updated in place: a scatter combines, an update overwrites."""
+    return _update_bytes(inside, one) if one.opcode == "scatter" else 0.0
+
+
+def _bytes_accessed(inside: Computation, one: Instruction) -> float:
+    """Operands and result of an instruction outside a fusion, or the slices that it touches."""
+    operands = inside.operands(one)
+    taken = sum(i.bytes for i in operands)
+    if one.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * one.bytes + sum(i.bytes for i in operands[1:])
+    if one.opcode in ("dynamic-update-slice", "scatter"):
+        update = _update_bytes(inside, one)
+        targets = 1 if one.opcode == "dynamic-update-slice" else len(one.operands) // 2
+        return update + _target_bytes(inside, one) + sum(i.bytes for i in operands[targets:])
+    return taken + _given_bytes(one, taken)
+
+
+def _given_bytes(one: Instruction, taken: float) -> float:
+    """Size of the result; the first half of an asynchronous pair returns its operands with it."""
+    if not one.opcode.endswith("-start") or one.opcode == "all-reduce-start":
+        return one.bytes
+    if one.opcode == "copy-start":
+        return taken
+    return max(one.bytes - taken, 0.0)
+
+
+def _collective(inside: Computation, one: Instruction) -> Collective:
+    kind, groups = one.opcode.removesuffix("-start"), _GROUPS.search(one.attributes)
+    size = sum(i.bytes for i in inside.operands(one))
+    if kind == "all-gather":
+        size = _given_bytes(one, size)
+    return Collective(kind, size, 1, groups[1] if groups else "")
+
+
+def _dot_flops(inside: Computation, one: Instruction) -> float:
+    """2 for each multiply-add of a dot, or of a custom call that was one; 0 of all others."""
+    lhs, result = inside.operand(one, 0), leaves(one.shape)
+    if lhs is None or not result or len(leaves(lhs.shape)) != 1:
+        return 0.0
+    (_, lhs_dims), (_, out_dims) = leaves(lhs.shape)[0], result[0]
+    if one.opcode == "dot":
+        contracted = one.dims("lhs_contracting_dims")
+    elif one.opcode == "custom-call" and (found := _CONTRACTED.search(one.attributes)):
+        contracted = tuple(int(d) for d in re.findall(r"\d+", found[1]))
+    elif one.opcode == "custom-call" and "__onednn$matmul" in one.attributes and lhs_dims:
+        contracted = (len(lhs_dims) - 1,)
+    else:
+        return 0.0
+    if any(d >= len(lhs_dims) for d in contracted):
+        return 0.0
+    return 2.0 * math.prod(out_dims) * math.prod(lhs_dims[d] for d in contracted)

@@ -1,0 +1,33 @@
+"""Loops that run as often as the data say, and say themselves how often that is at most."""
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+Carry = TypeVar("Carry")
+
+# the scope's name is the last before the loop's own; jvp(...), vmap(...) may be around it
+_BOUND = re.compile(r"at_most_(\d+)\)*$")
+
+
+def bounded_loop(
+    trips: jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry, *, most: int
+) -> Carry:
+    """`fori_loop(0, trips, body, init)` where trips <= `most`, a number known at compile time.
+
+    The bound stands in the loop's name, for whoever reads the jaxpr, the HLO or a profile. It is
+    not enforced.
+    """
+    with jax.named_scope(f"at_most_{most}"):
+        return jax.lax.fori_loop(0, trips, body, init)
+
+
+def bound_of(name: str) -> int | None:
+    """How often a while loop runs at most, by its name; None where that does not say.
+
+    `name` is a jaxpr equation's name stack, or the op_name of an HLO instruction.
+    """
+    found = _BOUND.search(name.removesuffix("/while"))
+    return int(found[1]) if found else None

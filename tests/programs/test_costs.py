@@ -1,0 +1,58 @@
+"""All costs of one program."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from distflow_jax.programs.costs import Costs, cheap_costs, costs_of
+
+
+def update(state, weight):
+    return state + jnp.tanh(state @ weight)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return jax.jit(update, donate_argnums=0).trace(like, like)
+
+
+def test_costs_of_a_program(traced):
+    found = costs_of(traced, traced.lower().compile())
+    size = 4 * 64 * 64
+    assert found.flops == 2 * 64**3
+    assert found.bytes_accessed >= 3 * size
+    assert found.collective_bytes == {} and found.unbounded == () and found.unread == 0
+    assert found.argument_bytes == 2 * size
+    # the donated state gives its place to the new one
+    assert found.output_bytes == found.alias_bytes == size
+    assert found.peak_bytes == 2 * size + found.temp_bytes
+
+
+def test_costs_that_need_no_compilation(traced):
+    found = cheap_costs(traced)
+    assert found == Costs(2.0 * 64**3)
+    assert found.peak_bytes is None
+
+
+class Silent:
+    """A compiled program of a platform that tells nothing."""
+
+    def as_text(self):
+        return None
+
+    def memory_analysis(self):
+        return None
+
+
+def test_a_platform_that_tells_nothing(traced):
+    assert costs_of(traced, Silent()) == cheap_costs(traced)
+
+
+def test_costs_are_plain_data(traced):
+    for costs in (cheap_costs(traced), costs_of(traced, traced.lower().compile())):
+        tree = costs.to_tree()
+        assert json.loads(json.dumps(tree)) == tree
+        assert tree["peak_bytes"] == costs.peak_bytes

@@ -1,0 +1,264 @@
+"""Bytes, collectives and products of compiled programs, against what one computes by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_model import mesh_of
+from training_programs import trace
+
+from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.hlo import read
+from distflow_jax.programs.loops import bounded_loop
+
+# code of the same instructions, made faster
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def ones(*shape):
+    return jnp.ones(shape, jnp.float32)
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile(compiler_options=QUICK)
+
+
+def module(f, *args):
+    found = read(compiled(f, *args).as_text())
+    assert found.unread == 0
+    return found
+
+
+def test_bytes_of_a_product():
+    found = module(jnp.dot, ones(96, 64), ones(64, 32))
+    assert found.bytes_accessed == 4 * (96 * 64 + 64 * 32 + 96 * 32)
+    assert found.flops == 2 * 96 * 64 * 32
+
+
+def test_an_elementwise_chain_reads_once_and_writes_once():
+    found = module(lambda x, y: jnp.tanh(x * x + y) - x, ones(64, 32), ones(64, 32))
+    assert found.bytes_accessed == 3 * 4 * 64 * 32
+    assert found.flops == 0
+
+
+def test_bytes_are_those_of_xla_where_nothing_loops():
+    """XLA's own count of the same text, where it counts every instruction once."""
+
+    def f(x, w, index):
+        y = jnp.tanh(x @ w[0]) @ jax.lax.dynamic_index_in_dim(w, index, keepdims=False)
+        w = jax.lax.dynamic_update_index_in_dim(w, y + 1, index, axis=0)
+        return w, jnp.sort(y, axis=1), y.sum(0)
+
+    made = compiled(f, ones(64, 64), ones(5, 64, 64), jnp.int32(1))
+    wanted = made.cost_analysis()["bytes accessed"]
+    assert read(made.as_text()).bytes_accessed == pytest.approx(wanted, rel=0.001)
+
+
+def test_rows_looked_up_and_added_to_cost_these_rows():
+    table, index = ones(512, 64), jnp.arange(4, dtype=jnp.int32)
+
+    def f(table, index):
+        rows = jnp.tanh(jnp.take(table, index, axis=0, mode="clip"))
+        return table.at[index].add(rows, mode="clip")
+
+    made = jax.jit(f, donate_argnums=0).lower(table, index).compile()
+    # XLA counts the whole table where a fusion looks up or adds
+    assert read(made.as_text()).bytes_accessed < 0.1 * table.nbytes
+    assert read(made.as_text()).bytes_accessed > 5 * 4 * 4 * 64
+
+
+def scan(length, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=length)[0]
+
+
+def test_a_scan_costs_its_body_as_often_as_it_runs():
+    x = ones(64, 64)
+    one, seven, forty = (module(functools.partial(scan, n), x) for n in (3, 7, 40))
+    assert seven.flops == 7 * 2 * 64**3
+    body = (seven.bytes_accessed - one.bytes_accessed) / 4
+    assert forty.bytes_accessed - seven.bytes_accessed == 33 * body
+    # product in and out, and the counter's few bytes
+    assert 3 * 4 * 64**2 <= body < 6 * 4 * 64**2
+
+
+def test_nested_and_bounded_loops_multiply():
+    def bounded(x, n, most, inner):
+        return bounded_loop(n, lambda _, x: scan(inner, x), x, most=most)
+
+    x, n = ones(64, 64), jnp.int32(1)
+    a, b, c = (module(functools.partial(bounded, most=m, inner=3), x, n) for m in (2, 10, 50))
+    assert a.flops == 2 * 3 * 2 * 64**3
+    assert (b.flops, c.flops) == (5 * a.flops, 25 * a.flops)
+    # but for what is outside of the loops
+    assert c.bytes_accessed - b.bytes_accessed == 5 * (b.bytes_accessed - a.bytes_accessed)
+    assert c.unbounded == ()
+
+
+def test_a_loop_without_a_bound_is_named_and_counted_once():
+    def f(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x)
+
+    found = module(f, ones(64, 64))
+    assert found.flops == 2 * 64**3
+    assert found.unbounded == ("jit(f)/while",)
+
+
+def test_a_stacked_weight_costs_one_slice_per_layer():
+    layers, size = 16, 64
+    weights, x = ones(layers, size, size), ones(8, size)
+
+    def f(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, weights)
+
+    found = module(f, x, weights)
+    # the slice is read, written as an operand and read again; whole, it would be 16 times as much
+    assert found.bytes_accessed < 1.5 * 3 * weights.nbytes
+    assert found.bytes_accessed > weights.nbytes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "size"),
+    [
+        (("fsdp", None), (None, None), "all-gather", 4 * 64 * 32),
+        (("fsdp", None), (None, "fsdp"), "all-to-all", 4 * 64 * 32 / 4),
+    ],
+)
+def test_reshards_are_found_with_their_bytes(before, after, kind, size):
+    mesh = mesh_of(4, 1)
+    layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after)]
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=layouts[0])
+    made = jax.jit(lambda x: x, out_shardings=layouts[1]).lower(x).compile()
+    found = read(made.as_text())
+    assert {c.kind for c in found.collectives} == {kind}
+    assert found.bytes_by(kind) == size
+    assert all(c.groups for c in found.collectives)
+
+
+def test_collectives_in_a_loop_count_every_time():
+    mesh, spec = mesh_of(4, 1), PartitionSpec("fsdp")
+
+    def local(x):
+        def body(x, _):
+            x = jax.lax.psum(x, "fsdp") * 0.5
+            part = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
+            return jax.lax.all_gather(jnp.tanh(part), "fsdp", axis=0, tiled=True), None
+
+        return jax.lax.scan(body, x, length=7)[0]
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((4 * 64, 32), jnp.float32, sharding=NamedSharding(mesh, spec))
+    found = module(f, x)
+    whole = 7 * 4 * 64 * 32
+    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        assert found.bytes_by(kind) == whole, kind
+    assert found.bytes_by("all-to-all") == 0
+    assert {c.times for c in found.collectives} == {7}
+
+
+def over_devices(kind):
+    traced = trace(kind, fsdp=2, tensor=2)
+    found = read(traced.lower().compile(compiler_options=QUICK).as_text())
+    assert found.unread == 0 and found.unbounded == ()
+    assert 4 * found.flops == pytest.approx(matmul_flops(traced.jaxpr).total, rel=0.05)
+    return found
+
+
+def test_devices_share_the_products_of_log_probs():
+    assert over_devices("logp").bytes_by("all-gather") > 0
+
+
+@pytest.mark.slow
+def test_devices_share_the_products_of_an_update():
+    found = over_devices("update")
+    # gradients are summed over the data ranks
+    assert found.bytes_by("all-reduce") + found.bytes_by("reduce-scatter") > 0
+
+
+# What other platforms print: tilings, memory spaces, asynchronous pairs, no trip counts.
+ACCELERATOR = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(bf16[8,128]{1,0:T(8,128)(2,1)})->f32[8]{0}}
+
+%fused_computation.1 (param_0.1: bf16[3,8,128], param_1.1: s32[], param_2.1: f32[8,128]) -> f32[8,128] {
+  %param_0.1 = bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_1.1 = s32[]{:T(128)} parameter(1)
+  %param_2.1 = f32[8,128]{1,0:T(8,128)} parameter(2)
+  %constant.7 = s32[]{:T(128)} constant(0)
+  %bitcast.9 = bf16[3,8,128]{2,1,0:T(8,128)(2,1)} bitcast(%param_0.1)
+  %dynamic-slice.1 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%bitcast.9, %param_1.1, %constant.7, %constant.7), dynamic_slice_sizes={1,8,128}
+  %bitcast.1 = bf16[8,128]{1,0:T(8,128)(2,1)} bitcast(%dynamic-slice.1)
+  %convert.1 = f32[8,128]{1,0:T(8,128)} convert(%bitcast.1)
+  ROOT %add.1 = f32[8,128]{1,0:T(8,128)} add(%convert.1, %param_2.1)
+}
+
+%async_computation (param_0.2: f32[8,128]) -> f32[2,128] {
+  %param_0.2 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %reduce-scatter.1 = f32[2,128]{1,0:T(8,128)} reduce-scatter(%param_0.2), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%sum
+}
+
+%body (arg: (s32[], f32[8,128], bf16[3,8,128])) -> (s32[], f32[8,128], bf16[3,8,128]) {
+  %arg = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}, /*index=2*/bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%arg), index=0
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%arg), index=1
+  %w = bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)} get-tuple-element(%arg), index=2
+  %fusion.1 = f32[8,128]{1,0:T(8,128)} fusion(%w, %i, %x), kind=kLoop, calls=%fused_computation.1
+  %ag = (f32[8,128]{1,0:T(8,128)}, f32[32,128]{1,0:T(8,128)}) all-gather-start(%fusion.1), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  %ag-done = f32[32,128]{1,0:T(8,128)} all-gather-done(%ag)
+  %async = ((f32[8,128]{1,0:T(8,128)}), f32[2,128]{1,0:T(8,128)}, u32[]{:S(2)}) async-start(%fusion.1), calls=%async_computation
+  %async-done = f32[2,128]{1,0:T(8,128)} async-done(%async)
+  ROOT %out = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}, /*index=2*/bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)}) tuple(%i, %fusion.1, %w)
+}
+
+%cond (arg.1: (s32[], f32[8,128], bf16[3,8,128])) -> pred[] {
+  %end = s32[]{:T(128)} constant(3)
+  %arg.1 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}, /*index=2*/bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%arg.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %end), direction=LT
+}
+
+ENTRY %main (p: f32[8,128], q: bf16[3,8,128]) -> f32[8,16] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %q = bf16[3,8,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %zero = s32[] constant(0)
+  %copy-start = (bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)}, bf16[3,8,128]{2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%q)
+  %copy-done = bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+  %t = (s32[], f32[8,128], bf16[3,8,128]) tuple(%zero, %p, %copy-done)
+  %while.1 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}, bf16[3,8,128]{2,1,0:T(8,128)(2,1)S(1)}) while(%t), condition=%cond, body=%body, metadata={op_name="jit(f)/while"}
+  %y = f32[8,128]{1,0} get-tuple-element(%while.1), index=1
+  %rhs = f32[128,16]{1,0} constant({...})
+  ROOT %gemm = (f32[8,16]{1,0}, s8[64]{0}) custom-call(%y, %rhs), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+
+
+def test_texts_of_other_platforms():
+    found = read(ACCELERATOR)
+    row = 4 * 8 * 128
+    copy = 2 * 2 * 3 * 8 * 128
+    fusion = 2 * 8 * 128 + 4 + row + row  # the slice, its index, x, the result
+    gathered, scattered = row + 4 * row, row + row // 4
+    compare = 4 + 4 + 1
+    gemm = row + 4 * 128 * 16 + 4 * 8 * 16 + 64
+    once = fusion + gathered + scattered + compare
+    assert found.bytes_accessed == copy + 3 * once + gemm
+    assert found.flops == 2 * 8 * 128 * 16
+    assert found.bytes_by("all-gather") == 3 * 4 * row
+    assert found.bytes_by("reduce-scatter") == 3 * row
+    assert [c.groups for c in found.collectives] == ["{{0,1,2,3},{4,5,6,7}}", "[1,4]<=[4]"]
+    assert found.unbounded == ()
+    assert found.unread == 1  # %sum, which is not there
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 40])
+def test_a_damaged_text_costs_what_can_be_read_of_it(cut):
+    lines = ACCELERATOR.splitlines()
+    for text in (
+        "\n".join(lines[::cut]),
+        "\n".join(line[: len(line) // cut] for line in lines),
+        "\n".join(line[cut:] for line in lines),
+        ACCELERATOR.replace("(", "", cut),
+        ACCELERATOR.replace("%", "", cut),
+        ACCELERATOR[: len(ACCELERATOR) // cut],
+    ):
+        read(text)
+    assert read("").unread == read("not HLO at all").unread == 1

@@ -1,0 +1,81 @@
+"""The trainer's programs, traced over shapes alone, and the work they execute, by a formula."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_model import TINY, mesh_of
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import scalar_model
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.predict import make_logp, make_values
+from distflow_jax.training.state import abstract_state, sharded_params
+from distflow_jax.training.update import UpdateShape, make_update
+
+MODEL = dataclasses.replace(TINY, num_layers=3)
+MINI_BATCHES, ROWS, TOKENS, SEQUENCES, MICRO = 2, 8, 64, 4, 2
+
+
+def abstract_rows(mesh) -> Rows:
+    layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+
+    def of(size, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct((MINI_BATCHES, ROWS, size), dtype, sharding=layout)
+
+    tokens, sequences = of(TOKENS), of(SEQUENCES)
+    return Rows(
+        *[tokens] * 4,
+        response_mask=of(TOKENS, bool),
+        parent=sequences,
+        group=sequences,
+        sample=sequences,
+        valid=of(SEQUENCES, bool),
+        length=sequences,
+    )
+
+
+def trace(kind: str, *, remat: bool = True, chunk: int = 16, fsdp: int = 1, tensor: int = 1):
+    """jax.stages.Traced of logp, values or update."""
+    mesh = mesh_of(fsdp, tensor)
+    forward = ForwardConfig(remat=remat, logp_chunk=chunk)
+    shape = UpdateShape(mesh, MICRO, 14)
+    rows, temperature = abstract_rows(mesh), jax.ShapeDtypeStruct((), jnp.float32)
+    if kind == "logp":
+        logp = make_logp(shape=shape, model=MODEL, forward=forward)
+        return logp.trace(sharded_params(MODEL, mesh), rows, temperature)
+    if kind == "values":
+        critic = scalar_model(MODEL)
+        values = make_values(shape=shape, model=critic, forward=forward)
+        return values.trace(sharded_params(critic, mesh), rows)
+    config = OptimizerConfig()
+    optimizer = make_optimizer(config, 4)
+    objective = policy_objective(MODEL, AlgorithmConfig(), forward, max_response=14)
+    update = make_update(optimizer, learning_rate(config, 4), shape=shape, objective=objective)
+    field = rows.tokens.update(dtype=jnp.float32)
+    batch = PolicyBatch(rows, field, field, field, None)
+    state = abstract_state(MODEL, optimizer, mesh)
+    return update.trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32), temperature)
+
+
+def executed_flops(kind: str, *, remat: bool = True) -> float:
+    """Where every row is full of response tokens. Attention is full: what is masked is computed."""
+    c = MODEL
+    heads = c.num_heads * c.head_dim
+    weights = 2 * c.hidden_size * (heads + c.num_kv_heads * c.head_dim)  # query, output; key, value
+    weights += 3 * c.hidden_size * c.mlp_size
+    layers = c.num_layers * (2 * weights + 2 * 2 * TOKENS * heads)
+    head = 2 * c.vocab_size * c.hidden_size
+    if kind == "logp":
+        return MINI_BATCHES * ROWS * TOKENS * (layers + head)
+    if kind == "values":
+        return MINI_BATCHES * ROWS * TOKENS * (layers + 2 * c.hidden_size)
+    # the backward pass costs twice the forward; the head's logits are always computed again
+    backward = 2 * layers + 3 * head
+    if remat:  # all of a layer again but its last product, whose value no gradient needs
+        backward += layers - c.num_layers * 2 * c.hidden_size * c.mlp_size
+    return ROWS * TOKENS * (layers + head + backward)
