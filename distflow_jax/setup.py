@@ -36,7 +36,7 @@ from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.settings import with_settings
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
 from distflow_jax.stages.table import Demands, resolve, wanted_reads
-from distflow_jax.states import ModelOfRun, models_of, optimizer_of
+from distflow_jax.states import ModelOfRun, models_of, optimizer_of, samplers_of
 from distflow_jax.training.update import UpdateShape
 from distflow_jax.types import Layout, flatten_dict
 
@@ -65,11 +65,7 @@ class Setup:
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
-        keys = {
-            t.state_key: t.node.model or "actor"
-            for t in self.plan.tasks
-            if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
-        }
+        keys = samplers_of(self.plan)
         policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
@@ -98,7 +94,10 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
-    """The plan of a settled graph, with the layouts of its nodes. Pure in its arguments."""
+    """The plan of a settled graph, with the layouts of its nodes; its models and its region can be.
+
+    Pure in its arguments and the functions that the graph names.
+    """
     known = {*ROLES, *(n.model for n in graph.nodes if n.model)}
     for name in sizes.role_meshes:
         if name not in known:
@@ -108,9 +107,12 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
             )
     given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
     try:
-        return plan(graph, role_layouts(sizes), given)
+        made = plan(graph, role_layouts(sizes), given)
+        models_of(made)
+        until_of(config, made)
     except ValueError as error:
         raise ValueError(f"dag {config.dag!r}: {error}") from error
+    return made
 
 
 def sampler_layout(sizes: Sizes) -> Layout:
@@ -140,7 +142,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     the_plan = make_plan(config, graph, sizes)
     models = models_of(the_plan)
     builders = resolve(task.node for task in the_plan.tasks)
-    until = _until(the_plan)
+    until = until_of(config, the_plan)
     dataset = open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
@@ -191,12 +193,21 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     )
 
 
-def _until(plan: Plan) -> Until | None:
-    """What tells whether a round's groups are worth training on, where the plan has a region."""
+def until_of(config: Config, plan: Plan) -> Until | None:
+    """What tells whether a round's groups are worth training on, where the plan has a region.
+
+    Raises ValueError or FileNotFoundError for what does not exist or can never be true.
+    """
     if plan.region is None:
         return None
     name = plan.region.until
     if name in UNTIL:
+        if config.rollout.num_samples < 2:
+            raise ValueError(
+                f"region: it samples until groups are {name}, and the scores of "
+                f"rollout.num_samples={config.rollout.num_samples} response cannot differ: use at "
+                "least 2"
+            )
         return UNTIL[name]
     if ":" not in name:
         raise ValueError(
