@@ -5,9 +5,10 @@ engine, stages and coordinator from what it found.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import jax
@@ -84,12 +85,10 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     config = with_settings(config, graph.settings, chosen=chosen)
     graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     updates = config.training.mini_batches * config.training.epochs
-    try:
+    with _named(config.dag):
         wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
         graph = graph.settle(wanted)
         resolve(graph.nodes)
-    except ValueError as error:
-        raise ValueError(f"dag {config.dag!r}: {error}") from error
     return config, graph
 
 
@@ -106,13 +105,22 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
                 f"({hint(name, known)})"
             )
     given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
-    try:
+    with _named(config.dag):
         made = plan(graph, role_layouts(sizes), given)
         models_of(made)
         until_of(config, made)
-    except ValueError as error:
-        raise ValueError(f"dag {config.dag!r}: {error}") from error
     return made
+
+
+@contextlib.contextmanager
+def _named(dag: str) -> Iterator[None]:
+    """Puts the graph's name before what a user did wrong in it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"dag {dag!r}: {error}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"dag {dag!r}: {error}") from error
 
 
 def sampler_layout(sizes: Sizes) -> Layout:

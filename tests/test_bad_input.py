@@ -87,6 +87,7 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "reads.yaml": ("rollout_logp, advantage]", "rollout_logp]"),
     "writes.yaml": ("writes: [score]", "writes: [score, grade]"),
     "untrained.yaml": ("type: MODEL_TRAIN", "type: MODEL_INFERENCE"),
+    "fn_file.yaml": ("role: REWARD", "role: REWARD\n  fn: {dir}/rewrds.py:good"),
     "sampler.yaml": ("role: ROLLOUT", "role: ROLLOUT\n  model: student"),
     "empty.yaml": (GRAPH, "\n"),
 }
@@ -99,7 +100,7 @@ def folder(tmp_path_factory):
         (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     for name, (old, new) in GRAPHS.items():
         assert GRAPH.count(old)
-        (path / name).write_text(GRAPH.replace(old, new, 1))
+        (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
     of_critic = "name: odd\nbase: ppo\nnodes:\n- {id: rollout, role: ROLLOUT, "
     of_critic += "type: MODEL_INFERENCE, model: critic, reads: [prompt], "
     of_critic += "writes: [response, response_mask, rollout_logp, version, finished]}\n"
@@ -258,6 +259,11 @@ GRAPH_CASES = [
     ("dag={dir}/critic.yaml", "node 'reward': no stage for CRITIC COMPUTE"),
     ("dag={dir}/stage.yaml", "node 'rollout': no stage for ROLLOUT COMPUTE"),
     ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
+    (
+        "dag={dir}/fn_file.yaml",
+        "dag '{dir}/fn_file.yaml': stage of node 'reward': file {dir}/rewrds.py does not exist; "
+        "did you mean {dir}/rewards.py?",
+    ),
     ("dag={dir}/reads.yaml", "node 'actor_train': reads no 'advantage', but what the section"),
     ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
     ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
