@@ -30,6 +30,7 @@ from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
 from distflow_jax.observe.drawing import to_svg
+from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases, straggler_report
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import HealthConfig, Watchdog
@@ -259,7 +260,7 @@ class Run:
         )
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            metrics = without_empty(jax.device_get(metrics))
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             with processes.coordinating():
@@ -410,12 +411,13 @@ class Run:
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
         tokens = metrics["perf/total_num_tokens"]
-        responses = metrics["response_length/mean"] * self._num_sequences()
-        for name, count in (("gen", responses), ("update_actor", tokens)):
+        counts = {}  # of no tokens, where a region found nothing to train on
+        if tokens:
+            share = metrics["response_length/mean"] / metrics["global_seqlen/mean"]
+            counts = {"gen": tokens * share, "update_actor": tokens}
+        for name, count in counts.items():
             if f"timing_s/{name}" in timings:
-                timings[f"timing_per_token_ms/{name}"] = (
-                    1000 * timings[f"timing_s/{name}"] / max(1.0, count)
-                )
+                timings[f"timing_per_token_ms/{name}"] = 1000 * timings[f"timing_s/{name}"] / count
         return timings | {
             **per_process,
             "timing_s/host_communication": self._communication(),
@@ -449,9 +451,6 @@ class Run:
         """Seconds in collectives among hosts since the last call."""
         before, self._communicated = self._communicated, processes.communication_seconds()
         return self._communicated - before
-
-    def _num_sequences(self) -> int:
-        return self.config.data.prompts_per_step * self.config.rollout.num_samples
 
     def _check_finite(self) -> None:
         if self.nonfinite > self.config.training.max_nonfinite:

@@ -5,9 +5,10 @@ engine, stages and coordinator from what it found.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,7 +41,7 @@ from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.settings import with_settings
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
 from distflow_jax.stages.table import Demands, first_state_of, resolve, wanted_reads
-from distflow_jax.states import ModelOfRun, States, models_of, optimizer_of
+from distflow_jax.states import ModelOfRun, States, models_of, optimizer_of, samplers_of
 from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.training.update import UpdateShape
 from distflow_jax.types import Layout, flatten_dict
@@ -70,11 +71,7 @@ class Setup:
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
-        keys = {
-            t.state_key: t.node.model or "actor"
-            for t in self.plan.tasks
-            if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
-        }
+        keys = samplers_of(self.plan)
         policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
@@ -93,17 +90,18 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     config = with_settings(config, graph.settings, chosen=chosen)
     graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     updates = config.training.mini_batches * config.training.epochs
-    try:
+    with _named(config.dag):
         wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
         graph = graph.settle(wanted)
         resolve(graph.nodes)
-    except ValueError as error:
-        raise ValueError(f"dag {config.dag!r}: {error}") from error
     return config, graph
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
-    """The plan of a settled graph, with the layouts of its nodes. Pure in its arguments."""
+    """The plan of a settled graph, with the layouts of its nodes; its models and its region can be.
+
+    Pure in its arguments and the functions that the graph names.
+    """
     known = {*ROLES, *(n.model for n in graph.nodes if n.model)}
     for name in sizes.role_meshes:
         if name not in known:
@@ -112,10 +110,22 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
                 f"({hint(name, known)})"
             )
     given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
+    with _named(config.dag):
+        made = plan(graph, role_layouts(sizes), given, fuse=config.training.fuse)
+        models_of(made)
+        until_of(config, made)
+    return made
+
+
+@contextlib.contextmanager
+def _named(dag: str) -> Iterator[None]:
+    """Puts the graph's name before what a user did wrong in it."""
     try:
-        return plan(graph, role_layouts(sizes), given, fuse=config.training.fuse)
+        yield
     except ValueError as error:
-        raise ValueError(f"dag {config.dag!r}: {error}") from error
+        raise ValueError(f"dag {dag!r}: {error}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"dag {dag!r}: {error}") from error
 
 
 def sampler_layout(sizes: Sizes) -> Layout:
@@ -145,7 +155,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     the_plan = make_plan(config, graph, sizes)
     models = models_of(the_plan)
     builders = resolve(task.node for task in the_plan.tasks)
-    until = _until(the_plan)
+    until = until_of(config, the_plan)
     dataset = open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
@@ -196,12 +206,21 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     )
 
 
-def _until(plan: Plan) -> Until | None:
-    """What tells whether a round's groups are worth training on, where the plan has a region."""
+def until_of(config: Config, plan: Plan) -> Until | None:
+    """What tells whether a round's groups are worth training on, where the plan has a region.
+
+    Raises ValueError or FileNotFoundError for what does not exist or can never be true.
+    """
     if plan.region is None:
         return None
     name = plan.region.until
     if name in UNTIL:
+        if config.rollout.num_samples < 2:
+            raise ValueError(
+                f"region: it samples until groups are {name}, and the scores of "
+                f"rollout.num_samples={config.rollout.num_samples} response cannot differ: use at "
+                "least 2"
+            )
         return UNTIL[name]
     if ":" not in name:
         raise ValueError(

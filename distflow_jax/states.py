@@ -73,7 +73,38 @@ def models_of(plan: Plan) -> dict[str, ModelOfRun]:
                 "options.checkpoint, the --workdir of a run of the dag reward_model"
             )
         models[key] = ModelOfRun(key, tasks[0].node.role, tasks[0].layout, trained, "".join(places))
+    _check_samplers(plan, models)
     return models
+
+
+def samplers_of(plan: Plan) -> dict[str, str]:
+    """State key of each sampler in the plan -> that of the policy whose weights it has."""
+    return {task.state_key: _policy_of(task) for task in _sampling(plan)}
+
+
+def _sampling(plan: Plan) -> list[Task]:
+    kind = ("ROLLOUT", "MODEL_INFERENCE")
+    return [task for task in plan.tasks if (task.node.role, task.node.type) == kind]
+
+
+def _policy_of(task: Task) -> str:
+    return task.node.model or "actor"
+
+
+def _check_samplers(plan: Plan, models: Mapping[str, ModelOfRun]) -> None:
+    """Every sampler has the weights of a policy that lies on a training mesh."""
+    policies = [repr(model.key) for model in models.values() if model.is_policy]
+    for task in _sampling(plan):
+        key = _policy_of(task)
+        if key in models and models[key].is_policy:
+            continue
+        kind = "is no policy" if key in models else "no node trains or takes log-probs of"
+        known = ", ".join(repr(model) for model in models)
+        raise ValueError(
+            f"node {task.node.id!r}: samples from model {key!r}, which {kind}; the models there "
+            f"are: {known}. Set the node's `model` to one of the policies "
+            f"({', '.join(policies) or 'there is none'})"
+        )
 
 
 def network_of(role: str, decoder: DecoderConfig) -> Network:

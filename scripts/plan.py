@@ -23,7 +23,6 @@ from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
 from distflow_jax.setup import make_plan, settle
-from distflow_jax.states import models_of
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
@@ -55,7 +54,6 @@ def main(argv: list[str]) -> int:
     config, graph = settle(config, chosen)
     sizes = derive_sizes(config, source.config, machine, graph)
     plan = make_plan(config, graph, sizes)
-    models_of(plan)
     progress.table(f"{source.spec}", sizes.table(config, source.config, machine))
     print(plan.describe())
     if MERMAID.value:

@@ -87,6 +87,8 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "reads.yaml": ("rollout_logp, advantage]", "rollout_logp]"),
     "writes.yaml": ("writes: [score]", "writes: [score, grade]"),
     "untrained.yaml": ("type: MODEL_TRAIN", "type: MODEL_INFERENCE"),
+    "fn_file.yaml": ("role: REWARD", "role: REWARD\n  fn: {dir}/rewrds.py:good"),
+    "sampler.yaml": ("role: ROLLOUT", "role: ROLLOUT\n  model: student"),
     "empty.yaml": (GRAPH, "\n"),
 }
 
@@ -98,7 +100,13 @@ def folder(tmp_path_factory):
         (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     for name, (old, new) in GRAPHS.items():
         assert GRAPH.count(old)
-        (path / name).write_text(GRAPH.replace(old, new, 1))
+        (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
+    of_critic = "name: odd\nbase: ppo\nnodes:\n- {id: rollout, role: ROLLOUT, "
+    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [prompt], "
+    of_critic += "writes: [response, response_mask, rollout_logp, version, finished]}\n"
+    (path / "samples_critic.yaml").write_text(of_critic)
+    until = "name: odd\nbase: dapo\nnodes: []\nregions:\n- {nodes: [rollout, reward], "
+    (path / "until.yaml").write_text(until + "until: informativ, max_rounds: 2}\n")
     (path / "rewards.py").write_text(REWARDS)
     (path / "imports.py").write_text("\nimport surely_not_installed_anywhere\n")
     (path / "syntax.py").write_text("def f(:\n    pass\n")
@@ -217,7 +225,7 @@ SIZES = [
 ]
 
 GRAPH_CASES = [
-    ("dag=grop", "unknown pipeline 'grop' (did you mean 'grpo'?"),
+    ("dag=grop", "dag: unknown pipeline 'grop' (did you mean 'grpo'?"),
     ("dag={dir}/nowhere.yaml", "graph file '{dir}/nowhere.yaml' does not exist"),
     ("dag={dir}/nowhere.py:f", "pipeline: file {dir}/nowhere.py does not exist"),
     ("dag=configs.tiny:get_config", "must return a Graph, got ConfigDict"),
@@ -229,9 +237,33 @@ GRAPH_CASES = [
     ("dag={dir}/cycle.yaml", "remove one of these deps"),
     ("dag={dir}/syntax.yaml", "{dir}/syntax.yaml, line 3: "),
     ("dag={dir}/empty.yaml", "{dir}/empty.yaml: a graph is a map with 'name' and 'nodes'"),
+    (
+        "dag={dir}/sampler.yaml",
+        "dag '{dir}/sampler.yaml': node 'rollout': samples from model 'student', which no node "
+        "trains or takes log-probs of; the models there are: 'actor'. Set the node's `model` to",
+    ),
+    (
+        "dag={dir}/samples_critic.yaml",
+        "node 'rollout': samples from model 'critic', which is no policy; the models there are: "
+        "'actor', 'critic'. Set the node's `model` to one of the policies ('actor')",
+    ),
+    (
+        "dag=dapo ; rollout.num_samples=1",
+        "dag 'dapo': region: it samples until groups are informative, and the scores of "
+        "rollout.num_samples=1 response cannot differ: use at least 2",
+    ),
+    (
+        "dag={dir}/until.yaml",
+        "region: until is 'informativ' (did you mean 'informative'?",
+    ),
     ("dag={dir}/critic.yaml", "node 'reward': no stage for CRITIC COMPUTE"),
     ("dag={dir}/stage.yaml", "node 'rollout': no stage for ROLLOUT COMPUTE"),
     ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
+    (
+        "dag={dir}/fn_file.yaml",
+        "dag '{dir}/fn_file.yaml': stage of node 'reward': file {dir}/rewrds.py does not exist; "
+        "did you mean {dir}/rewards.py?",
+    ),
     ("dag={dir}/reads.yaml", "node 'actor_train': reads no 'advantage', but what the section"),
     ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
     ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
@@ -240,12 +272,21 @@ GRAPH_CASES = [
         "node 'actor_train': reads no 'ref_logp', but algorithm.kl_coef is above 0",
     ),
     (
+        "dag=grpo ; algorithm.advantage=gae",
+        "dag 'grpo': node 'advantage': reads no 'value', but algorithm.advantage='gae' needs it: "
+        "choose a dag that has it, or add it to the node's may_read, and a node that writes it",
+    ),
+    (
         "dag={dir}/good.yaml ; training.epochs=2",
-        "a batch gets 2 optimizer steps (training.mini_batches x training.epochs): add it to its",
+        "a batch gets 2 optimizer steps (training.mini_batches x training.epochs): choose a dag",
     ),
 ]
 
 DATA_CASES = [
+    (
+        "dag=dpo ; data.train={dir}/good.jsonl",
+        "{dir}/good.jsonl, row 1: has no 'chosen' answer, which this dag trains on; give rows with",
+    ),
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
     ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
     ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),

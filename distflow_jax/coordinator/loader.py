@@ -135,7 +135,8 @@ class Loader:
         """Takes the response lengths of a finished step, int [N] each, all processes' alike."""
         counters, which = np.unique(counter, return_inverse=True)
         mean = np.bincount(which, length) / np.bincount(which)
-        self.lengths.observe(step, np.array([self.row(int(c)) for c in counters]), mean)
+        rows = np.array([self.row(int(c)) for c in counters], np.int64)
+        self.lengths.observe(step, rows, mean)
 
     def __len__(self) -> int:
         """Prompts until `config.epochs` end."""

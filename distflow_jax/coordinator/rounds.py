@@ -102,12 +102,13 @@ class Rounds:
         winners = np.array(sorted(self._kept)[: self._groups], np.int64)
         if len(winners) < self._groups:
             log.warning(
-                "only %d of %d groups are worth training on after %d rounds of %d: going on with "
-                "these. Raise the region's max_rounds, or give problems of other difficulty",
+                "only %d of %d groups are worth training on after %d rounds of %d: %s. Raise the "
+                "region's max_rounds, or give problems of other difficulty",
                 len(winners),
                 self._groups,
                 len(self._rounds),
-                self._sampled // max(1, len(self._rounds)),
+                self._sampled // len(self._rounds),
+                "going on with these" if len(winners) else "this step changes no weights",
             )
         self._coordinator.resume(_joined(self._rounds, winners, self._coordinator.is_shared))
 

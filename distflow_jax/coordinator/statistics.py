@@ -47,12 +47,15 @@ def gather_table(samples: Samples) -> StepTable:
 
 
 def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, float]:
-    """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank."""
+    """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank.
+
+    What is a mean or an extreme over no samples is left out.
+    """
     total = table.prompt + table.response
-    return {
+    cut = {"response_length/clip_ratio": float(1.0 - table.finished.mean())} if len(total) else {}
+    return cut | {
         **summarize("critic/score", table.score[~np.isnan(table.score)]),
         **summarize("response_length", table.response),
-        "response_length/clip_ratio": float(1.0 - table.finished.mean()) if len(total) else 0.0,
         **summarize("prompt_length", table.prompt),
         **summarize("global_seqlen", total),
         "global_seqlen/balanced_min": float(tokens_per_rank.min()),

@@ -29,8 +29,8 @@ def load_graph(name_or_path: str, config: Any = None) -> Graph:
     place, _, function = name_or_path.rpartition(":")
     if not place or not function:
         raise ValueError(
-            f"unknown pipeline {name_or_path!r} ({hint(name_or_path, known)}); or give a .yaml "
-            "file, module:function, or file.py:function"
+            f"dag: unknown pipeline {name_or_path!r} ({hint(name_or_path, known)}); or give a "
+            ".yaml file, module:function, or file.py:function"
         )
     build = load_function(name_or_path, "pipeline")
     takes_config = "config" in inspect.signature(build).parameters

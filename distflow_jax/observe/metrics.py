@@ -4,6 +4,7 @@ A mean travels as (numerator, denominator) until all parts are in, because the m
 means is not the mean. Names are verl's, `group/name`; docs/metrics.md lists them.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -36,3 +37,14 @@ def summarize(prefix: str, values: ArrayLike) -> dict[str, float]:
         f"{prefix}/max": float(array.max()),
         f"{prefix}/min": float(array.min()),
     }
+
+
+def without_empty(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
+    """The metrics as floats, without the maxima (-inf) and minima (inf) over nothing.
+
+    They are known by their names, which end in max and min. One over values that are all infinite
+    goes too: their mean says so.
+    """
+    nothing = {"max": -math.inf, "min": math.inf}
+    values = {name: float(value) for name, value in metrics.items()}
+    return {name: value for name, value in values.items() if nothing.get(name[-3:]) != value}

@@ -1,6 +1,5 @@
-"""What a person watches: a progress line, tables at the start, warnings once."""
+"""What a person watches: a progress line, and tables at the start."""
 
-import logging
 import time
 from collections.abc import Iterable, Mapping
 
@@ -8,8 +7,6 @@ import rich.console
 import rich.progress
 import rich.table
 import rich.text
-
-log = logging.getLogger("distflow_jax")
 
 # metric -> (label, format)
 SHOWN = {
@@ -108,13 +105,3 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60}m{seconds % 60:02d}s"
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Logs a warning the first time this message comes up in this process."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning("%s", message)

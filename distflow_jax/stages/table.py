@@ -210,8 +210,8 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
         for field, why in asked.items():
             if field not in node.reads and field not in node.may_read:
                 raise ValueError(
-                    f"node {node.id!r}: reads no {field!r}, but {why}: add it to its may_read, and "
-                    "a node that writes it"
+                    f"node {node.id!r}: reads no {field!r}, but {why}: choose a dag that "
+                    "has it, or add it to the node's may_read, and a node that writes it"
                 )
         wanted[node.id] = list(asked)
     return wanted

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.observe.metrics import merge, summarize
+from distflow_jax.observe.metrics import merge, summarize, without_empty
 
 
 def test_merge_does_not_depend_on_how_the_data_were_divided():
@@ -26,3 +26,9 @@ def test_summarize():
         "critic/score/min": 1.0,
     }
     assert summarize("critic/score", []) == {}
+
+
+def test_extremes_over_nothing_are_left_out():
+    inf = float("inf")
+    values = {"a/max": -inf, "a_max": -inf, "a/min": inf, "b/max": inf, "b/min": -inf, "c": inf}
+    assert without_empty(values) == {"b/max": inf, "b/min": -inf, "c": inf}

@@ -1,9 +1,8 @@
 import io
-import logging
 
 import rich.console
 
-from distflow_jax.observe.progress import Progress, format_seconds, table, warn_once
+from distflow_jax.observe.progress import Progress, format_seconds, table
 
 
 def console(**options):
@@ -61,15 +60,4 @@ def test_seconds():
         "1h00m",
         "1h01m",
         "25h00m",
-    ]
-
-
-def test_a_warning_comes_once(caplog):
-    caplog.set_level(logging.WARNING)
-    for _ in range(3):
-        warn_once("100% of the prompts are cut")
-    warn_once("something else")
-    assert [r.getMessage() for r in caplog.records] == [
-        "100% of the prompts are cut",
-        "something else",
     ]
