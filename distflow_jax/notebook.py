@@ -77,6 +77,9 @@ class RunConfig:
         for its text. Raises ValueError for an unknown key (the nearest is named), a section, or a
         value of another type.
         """
+        for key in values:
+            if not isinstance(key, str):
+                raise ValueError(f"keys are texts such as 'training.steps', got {key!r}")
         named = {key: _plain_value(key, value) for key, value in values.items()}
         config = with_values(self.config, named)
         return dataclasses.replace(self, config=config, chosen=self.chosen | named.keys())

@@ -408,9 +408,14 @@ class Run:
         if compiled and self._warm:
             log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
         self._warm = True
-        names = {t.node.id: _TIMINGS.get((t.node.role, t.node.type)) for t in self.setup.plan.tasks}
+        # a function of the user's own has no name of verl's; two nodes that share one add up
+        nodes = [task.node for task in self.setup.plan.tasks]
+        names = {n.id: _TIMINGS.get((n.role, n.type)) for n in nodes if n.fn is None}
         per_process = self._per_process()
-        timings = {f"timing_s/{names.get(key) or key}": value for key, value in spent.items()}
+        timings: dict[str, float] = {}
+        for key, value in spent.items():
+            name = f"timing_s/{names.get(key) or key}"
+            timings[name] = timings.get(name, 0.0) + value
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
         tokens = metrics["perf/total_num_tokens"]

@@ -19,7 +19,7 @@ class StepTable:
     counter: np.ndarray
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
-    finished: np.ndarray  # 1 or 0
+    finished: np.ndarray  # 1 or 0; NaN where the graph does not say
     score: np.ndarray  # NaN where nothing is scored
 
 
@@ -49,10 +49,12 @@ def gather_table(samples: Samples) -> StepTable:
 def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, float]:
     """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank."""
     total = table.prompt + table.response
+    finished = table.finished[~np.isnan(table.finished)]
+    cut = {"response_length/clip_ratio": float(1.0 - finished.mean())} if len(finished) else {}
     return {
         **summarize("critic/score", table.score[~np.isnan(table.score)]),
         **summarize("response_length", table.response),
-        "response_length/clip_ratio": float(1.0 - table.finished.mean()) if len(total) else 0.0,
+        **cut,
         **summarize("prompt_length", table.prompt),
         **summarize("global_seqlen", total),
         "global_seqlen/balanced_min": float(tokens_per_rank.min()),

@@ -141,7 +141,9 @@ def _cell(value: Any) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return format_value(value)
-    text = repr(value) if isinstance(value, str) else plain(str(value))
+    text = str(value)
+    if not text.isprintable() or text != text.strip():
+        text = repr(value) if isinstance(value, str) else plain(text)
     return text if len(text) <= _SHOWN_TEXT else text[: _SHOWN_TEXT - 1] + "…"
 
 
