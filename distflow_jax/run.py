@@ -84,6 +84,16 @@ def train(
     return code
 
 
+def train_here(config: Config, workdir: str | os.PathLike, *, chosen: Collection[str] = ()) -> int:
+    """As `train`, alone in an interpreter that goes on afterwards: a notebook's, a test's.
+
+    No watchdog looks after it: that would end the interpreter some seconds after any error.
+    """
+    nobody = Watchdog(config.health, 1)  # never started
+    with stop_on_sigterm() as stop:
+        return _train(config, pathlib.Path(workdir), nobody, stop, chosen)
+
+
 def watched(config: HealthConfig, job: Job) -> Watchdog:
     """This process's watchdog, acquainted with those of the other processes. Collective."""
     index, count = processes.process_index(), processes.process_count()
@@ -168,21 +178,20 @@ class Run:
             resume_step=self.step or None,
             report_every=self.config.observe.report_every,
         )
-        self._describe()
-        self._start_sampler()
 
     def loop(self, stop: threading.Event) -> int:
         """All steps that are left, or those until `stop` is set; returns the exit code."""
         config, steps = self.config, self.config.training.steps
         buffered = config.coordinator.double_buffer
         evaluates = bool(config.eval.dataset and self.setup.samplers)
-        line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
-        with (
-            contextlib.ExitStack() as files,
-            Prefetch(self._prompts(), enabled=buffered) as prompts,
-        ):
-            for resource in (self.writer, self.spans, line, self.compilations):
+        with contextlib.ExitStack() as files:
+            for resource in (self.writer, self.spans, self.compilations):
                 files.callback(resource.close)
+            self._describe()
+            self._start_sampler()
+            line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
+            files.callback(line.close)
+            prompts = files.enter_context(Prefetch(self._prompts(), enabled=buffered))
             while self.step < steps:
                 started = time.perf_counter()
                 self.step += 1
@@ -390,11 +399,11 @@ class Run:
         self.writer.plan(text + digest, svg=picture, tree=setup.plan.to_json())
         if self.is_first:
             model = setup.source.config
-            progress.table(
+            progress.introduce(
                 f"{setup.source.spec}, dag {setup.plan.name}, {self.folder}",
                 setup.sizes.table(self.config, model, setup.machine),
+                text,
             )
-            print(text, flush=True)
             if setup.loader.dropped:
                 log.warning("%d overlong prompts were dropped", setup.loader.dropped)
 
@@ -405,9 +414,13 @@ class Run:
         if compiled and self._warm:
             log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
         self._warm = True
+        # two nodes that share a name add up
         names = {unit.name: _timing(unit) for unit in self.setup.plan.units}
         per_process = self._per_process()
-        timings = {f"timing_s/{names.get(key, key)}": value for key, value in spent.items()}
+        timings: dict[str, float] = {}
+        for key, value in spent.items():
+            name = f"timing_s/{names.get(key, key)}"
+            timings[name] = timings.get(name, 0.0) + value
         timings["timing_s/step"] = seconds
         work = seconds - spent.get("testing", 0.0)
         tokens = metrics["perf/total_num_tokens"]
@@ -463,8 +476,12 @@ class Run:
 
 def _timing(unit: Unit) -> str:
     """The name of a unit's time: verl's, where there is one; of nodes in one program all names."""
-    nodes = [task.node for task in unit.tasks]
-    return ".".join(_TIMINGS.get((node.role, node.type), node.id) for node in nodes)
+    words = []
+    for node in (task.node for task in unit.tasks):
+        # a function of the user's own has no name of verl's
+        known = _TIMINGS.get((node.role, node.type)) if node.fn is None else None
+        words.append(known or node.id)
+    return ".".join(words)
 
 
 def _empty(fields: Sequence[Any]) -> Sequence[Any]:

@@ -22,26 +22,44 @@ def with_settings(
     is not the default. Raises ValueError for a key that the config does not have, or a value of
     another type.
     """
-    if not settings:
-        return config
-    tree, default = to_config_dict(config), Config()
-    for key, value in settings.items():
-        if problem := unknown_key(tree, key):
-            raise ValueError(f"settings: {problem}")
-        if dataclasses.is_dataclass(_at(default, key)):
-            raise ValueError(f"settings: {key} is a section of the config; name a value in it")
-        if key in chosen or _at(config, key) != _at(default, key):
-            continue
+    default = Config()
+    for key in settings:
+        _check_key(config, key, "settings: ")
+    kept = {
+        key: value
+        for key, value in settings.items()
+        if key not in chosen and value_at(config, key) == value_at(default, key)
+    }
+    return with_values(config, kept)
+
+
+def with_values(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
+    """The config with values at their keys, {"training.steps": 5}.
+
+    Raises ValueError, which begins with `where`, for a key that the config does not have (the
+    nearest is named) or that is a whole section, and for a value of another type.
+    """
+    tree = to_config_dict(config)
+    for key, value in values.items():
+        _check_key(config, key, where)
         *parents, last = key.split(".")
         section = tree
         for parent in parents:
             section = section[parent]
         with section.unlocked(), section.ignore_type():
             section[last] = value  # its type is checked below, with its path
-    return from_config_dict(Config, tree)
+    return from_config_dict(Config, tree) if values else config
 
 
-def _at(config: Any, key: str) -> Any:
+def _check_key(config: Config, key: str, where: str) -> None:
+    if problem := unknown_key(to_config_dict(config), key):
+        raise ValueError(f"{where}{problem}")
+    if dataclasses.is_dataclass(value_at(config, key)):
+        raise ValueError(f"{where}{key} is a section of the config; name a value in it")
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The config's value at a key, "training.steps"."""
     for part in key.split("."):
         config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config

@@ -143,17 +143,44 @@ def role_layouts(sizes: Sizes) -> dict[str, Layout]:
     return trainers | own | models | {"ROLLOUT": sampler_layout(sizes), "REWARD": HOST}
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a run would do: `config` has the graph's settings, `models` are by their state's key."""
+
+    config: Config
+    graph: Graph
+    source: ModelSource
+    sizes: Sizes
+    plan: Plan
+    models: dict[str, ModelOfRun]
+
+    def table(self, machine: Machine) -> list[tuple]:
+        """The sizes, (name, value, meaning) each."""
+        return self.sizes.table(self.config, self.source.config, machine)
+
+
+def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> Planned:
+    """Settles and plans a run for a machine, this one or another; opens the model and no data.
+
+    `chosen` are the config keys that the command line gives; see `settle`. Raises ValueError or
+    FileNotFoundError.
+    """
+    config, graph = settle(config, chosen)
+    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    sizes = derive_sizes(config, source.config, machine, graph)
+    the_plan = make_plan(config, graph, sizes)
+    return Planned(config, graph, source, sizes, the_plan, models_of(the_plan))
+
+
 def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`.
     """
     machine = Machine.current()
-    config, graph = settle(config, chosen)
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
-    sizes = derive_sizes(config, source.config, machine, graph)
-    the_plan = make_plan(config, graph, sizes)
-    models = models_of(the_plan)
+    planned = plan_run(config, machine, chosen)
+    config, graph, source = planned.config, planned.graph, planned.source
+    sizes, the_plan = planned.sizes, planned.plan
     builders = resolve(task.node for task in the_plan.tasks)
     until = until_of(config, the_plan)
     dataset = open_dataset(
@@ -197,7 +224,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
         source=source,
         sizes=sizes,
         plan=the_plan,
-        models=models,
+        models=planned.models,
         builders=builders,
         until=until,
         loader=loader,

@@ -13,16 +13,15 @@ from absl import flags
 from ml_collections import config_flags
 
 from distflow_jax.command_line import run_main
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config, Machine
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.planner import Plan
-from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
-from distflow_jax.setup import make_plan, settle
+from distflow_jax.setup import plan_run
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
@@ -49,12 +48,10 @@ def main(argv: list[str]) -> int:
             DEVICES.value // PROCESSES.value,
             machine.platform,
         )
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
-    config, graph = settle(config, chosen)
-    sizes = derive_sizes(config, source.config, machine, graph)
-    plan = make_plan(config, graph, sizes)
-    progress.table(f"{source.spec}", sizes.table(config, source.config, machine))
+    planned = plan_run(config, machine, chosen)
+    plan = planned.plan
+    progress.table(planned.source.spec, planned.table(machine))
     print(plan.describe())
     if MERMAID.value:
         print(to_mermaid(plan))

@@ -19,6 +19,7 @@ LAYERS = [
         "config",
         "command_line",
         "config_dict",
+        "notebook",
     },
     {"dag"},
     {"stages"},

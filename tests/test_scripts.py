@@ -202,8 +202,10 @@ def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
 
 def test_the_notebook_block_of_the_readme_runs(place):
     (code,) = re.findall(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
-    assert code.count('"training.steps=5"') == code.count('"/tmp/notebook-run"') == 1
-    code = code.replace('"training.steps=5"', repr(SMALL)[1:-1])
+    assert code.count('"training.steps": 5') == code.count('"/tmp/notebook-run"') == 1
+    pairs = dict(assignment.split("=", 1) for assignment in SMALL)
+    small = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    code = code.replace('"training.steps": 5', repr(small)[1:-1])
     code = code.replace("/tmp/notebook-run", str(place / "runs/notebook"))
     finish(start(place, "-c", code))
     assert (place / "runs/notebook/checkpoints/1").is_dir()

@@ -19,7 +19,7 @@ class StepTable:
     counter: np.ndarray
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
-    finished: np.ndarray  # 1 or 0
+    finished: np.ndarray  # 1 or 0; NaN where the graph does not say
     score: np.ndarray  # NaN where nothing is scored
 
 
@@ -52,7 +52,8 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     What is a mean or an extreme over no samples is left out.
     """
     total = table.prompt + table.response
-    cut = {"response_length/clip_ratio": float(1.0 - table.finished.mean())} if len(total) else {}
+    finished = table.finished[~np.isnan(table.finished)]
+    cut = {"response_length/clip_ratio": float(1.0 - finished.mean())} if len(finished) else {}
     return cut | {
         **summarize("critic/score", table.score[~np.isnan(table.score)]),
         **summarize("response_length", table.response),

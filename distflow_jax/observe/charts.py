@@ -92,7 +92,7 @@ def _scale(series: Sequence[Series]) -> Scale:
 
 def _axes(scale: Scale) -> list[Shape]:
     shapes: list[Shape] = []
-    for value in ticks(scale.low, scale.high, 4):
+    for value in ticks(scale.low, scale.high, 6):
         y = scale.y(value)
         shapes.append(Line([(LEFT, y), (WIDTH - RIGHT, y)], GRID, 1.0))
         shapes.append(Text(LEFT - 5.0, y + 3.0, format_value(value), 9.0, INK, anchor="end"))

@@ -8,9 +8,14 @@ import rich.progress
 import rich.table
 import rich.text
 
+from distflow_jax.observe import cells
+
+REWARD = "critic/score/mean"
+CELL_SECONDS = 0.3  # between two states of a cell's output
+
 # metric -> (label, format)
 SHOWN = {
-    "critic/score/mean": ("reward", "{:.3f}"),
+    REWARD: ("reward", "{:.3f}"),
     "response_length/mean": ("length", "{:.1f}"),
     "perf/throughput": ("tokens/s", "{:.0f}"),
 }
@@ -19,7 +24,8 @@ SHOWN = {
 class Progress:
     """The progress line of one run: step, reward, response length, tokens/s and time left.
 
-    On a terminal one line at the bottom is redrawn; elsewhere each step prints a line of its own.
+    On a terminal one line at the bottom is redrawn; in a notebook one output of the cell, with the
+    curve of the reward; elsewhere each step prints a line of its own.
     tokens/s are per device, as `perf/throughput` is. The time left is estimated from the steps of
     this process, the first apart, because compilation makes it slow. Only one process is `enabled`.
     """
@@ -37,6 +43,10 @@ class Progress:
         self._enabled = enabled
         self._first: tuple[int, float] | None = None
         self._bar = None
+        self._cell = cells.LiveOutput() if enabled and self._console.is_jupyter else None
+        self._rewards: list[tuple[int, float]] = []
+        self._state: tuple[str, int] | None = None  # what the cell says, and in which step
+        self._shown = 0.0  # when it was shown last
         if enabled and self._console.is_terminal:
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
@@ -66,18 +76,32 @@ class Progress:
         text = "  ".join(words)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
+        elif self._cell is not None:
+            self._rewards += [(step, metrics[REWARD])] if REWARD in metrics else []
+            self._state = (f"step {step}/{self._total}  {text}", step)
+            if now - self._shown >= CELL_SECONDS:
+                self._shown = now
+                self._show_cell()
         else:
             self.print(f"step {step}/{self._total}  {text}")
 
     def print(self, text: str) -> None:
         """Prints a line above the progress line."""
-        if self._enabled:
+        if self._cell is not None:
+            print(text)
+        elif self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leaves the last state of the line on the screen."""
         if self._bar is not None:
             self._bar.stop()
+        if self._state is not None:
+            self._show_cell()
+
+    def _show_cell(self) -> None:
+        words, step = self._state
+        self._cell.show(cells.progress_html(words, step, self._total, self._rewards), words)
 
 
 def table(
@@ -95,6 +119,23 @@ def table(
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
         grid.add_row(rich.text.Text(str(name)), rich.text.Text(str(text)), rich.text.Text(meaning))
     (rich.console.Console() if console is None else console).print(grid)
+
+
+def introduce(
+    title: str,
+    rows: Iterable[tuple[str, object, str]],
+    plan: str,
+    *,
+    console: rich.console.Console | None = None,
+) -> None:
+    """Says at a run's start what it will be: its sizes and its plan; folded up in a notebook."""
+    console = rich.console.Console() if console is None else console
+    if not console.is_jupyter:
+        table(title, rows, console=console)
+        print(plan, flush=True)
+        return
+    body = cells.size_table(rows)._repr_html_() + cells.preformatted(plan)
+    cells.LiveOutput().show(cells.details(title, body), title)
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,7 +9,7 @@ from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.report_page import escaped
 
 # what is looked at first: metrics whose names begin so, in this order
-_FIRST = (
+FIRST = (
     "critic/score",
     "val-core/",
     "response_length",
@@ -22,7 +22,7 @@ _FIRST = (
     "perf/throughput",
     "timing_s/step",
 )
-_TOGETHER = ("mean", "max", "min")  # metrics that share a chart
+TOGETHER = ("mean", "max", "min")  # metrics that share a chart
 _MOST_CHARTS = 300
 _POINTS, _POINTS_PER_PAGE = 300, 100_000
 
@@ -37,7 +37,7 @@ def curves(rows: Mapping[int, Mapping[str, float]]) -> str:
     first, rest = [], {}
     for title in sorted(charts, key=_rank)[:_MOST_CHARTS]:
         figure = _figure(title, charts[title], rows, most)
-        if _rank(title)[0] < len(_FIRST):
+        if _rank(title)[0] < len(FIRST):
             first.append(figure)
         else:
             rest.setdefault(title.split("/")[0], []).append(figure)
@@ -57,14 +57,14 @@ def charts_of(rows: Mapping[int, Mapping[str, float]]) -> dict[str, list[str]]:
     charts: dict[str, list[str]] = {}
     for name in sorted({name for row in rows.values() for name in row}):
         stem, _, last = name.rpartition("/")
-        title = stem if stem and last in _TOGETHER else name
+        title = stem if stem and last in TOGETHER else name
         charts.setdefault(title, []).append(name)
     return charts
 
 
 def _rank(title: str) -> tuple[int, str]:
-    places = [i for i, start in enumerate(_FIRST) if title.startswith(start)]
-    return min(places, default=len(_FIRST)), title
+    places = [i for i, start in enumerate(FIRST) if title.startswith(start)]
+    return min(places, default=len(FIRST)), title
 
 
 def _figure(
@@ -72,7 +72,7 @@ def _figure(
 ) -> str:
     by_word = {name.rpartition("/")[2]: name for name in names}
     if len(names) > 1:
-        ordered = [word for word in _TOGETHER if word in by_word]
+        ordered = [word for word in TOGETHER if word in by_word]
         colors = {"mean": COLORS[0], "max": PALE[0], "min": PALE[1]}
     else:
         ordered, colors = list(by_word), {}

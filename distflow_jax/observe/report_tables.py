@@ -16,7 +16,7 @@ def samples(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """A table per file of samples, of which one is shown; "" where there is none."""
     tables, options = [], []
     for number, (name, records) in enumerate(files.items()):
-        rows = [row for record in records for row in _answers(record)]
+        rows = [row for record in records for row in answers(record)]
         if not rows:
             continue
         body = "".join(_sample_row(row) for row in rows[:_MOST_SAMPLES])
@@ -39,7 +39,7 @@ def samples(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     )
 
 
-def _answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A training step's record is one response; an evaluation's has all responses to a prompt."""
     common = {key: record.get(key, "") for key in ("prompt", "ground_truth")}
     if not isinstance(record.get("responses"), list):
@@ -56,11 +56,12 @@ def _sample_row(row: Mapping[str, Any]) -> str:
     score = row["score"]
     score = format_value(score) if isinstance(score, int | float) else str(score)
     keys = ("prompt", "response", "ground_truth")
-    cells = "".join(f"<td><div>{_long(row[key])}</div></td>" for key in keys)
+    cells = "".join(f"<td><div>{long_text(row[key])}</div></td>" for key in keys)
     return f"<tr><td>{escaped(score)}</td>{cells}</tr>"
 
 
-def _long(value: Any) -> str:
+def long_text(value: Any) -> str:
+    """A value as HTML, a very long one cut."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     more = len(text) - _MOST_TEXT
     return escaped(text[:_MOST_TEXT]) + (f"<i> ... {more} more characters</i>" if more > 0 else "")

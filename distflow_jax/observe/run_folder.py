@@ -18,6 +18,7 @@ from distflow_jax.types import flatten_dict
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
 _MOST_LINES = 20_000  # of metrics; of stragglers a tenth
 _MOST_RECORDS = 100  # of one file of samples
+_MOST_NAMED = 12  # files of samples in an error
 _KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines with it are read in any case
 _EARLIER = 4  # steps whose samples are read beside the last
 
@@ -86,6 +87,21 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
         plan_svg=_text(folder / "plan.svg"),
         notes=notes,
     )
+
+
+def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+    """All records of one file of a run's samples, "5" or "eval-20" for instance.
+
+    Raises ValueError if there is no such file, with those that there are; lines that cannot be
+    read are left out.
+    """
+    samples = pathlib.Path(folder) / "samples"
+    names = sorted((p.stem for p in samples.glob("*.jsonl")), key=lambda n: (len(n), n))
+    if name not in names:
+        last = ", ".join(names[-_MOST_NAMED:]) or "none"
+        raise ValueError(f"{samples} has no samples of {name!r}; the last ones: {last}")
+    with (samples / f"{name}.jsonl").open("rb") as file:
+        return _objects(file, name, [])
 
 
 def _text(path: pathlib.Path, most: int = 1 << 28) -> str:

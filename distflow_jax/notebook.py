@@ -1,0 +1,392 @@
+"""Runs from a notebook: configs, plans, training and its results, as objects that a cell shows.
+
+    import distflow_jax as df
+
+    config = df.load_config("tiny", {"training.steps": 10, "dag": "grpo"})
+    df.make_plan(config)                              # the picture
+    run = df.train(config, "/tmp/first")              # progress in the cell
+    run.curves("critic/score/mean", "response_length/mean")
+    run.samples(step=5)
+    df.compare({"a": run, "b": df.load_run("/tmp/second")}, "critic/score/mean")
+
+Everything here is for one process, in the thread that a cell runs in. What a user can mend is a
+ValueError or a FileNotFoundError; nothing exits, and no state is kept between calls.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax import run as run_lib
+from distflow_jax.config import Config, Machine
+from distflow_jax.config_dict import from_config_dict
+from distflow_jax.dag.picture import draw
+from distflow_jax.dag.planner import Plan
+from distflow_jax.hints import hint
+from distflow_jax.observe.cells import (
+    LINES,
+    Charts,
+    Page,
+    Table,
+    details,
+    plain,
+    preformatted,
+    size_table,
+)
+from distflow_jax.observe.charts import COLORS, PALE, Series
+from distflow_jax.observe.drawing import Drawing, to_svg
+from distflow_jax.observe.headline import status, tiles
+from distflow_jax.observe.report import page
+from distflow_jax.observe.report_curves import FIRST, TOGETHER, charts_of
+from distflow_jax.observe.report_page import escaped
+from distflow_jax.observe.report_tables import answers
+from distflow_jax.observe.run_folder import RunFolder, read_run, read_samples
+from distflow_jax.plugins import load_function
+from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.settings import value_at, with_values
+from distflow_jax.setup import config_table, plan_run
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+_HERE = "__main__"  # the module that cells define their functions in
+_EXAMPLE_KEYS = ("response", "ground_truth", "prompt", "data_source", "extra_info")
+
+
+# -- what a run is to be ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A run's configuration, and which of its keys somebody set.
+
+    `config` holds the values. The keys in `chosen` win over the settings of the graph, as those of
+    the command line do. A cell shows what differs from the defaults.
+    """
+
+    name: str
+    config: Config
+    chosen: frozenset[str] = frozenset()
+
+    def override(self, values: Mapping[str, Any]) -> "RunConfig":
+        """This one with other values at some keys, {"training.steps": 5}.
+
+        A function stands for its name: {"dag": my_graph} is "my_module:my_graph". A path stands
+        for its text. Raises ValueError for an unknown key (the nearest is named), a section, or a
+        value of another type.
+        """
+        for key in values:
+            if not isinstance(key, str):
+                raise ValueError(f"keys are texts such as 'training.steps', got {key!r}")
+        named = {key: _plain_value(key, value) for key, value in values.items()}
+        config = with_values(self.config, named)
+        return dataclasses.replace(self, config=config, chosen=self.chosen | named.keys())
+
+    def __getitem__(self, key: str) -> Any:
+        """The value at a key: config["training.steps"]."""
+        try:
+            return value_at(self.config, key)
+        except (AttributeError, KeyError, TypeError):
+            keys = config_table(self.config)
+            raise ValueError(f"unknown key config.{key} ({hint(key, keys)})") from None
+
+    def _changed(self) -> Table:
+        table, default = config_table(self.config), config_table(Config())
+        rows = [
+            {"key": key, "value": json.loads(value), "default": json.loads(default.get(key, '""'))}
+            for key, value in sorted(table.items())
+            if value != default.get(key)
+        ]
+        title = f"config {self.name}: {len(rows)} values that are not the default"
+        return Table(rows, ("key", "value", "default"), title, shown=len(rows))
+
+    def _repr_html_(self) -> str:
+        return self._changed()._repr_html_()
+
+    def __repr__(self) -> str:
+        return repr(self._changed())
+
+
+def load_config(
+    source: str | os.PathLike | Config | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The config of a name, a file or an object, with other values at some keys.
+
+    Args:
+      source: "tiny", a file of the project's configs/; a path to a .py file with a `get_config`;
+        or a Config, or the ConfigDict of one.
+      overrides: {"training.steps": 10, ...}, see RunConfig.override.
+
+    Raises:
+      FileNotFoundError, ValueError: no such config (the nearest is named), one that cannot be
+        loaded, or overrides that do not fit it.
+    """
+    name = "from a cell"
+    if isinstance(source, str | os.PathLike):
+        name = pathlib.Path(source).stem
+        source = load_function(f"{_config_file(os.fspath(source))}:get_config", "config")()
+    config = source if isinstance(source, Config) else from_config_dict(Config, source)
+    return RunConfig(name, config).override(overrides or {})
+
+
+def _config_file(source: str) -> str:
+    known = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
+    if source in known:
+        return str(known[source])
+    if not source.endswith(".py"):
+        raise ValueError(f"unknown config {source!r} ({hint(source, known)}); or give a .py file")
+    return source
+
+
+def _plain_value(key: str, value: Any) -> Any:
+    """The value as it stands in a config."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not callable(value):
+        return value
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "<")
+    if module is None or "<" in name:
+        raise ValueError(f"{key}: {value!r} has no name to be found by; define it with def")
+    if key == "reward.function" and module == _HERE:
+        raise ValueError(
+            f"reward.function: {name} is defined in a cell, and rewards run in processes of their "
+            f"own, which cannot see it; write it to a file with %%writefile rewards.py and name "
+            f"'rewards.py:{name}'"
+        )
+    return f"{module}:{name}"
+
+
+# -- the plan ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanView:
+    """A run's plan: a cell shows its picture, with table and sizes folded up below it."""
+
+    plan: Plan
+    sizes: Table
+
+    @property
+    def drawing(self) -> Drawing:
+        """The picture, for to_svg and to_png."""
+        return draw(self.plan)
+
+    def _repr_html_(self) -> str:
+        picture = to_svg(self.drawing, f"plan {self.plan.name}")
+        return (
+            f"<div style='overflow-x:auto'>{picture}</div>"
+            + details("as a table", preformatted(self.plan.describe()))
+            + details("sizes", self.sizes._repr_html_())
+        )
+
+    def __repr__(self) -> str:
+        return self.plan.describe()
+
+
+def make_plan(config: RunConfig, *, devices: int = 0) -> PlanView:
+    """What a run would do: order, layouts, sizes. Trains nothing; opens the model, and no data.
+
+    `devices` plans for so many on one host, whatever this machine has; 0: this machine's.
+    Raises ValueError or FileNotFoundError, as training would.
+    """
+    if devices < 0:
+        raise ValueError(f"devices must not be negative, got {devices}")
+    machine = Machine.current()
+    if devices:
+        machine = Machine(1, devices, devices, machine.platform)
+    planned = plan_run(config.config, machine, config.chosen)
+    return PlanView(planned.plan, size_table(planned.table(machine)))
+
+
+# -- rewards ----------------------------------------------------------------------------------
+
+
+def try_reward(config: RunConfig, examples: Iterable[Mapping[str, Any]]) -> Table:
+    """What the config's reward function says of examples, as a run would call it.
+
+    Args:
+      config: names the function, its kwargs and its deadline, under `reward`.
+      examples: {"response": text} each; `ground_truth`, `prompt`, `data_source`, `extra_info` where
+        the function asks for them.
+
+    Returns:
+      A row per example: `score`, `error` ("" if there was none), what else the function returned,
+      and the example. The length penalty of reward.overlong_buffer is not in the score.
+
+    Raises:
+      ValueError, FileNotFoundError: an example with other keys, or a function that cannot be
+        loaded.
+    """
+    examples = [dict(example) for example in examples]
+    requests = [_request(number, example) for number, example in enumerate(examples)]
+    with RewardPool(config.config.reward) as pool:
+        results = pool.score(requests)
+    rows = [
+        {"score": result.score, **result.logged, "error": result.error or "", **example}
+        for result, example in zip(results, examples, strict=True)
+    ]
+    logged = dict.fromkeys(name for result in results for name in result.logged)
+    errors = ["error"] if any(result.error for result in results) else []
+    given = [key for key in _EXAMPLE_KEYS if any(key in example for example in examples)]
+    title = f"reward {config['reward.function']}"
+    return Table(rows, ["score", *logged, *errors, *given], title, shown=len(rows))
+
+
+def _request(number: int, example: Mapping[str, Any]) -> RewardRequest:
+    for key in example:
+        if key not in _EXAMPLE_KEYS:
+            raise ValueError(f"example {number}: unknown key {key!r} ({hint(key, _EXAMPLE_KEYS)})")
+    if not isinstance(example.get("response"), str):
+        raise ValueError(
+            f"example {number}: 'response' must be a text, got {example.get('response')!r}"
+        )
+    return RewardRequest(
+        data_source=example.get("data_source", ""),
+        solution=example["response"],
+        ground_truth=example.get("ground_truth"),
+        extra_info=dict(example.get("extra_info") or {}),
+        prompt=example.get("prompt", ""),
+    )
+
+
+# -- runs -------------------------------------------------------------------------------------
+
+
+def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
+    """Trains, or goes on with a run, and shows how far it is; returns what the run wrote.
+
+    `workdir` is the run's folder: the same one resumes it, and a finished one says so and trains
+    nothing. To interrupt the kernel costs the steps since the last checkpoint.
+
+    Raises:
+      ValueError, FileNotFoundError: what can be mended, before any device works.
+      RuntimeError: the process was told to end (SIGTERM); there is a checkpoint.
+    """
+    try:
+        code = run_lib.train_here(config.config, workdir, chosen=config.chosen)
+    except KeyboardInterrupt as error:
+        # notebooks keep the last traceback, and its frames would keep the model on the device
+        traceback.clear_frames(error.__traceback__)
+        raise
+    if code == run_lib.EXIT_PREEMPTED:
+        raise RuntimeError(
+            f"stopped by SIGTERM; train again with workdir {str(workdir)!r} to go on"
+        )
+    return load_run(workdir)
+
+
+def load_run(workdir: str | os.PathLike) -> "Results":
+    """What a run's folder holds now, whether the run has ended, goes on, or was killed.
+
+    Raises ValueError for a folder without a run.
+    """
+    folder = pathlib.Path(workdir)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} holds no run (no config.json); give a run's workdir")
+    return Results(folder, read_run(folder))
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A run's results, as they were in its folder when it was read. A cell shows the main curves.
+
+    `contents` is all that was read (observe/run_folder.py).
+    """
+
+    folder: pathlib.Path
+    contents: RunFolder
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """{"step": 1, "critic/score/mean": 0.2, ...} per step; docs/metrics.md says what is what.
+
+        Step 0 holds the evaluation of the untrained weights, where there is one.
+        """
+        return [{"step": step, **row} for step, row in self.contents.rows.items()]
+
+    def curves(self, *names: str) -> Charts:
+        """A chart for each metric; one for mean, max and min if what they share is named.
+
+        Without names, those to look at first. Raises ValueError for a metric the run does not have.
+        """
+        charts = charts_of(self.contents.rows)
+        names = names or tuple(
+            title
+            for first in FIRST
+            for title in charts
+            if title == first or (first.endswith("/") and title.startswith(first))
+        )
+        return Charts([(name, _lines(self.contents, name, charts)) for name in names])
+
+    def samples(self, step: int | str | None = None) -> Table:
+        """Responses with their scores, one a row: those of a step, "eval-20", or the last step's.
+
+        Raises ValueError, with the steps there are, if there are none of this one.
+        """
+        if step is None:
+            steps = (p.stem for p in (self.folder / "samples").glob("*.jsonl"))
+            step = max((int(stem) for stem in steps if stem.isdigit()), default=0)
+        records = read_samples(self.folder, str(step))
+        rows = [record | answer for record in records for answer in answers(record)]
+        title = f"samples of step {step}" if str(step).isdigit() else f"samples of {step}"
+        return Table(rows, ("score", "prompt", "response", "ground_truth"), title)
+
+    def report(self) -> Page:
+        """The run's report: curves, times, plan, samples and config on one page."""
+        return Page(page(self.contents), f"the report of {self.folder}: see report.html there")
+
+    def _repr_html_(self) -> str:
+        facts = "".join(
+            f"<span style='margin-right:18px'><b>{escaped(tile.value)}</b> {escaped(tile.name)} "
+            f"{escaped(tile.more)}</span>"
+            for tile in tiles(self.contents)
+        )
+        head = f"<p><b>{escaped(self.folder)}</b>: {escaped(status(self.contents)[1])}</p>"
+        return f"{head}<p>{facts}</p>{self.curves()._repr_html_()}"
+
+    def __repr__(self) -> str:
+        lines = [f"{self.folder}: {status(self.contents)[1]}"]
+        lines += [f"  {t.name}: {t.value} {t.more}".rstrip() for t in tiles(self.contents)]
+        return "\n".join(plain(line) for line in lines)
+
+
+def compare(runs: Mapping[str, Results], *names: str) -> Charts:
+    """A chart for each metric, with a line for each run, {"what it is called": results}.
+
+    Without names, of the reward. Raises ValueError for a metric that one of the runs does not have,
+    or more runs than there are colours.
+    """
+    if not 0 < len(runs) <= len(LINES):
+        raise ValueError(f"compare takes 1 to {len(LINES)} runs, got {len(runs)}")
+    charts = []
+    for name in names or ("critic/score/mean",):
+        lines = [
+            dataclasses.replace(_line(results.contents, name), name=label, color=color)
+            for (label, results), color in zip(runs.items(), LINES, strict=False)
+        ]
+        charts.append((name, lines))
+    return Charts(charts)
+
+
+def _lines(run: RunFolder, name: str, charts: Mapping[str, Sequence[str]]) -> list[Series]:
+    """One line, or those of mean, max and min."""
+    words = {metric.rpartition("/")[2]: metric for metric in charts.get(name, ())}
+    if name in words.values() or not words:
+        return [_line(run, name)]
+    colors = dict(zip(TOGETHER, (COLORS[0], *PALE), strict=True))
+    return [
+        dataclasses.replace(_line(run, words[word]), name=word, color=color)
+        for word, color in colors.items()
+        if word in words
+    ]
+
+
+def _line(run: RunFolder, name: str) -> Series:
+    points = [(step, row[name]) for step, row in run.rows.items() if name in row]
+    if not points:
+        known = {metric for row in run.rows.values() for metric in row}
+        raise ValueError(f"run {run.name!r} has no metric {name!r} ({hint(name, known)})")
+    return Series(name.rpartition("/")[2], points)
