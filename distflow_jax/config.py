@@ -7,6 +7,7 @@ locked ml_collections ConfigDict (configs/), turned into these dataclasses befor
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 
@@ -23,6 +24,7 @@ from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import num_params
 from distflow_jax.observe.watchdog import HealthConfig
+from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.parallel.mesh import (
     MeshConfig,
     MeshSizes,
@@ -62,6 +64,8 @@ class TrainingConfig:
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
     remat: bool = False  # recompute activations: a third more work, memory of one layer
+    # idle: what a node does not use of models, optimizers and samplers waits in host memory
+    offload: Literal["none", "idle"] = "none"
     max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
@@ -216,7 +220,15 @@ class Sizes:
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
             ("decode slots", self.engine.slots * samplers, "over all samplers"),
+            *_offload_rows(config.training.offload, machine),
         ]
+
+
+def _offload_rows(offload: str, machine: Machine) -> list[tuple]:
+    if offload == "none":
+        return []
+    same = "; a CPU's own, so nothing is saved" if machine.platform == "cpu" else ""
+    return [("unused models", "wait on the host", f"in {HOST} memory{same}")]
 
 
 def _divides(what: str, value: int, by: dict[str, int]) -> int:

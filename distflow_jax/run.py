@@ -25,6 +25,7 @@ from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.picture import draw
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
@@ -253,6 +254,7 @@ class Run:
             rounds,
             rehearse=None if self._warm else _empty,
         )
+        self.machinery.offload.update(self.states)
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(self.setup.plan.tasks[-1].node.id):
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -285,15 +287,17 @@ class Run:
 
     def sync_weights(self, version: int) -> None:
         """Gives each sampler its policy's weights of `version` finished steps. Collective."""
-        for key, policy in self.setup.samplers.items():
-            state = self.states[key]
-            if state.version == version:
-                continue
-            with self.phases.span("update_weights"):
+        samplers, states = self.setup.samplers, self.states
+        if all(states[key].version == version for key in samplers):
+            return
+        with self.phases.span("update_weights"), self._staying(UPDATE_WEIGHTS):
+            for key, policy in samplers.items():
                 params = self._policy_params(policy)
-                state = update_weights(state, self.machinery.sync, params, version)
-                jax.block_until_ready(state.params)
-            self.states[key] = state
+                states[key] = update_weights(states[key], self.machinery.sync, params, version)
+            jax.block_until_ready([states[key].params for key in samplers])
+
+    def _staying(self, name: str) -> contextlib.AbstractContextManager:
+        return self.machinery.offload.staying(name, self.states)
 
     def _policy_params(self, key: str) -> Any:
         state = self.states[key]
@@ -302,7 +306,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
         config, sampler = self.config, next(iter(self.setup.samplers))
-        with self.phases.span("testing"):
+        with self.phases.span("testing"), self._staying(EVALUATE):
             self.states[sampler], scored = evaluate(
                 self.machinery.engine,
                 self.states[sampler],
@@ -345,14 +349,16 @@ class Run:
         and loader too; from the source otherwise."""
         setup = self.setup
         states = States(setup.models, setup.source, self.config, self.machinery.meshes)
+        offload = self.machinery.offload
         if self.checkpointer.latest() is None:
-            return states.initial({})
-        self.step, restored, info = self.checkpointer.restore(None, states.abstract())
+            return states.initial({}, offload.adopt)
+        wanted = offload.abstract(states.abstract())
+        self.step, restored, info = self.checkpointer.restore(None, wanted)
         setup.loader.restore(info["loader"])
         self.batches = setup.loader.position // self.config.data.prompts_per_step
         self.nonfinite = info["nonfinite"]
         small = {key: np.float32(value) for key, value in info["nodes"].items()}
-        return states.initial(restored) | small
+        return states.initial(restored, offload.adopt) | small
 
     def _small_states(self) -> list[str]:
         """Keys of the states that are one number of a node's own, an adaptive coefficient."""
@@ -362,14 +368,17 @@ class Run:
     def _start_sampler(self) -> None:
         """First weights for the samplers; compiles all of their programs."""
         engine, compiled = self.machinery.engine, False
-        for key, policy in self.setup.samplers.items():
-            with self.phases.span("update_weights"):
-                weights = self.machinery.sync(self._policy_params(policy))
-            self.states[key] = SamplerState(weights, self.step, engine.init_decode_state())
-            if not compiled:
-                with self.phases.span("compile_sampler"):
-                    engine.compile(weights)
-            compiled = True
+        if engine is None:
+            return
+        with self._staying(UPDATE_WEIGHTS):
+            for key, policy in self.setup.samplers.items():
+                with self.phases.span("update_weights"):
+                    weights = self.machinery.sync(self._policy_params(policy))
+                self.states[key] = SamplerState(weights, self.step, engine.init_decode_state())
+                if not compiled:
+                    with self.phases.span("compile_sampler"):
+                        engine.compile(weights)
+                compiled = True
 
     def _describe(self) -> None:
         """Writes config and plan, and prints what a person wants to see before step 1."""
@@ -378,7 +387,7 @@ class Run:
             log.info("continuing from step %d in %s", self.step, self.folder)
             _warn_of_changes(self.folder / "config.json", described)
         self.writer.config(described)
-        text = setup.plan.describe()
+        text = setup.plan_text()
         picture = to_svg(draw(setup.plan), f"plan {setup.plan.name}")
         digest = f"\n\ndigest {setup.plan.digest}"
         self.writer.plan(text + digest, svg=picture, tree=setup.plan.to_json())

@@ -23,12 +23,15 @@ from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.graph import DATA, ROLES, Graph, Node
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import HOST, Plan, Task, plan
+from distflow_jax.dag.residency import Stay, describe, residency
 from distflow_jax.hints import hint
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.observe.spans import Spans
+from distflow_jax.offload import Offload
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
+from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
@@ -61,19 +64,41 @@ class Setup:
 
     @property
     def samplers(self) -> dict[str, str]:
-        """State key of each sampler -> that of the policy whose weights it has.
+        """State key of each sampler -> that of the policy whose weights it has."""
+        return samplers_of(self.plan, self.models, self.config)
 
-        Evaluation samples too: of the one policy that is trained, if there is one.
-        """
-        keys = {
-            t.state_key: t.node.model or "actor"
-            for t in self.plan.tasks
-            if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
-        }
-        policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
-        if not keys and self.config.eval.dataset and policies:
-            keys["rollout"] = "actor" if "actor" in policies else policies[0]
-        return keys
+    @property
+    def stays(self) -> dict[str, Stay]:
+        """What each node has on its devices, where the rest waits on the host; empty otherwise."""
+        return residency_of(self.plan, self.models, self.config)
+
+    def plan_text(self) -> str:
+        """The plan as tables for people."""
+        stays = self.stays
+        return self.plan.describe() + (f"\n{describe(stays)}" if stays else "")
+
+
+def samplers_of(plan: Plan, models: Mapping[str, ModelOfRun], config: Config) -> dict[str, str]:
+    """State key of each sampler -> that of the policy whose weights it has.
+
+    Evaluation samples too: of the one policy that is trained, if there is one.
+    """
+    keys = {
+        t.state_key: t.node.model or "actor"
+        for t in plan.tasks
+        if t.node.role == "ROLLOUT" and t.node.type == "MODEL_INFERENCE"
+    }
+    policies = [m.key for m in models.values() if m.trained and m.is_policy]
+    if not keys and config.eval.dataset and policies:
+        keys["rollout"] = "actor" if "actor" in policies else policies[0]
+    return keys
+
+
+def residency_of(plan: Plan, models: Mapping[str, ModelOfRun], config: Config) -> dict[str, Stay]:
+    """What each node has on its devices, where the rest waits on the host; empty otherwise."""
+    if config.training.offload == "none":
+        return {}
+    return residency(plan, samplers_of(plan, models, config))
 
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
@@ -135,6 +160,8 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     """
     machine = Machine.current()
     config, graph = settle(config, chosen)
+    if config.training.offload != "none":
+        check_host_memory(f"training.offload={config.training.offload!r}")
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)
@@ -271,6 +298,7 @@ class Machinery:
     engine: RolloutEngine | None
     sync: WeightSync | None
     meshes: dict[Layout, jax.sharding.Mesh]
+    offload: Offload  # holds no state where nothing waits on the host
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
 
@@ -287,15 +315,19 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     if engine is not None:
         replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
         sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
+    layouts = {key: found.layout for key, found in setup.models.items()}
+    offload = Offload(setup.stays, layouts, engine.init_decode_state if engine else None)
     stages = {}
     for task in setup.plan.tasks:
-        stages[task.node.id] = setup.builders[task.node.id](contexts.of(task))
+        stage = setup.builders[task.node.id](contexts.of(task))
+        stages[task.node.id] = offload.wrap(task.node.id, task.state_key, stage)
     return Machinery(
         stages=stages,
         coordinator=_coordinator(setup, meshes, spans.span),
         engine=engine,
         sync=sync,
         meshes=meshes,
+        offload=offload,
         member=member,
         hosts=sizes.sampler_hosts,
     )

@@ -18,11 +18,12 @@ from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.planner import Plan
+from distflow_jax.dag.residency import describe
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
-from distflow_jax.setup import make_plan, settle
+from distflow_jax.setup import make_plan, residency_of, settle
 from distflow_jax.states import models_of
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -55,21 +56,22 @@ def main(argv: list[str]) -> int:
     config, graph = settle(config, chosen)
     sizes = derive_sizes(config, source.config, machine, graph)
     plan = make_plan(config, graph, sizes)
-    models_of(plan)
+    stays = residency_of(plan, models_of(plan), config)
+    text = plan.describe() + (f"\n{describe(stays)}" if stays else "")
     progress.table(f"{source.spec}", sizes.table(config, source.config, machine))
-    print(plan.describe())
+    print(text)
     if MERMAID.value:
         print(to_mermaid(plan))
     if OUT.value:
-        write_pictures(plan, pathlib.Path(OUT.value))
+        write_pictures(plan, text, pathlib.Path(OUT.value))
     return 0
 
 
-def write_pictures(plan: Plan, folder: pathlib.Path) -> None:
+def write_pictures(plan: Plan, text: str, folder: pathlib.Path) -> None:
     """Writes plan.txt, plan.mmd, plan.svg and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
     drawing = draw(plan)
-    (folder / "plan.txt").write_text(plan.describe(), encoding="utf-8")
+    (folder / "plan.txt").write_text(text, encoding="utf-8")
     (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
     (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
     (folder / "plan.png").write_bytes(to_png(drawing))

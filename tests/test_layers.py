@@ -9,7 +9,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "distflow_jax"
 # From the top: the wiring, then what is built on what. Names in one set are siblings.
 LAYERS = [
-    {"run", "setup", "states", "settings", "inference", "config", "command_line", "config_dict"},
+    {
+        "run",
+        "setup",
+        "states",
+        "offload",
+        "settings",
+        "inference",
+        "config",
+        "command_line",
+        "config_dict",
+    },
     {"dag"},
     {"stages"},
     {"training", "rollout", "rewards", "coordinator", "checkpoint"},

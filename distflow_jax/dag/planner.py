@@ -109,7 +109,8 @@ class Plan:
                 f"{self.region.max_rounds} times: {names}\n"
             )
         return (
-            f"plan {self.name}, digest {self.digest[:12]}\n\n{_table(nodes)}\n\n{_table(reads)}\n\n"
+            f"plan {self.name}, digest {self.digest[:12]}\n\n{aligned(nodes)}\n\n"
+            f"{aligned(reads)}\n\n"
             f"{loop}device segments: {segments or 'none'}\n"
         )
 
@@ -440,7 +441,8 @@ def _describe_move(edge: Edge) -> str:
     return f"{edge.move}: {edge.source_layout} -> {edge.target_layout}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of words as text, the first one as a header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
