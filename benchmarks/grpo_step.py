@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distflow_jax import machinery as machinery_lib
 from distflow_jax import setup as setup_lib
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
@@ -38,15 +39,15 @@ from distflow_jax.config import (
     TrainingConfig,
     derive_sizes,
 )
+from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig
-from distflow_jax.dag.worker import run_step
+from distflow_jax.dag.worker import Runner, make_runner, run_step
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
 from distflow_jax.stages.context import Stage
-from distflow_jax.stages.table import resolve
 from distflow_jax.states import States, models_of
 from distflow_jax.training.optimizer import OptimizerConfig
 
@@ -131,6 +132,7 @@ def make_config(args: argparse.Namespace) -> Config:
             tokens_per_call=args.tokens_per_call,
             cache_block=args.cache_block,
         ),
+        coordinator=CoordinatorConfig(overlap_rewards=False),
         training=TrainingConfig(
             steps=args.steps,
             row_tokens=args.row_tokens,
@@ -151,16 +153,18 @@ def share_of_lower_half(vocab: int) -> Stage:
     return reward
 
 
-def blocking(stage: Stage) -> Stage:
-    """The stage, returning only when what it computes is there: its span is then its time."""
+def blocking(runner: Runner) -> Runner:
+    """The runner, returning only when what it computes is there: its span is then its time."""
 
-    def wrapper(state, fields, options):
-        return jax.block_until_ready(stage(state, fields, options))
+    def wrapper(states, values):
+        return jax.block_until_ready(runner(states, values))
 
     return wrapper
 
 
-def build(args: argparse.Namespace) -> tuple[setup_lib.Setup, setup_lib.Machinery, dict[str, Any]]:
+def build(
+    args: argparse.Namespace,
+) -> tuple[setup_lib.Setup, machinery_lib.Machinery, dict[str, Any]]:
     """A run's machinery and first states, with the reward and the end ids of this benchmark."""
     config, machine = make_config(args), Machine.current()
     source = open_model(config.model.source)
@@ -171,24 +175,25 @@ def build(args: argparse.Namespace) -> tuple[setup_lib.Setup, setup_lib.Machiner
     config, graph = setup_lib.settle(config)
     sizes = derive_sizes(config, source.config, machine, graph)
     plan = setup_lib.make_plan(config, graph, sizes)
-    builders = resolve(task.node for task in plan.tasks)
-    builders["reward"] = lambda context: share_of_lower_half(vocab)
     # neither loader nor reward pool: prompts and scores are made here
     setup = setup_lib.Setup(
         config=config,
+        graph=graph,
         machine=machine,
         source=source,
         sizes=sizes,
         plan=plan,
         models=models_of(plan),
-        builders=builders,
         until=None,
         loader=None,
         eval_prompts=[],
         rewards=None,
     )
-    machinery = setup_lib.build(setup, Spans())
-    machinery.stages = {name: blocking(stage) for name, stage in machinery.stages.items()}
+    machinery = machinery_lib.build(setup, Spans())
+    machinery.compile()
+    (reward,) = (unit for unit in plan.units if unit.name == "reward")
+    machinery.runners["reward"] = make_runner(reward, {"reward": share_of_lower_half(vocab)})
+    machinery.runners = {name: blocking(runner) for name, runner in machinery.runners.items()}
     states = States(setup.models, source, config, machinery.meshes).initial({})
     engine = machinery.engine
     weights = machinery.sync(states["actor"].params)
@@ -219,7 +224,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
             params = states["actor"].params
             states["rollout"] = update_weights(states["rollout"], machinery.sync, params, step - 1)
         coordinator.begin(given_columns(batch, args.samples))
-        states, metrics = run_step(setup.plan, step, machinery.stages, states, coordinator, spans)
+        states, metrics = run_step(setup.plan, step, machinery.runners, states, coordinator, spans)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record = {"step": step, "step_s": time.perf_counter() - wall}
         record |= {"cpu_s": time.process_time() - cpu, "compilations": compilations.take()}

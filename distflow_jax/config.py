@@ -7,6 +7,7 @@ locked ml_collections ConfigDict (configs/), turned into these dataclasses befor
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 
@@ -23,11 +24,13 @@ from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import num_params
 from distflow_jax.observe.watchdog import HealthConfig
+from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.parallel.mesh import (
     MeshConfig,
     MeshSizes,
     check_hosts,
     hosts_per_sampler,
+    resolve_part,
     resolve_sizes,
 )
 from distflow_jax.rewards.pool import RewardConfig
@@ -62,6 +65,9 @@ class TrainingConfig:
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
     remat: bool = False  # recompute activations: a third more work, memory of one layer
     fuse: bool = True  # adjacent nodes on one mesh are one compiled program
+    # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
+    # every node on a mesh is a program of its own
+    offload: Literal["none", "idle"] = "none"
     max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
@@ -163,6 +169,12 @@ class Machine:
             jax.process_count(), jax.device_count(), jax.local_device_count(), jax.default_backend()
         )
 
+    def part(self, local_devices: int) -> "Machine":
+        """The same machine with so many devices of each host."""
+        return dataclasses.replace(
+            self, devices=self.processes * local_devices, local_devices=local_devices
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -188,13 +200,13 @@ class Sizes:
         samplers = machine.processes // self.sampler_hosts
         hosts = f"of {self.sampler_hosts} hosts each" if self.sampler_hosts > 1 else "one per host"
         others = [
-            (f"mesh of {name}", f"fsdp {sizes.fsdp} x tensor {sizes.tensor}", "")
+            (f"mesh of {name}", *sizes.describe())
             for name, sizes in sorted(self.role_meshes.items())
         ]
         return [
             ("parameters", f"{num_params(model):,}", "of the model"),
             ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
-            ("training mesh", f"fsdp {self.mesh.fsdp} x tensor {self.mesh.tensor}", ""),
+            ("training mesh", *self.mesh.describe()),
             *others,
             ("samplers", samplers, f"{hosts}, tensor {self.rollout_tensor}"),
             ("compute dtype", self.forward.compute_dtype, "parameters are float32"),
@@ -210,7 +222,15 @@ class Sizes:
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
             ("decode slots", self.engine.slots * samplers, "over all samplers"),
+            *_offload_rows(config.training.offload, machine),
         ]
+
+
+def _offload_rows(offload: str, machine: Machine) -> list[tuple]:
+    if offload == "none":
+        return []
+    same = "; a CPU's own, so nothing is saved" if machine.platform == "cpu" else ""
+    return [("unused models", "wait on the host", f"in {HOST} memory{same}")]
 
 
 def _divides(what: str, value: int, by: dict[str, int]) -> int:
@@ -361,11 +381,9 @@ def _mesh_sizes(
 ) -> tuple[MeshSizes, dict[str, MeshSizes]]:
     """Meshes of the training roles: (the common one, those of `mesh.roles`)."""
     _check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
-    common = _role_sizes("mesh", config.fsdp, config.tensor, model, machine)
+    common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
     roles = {
-        name: _role_sizes(
-            f"mesh.roles.{name}", sizes.get("fsdp", 0), sizes.get("tensor", 1), model, machine
-        )
+        name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
         for name, sizes in config.roles.items()
     }
     for name in ("ROLLOUT", "REWARD"):
@@ -378,10 +396,14 @@ def _mesh_sizes(
 
 
 def _role_sizes(
-    where: str, fsdp: int, tensor: int, model: DecoderConfig, machine: Machine
+    where: str, sizes: Mapping[str, int | str], model: DecoderConfig, machine: Machine
 ) -> MeshSizes:
+    part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
+    if part is not None:
+        machine = machine.part(part[1] - part[0])
+    fsdp, tensor = sizes.get("fsdp", 0), sizes.get("tensor", 1)
     _check_width(f"{where}.tensor", tensor, model, machine)
-    sizes = resolve_sizes(fsdp, tensor, machine.devices, where=where)
+    sizes = resolve_sizes(fsdp, tensor, machine.devices, where=where, part=part)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(

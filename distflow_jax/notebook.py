@@ -198,7 +198,7 @@ def make_plan(config: RunConfig, *, devices: int = 0) -> PlanView:
     if devices:
         machine = Machine(1, devices, devices, machine.platform)
     planned = plan_run(config.config, machine, config.chosen)
-    return PlanView(planned.plan, size_table(planned.table(machine)))
+    return PlanView(planned.plan, size_table(planned.table()))
 
 
 # -- rewards ----------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.planner import Unit
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
+from distflow_jax.machinery import Machinery, build
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, memory, progress
 from distflow_jax.observe.drawing import to_svg
@@ -37,8 +39,10 @@ from distflow_jax.observe.watchdog import HealthConfig, Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import ALONE, Job
+from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes
+from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import SamplerState, update_weights
-from distflow_jax.setup import Machinery, Setup, build, prepare
+from distflow_jax.setup import Setup, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 from distflow_jax.states import States
 from distflow_jax.training.state import TrainState
@@ -164,8 +168,7 @@ class Run:
         self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
         self.machinery: Machinery = build(setup, self.spans)
         with self.phases.span("compile_programs"):
-            for program in self.machinery.programs.values():
-                program.compile()
+            self.machinery.compile()
         self.step, self.nonfinite = 0, 0
         self.batches = 0  # of the loader that were used: one a step, or as many as a region took
         self._communicated = processes.communication_seconds()
@@ -267,6 +270,7 @@ class Run:
             rounds,
             rehearse=None if self._warm else _empty,
         )
+        self.machinery.offload.update(self.states)
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
             metrics = without_empty(jax.device_get(metrics))
@@ -299,15 +303,17 @@ class Run:
 
     def sync_weights(self, version: int) -> None:
         """Gives each sampler its policy's weights of `version` finished steps. Collective."""
-        for key, policy in self.setup.samplers.items():
-            state = self.states[key]
-            if state.version == version:
-                continue
-            with self.phases.span("update_weights"):
+        samplers, states = self.setup.samplers, self.states
+        if all(states[key].version == version for key in samplers):
+            return
+        with self.phases.span("update_weights"), self._staying(UPDATE_WEIGHTS):
+            for key, policy in samplers.items():
                 params = self._policy_params(policy)
-                state = update_weights(state, self.machinery.sync, params, version)
-                jax.block_until_ready(state.params)
-            self.states[key] = state
+                states[key] = update_weights(states[key], self.machinery.sync, params, version)
+            jax.block_until_ready([states[key].params for key in samplers])
+
+    def _staying(self, name: str) -> contextlib.AbstractContextManager:
+        return self.machinery.offload.staying(name, self.states)
 
     def _policy_params(self, key: str) -> Any:
         state = self.states[key]
@@ -316,7 +322,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
         config, sampler = self.config, next(iter(self.setup.samplers))
-        with self.phases.span("testing"):
+        with self.phases.span("testing"), self._staying(EVALUATE):
             self.states[sampler], scored = evaluate(
                 self.machinery.engine,
                 self.states[sampler],
@@ -359,15 +365,16 @@ class Run:
         and loader too; from the source otherwise."""
         setup = self.setup
         states = States(setup.models, setup.source, self.config, self.machinery.meshes)
-        first = self.machinery.first_states
+        offload, first = self.machinery.offload, self.machinery.first_states
         if self.checkpointer.latest() is None:
-            return states.initial({}) | first
-        self.step, restored, info = self.checkpointer.restore(None, states.abstract())
+            return states.initial({}, offload.adopt) | first
+        wanted = offload.abstract(states.abstract())
+        self.step, restored, info = self.checkpointer.restore(None, wanted)
         setup.loader.restore(info["loader"])
         self.batches = setup.loader.position // self.config.data.prompts_per_step
         self.nonfinite = info["nonfinite"]
         small = {key: np.float32(value) for key, value in info["nodes"].items()}
-        return states.initial(restored) | first | small
+        return states.initial(restored, offload.adopt) | first | small
 
     def _small_states(self) -> list[str]:
         """Keys of the states that are one number of a node's own, an adaptive coefficient."""
@@ -377,14 +384,17 @@ class Run:
     def _start_sampler(self) -> None:
         """First weights for the samplers; compiles all of their programs."""
         engine, compiled = self.machinery.engine, False
-        for key, policy in self.setup.samplers.items():
-            with self.phases.span("update_weights"):
-                weights = self.machinery.sync(self._policy_params(policy))
-            self.states[key] = SamplerState(weights, self.step, engine.init_decode_state())
-            if not compiled:
-                with self.phases.span("compile_sampler"):
-                    engine.compile(weights)
-            compiled = True
+        if engine is None:
+            return
+        with self._staying(UPDATE_WEIGHTS):
+            for key, policy in self.setup.samplers.items():
+                with self.phases.span("update_weights"):
+                    weights = self.machinery.sync(self._policy_params(policy))
+                self.states[key] = SamplerState(weights, self.step, engine.init_decode_state())
+                if not compiled:
+                    with self.phases.span("compile_sampler"):
+                        engine.compile(weights)
+                compiled = True
 
     def _describe(self) -> None:
         """Writes config and plan, and prints what a person wants to see before step 1."""
@@ -393,15 +403,18 @@ class Run:
             log.info("continuing from step %d in %s", self.step, self.folder)
             _warn_of_changes(self.folder / "config.json", described)
         self.writer.config(described)
-        text = setup.plan.describe()
-        picture = to_svg(draw(setup.plan), f"plan {setup.plan.name}")
+        programs = self.machinery.programs
+        fields = fields_on_meshes(setup.plan, programs)
+        costs = {name: costs_of(p.traced, p.compile()) for name, p in programs.items()}
+        text = f"{setup.text()}\n{describe(fields, costs)}"
+        drawing = draw(setup.plan, sizes=bytes_of_fields(fields))
+        picture = to_svg(drawing, f"plan {setup.plan.name}")
         digest = f"\n\ndigest {setup.plan.digest}"
         self.writer.plan(text + digest, svg=picture, tree=setup.plan.to_json())
         if self.is_first:
-            model = setup.source.config
             progress.introduce(
                 f"{setup.source.spec}, dag {setup.plan.name}, {self.folder}",
-                setup.sizes.table(self.config, model, setup.machine),
+                setup.table(),
                 text,
             )
             if setup.loader.dropped:

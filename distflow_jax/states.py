@@ -6,7 +6,7 @@ policy's trunk with a head that gives one number per token.
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -155,13 +155,18 @@ class States:
             for network, _, mesh in [self._parts(model)]
         }
 
-    def initial(self, restored: Mapping[str, TrainState]) -> dict[str, Any]:
+    def initial(
+        self,
+        restored: Mapping[str, TrainState],
+        settle: Callable[[str, Any], Any] = lambda key, state: state,
+    ) -> dict[str, Any]:
         """The state of every model: parameters of the frozen, a TrainState of the trained ones.
 
-        `restored` ones are taken as they are. Raises ValueError or FileNotFoundError where the
-        checkpoint that a node names cannot be read.
+        `restored` ones are taken as they are; `settle(key, state)` finds each a place as soon as it
+        is there. Raises ValueError or FileNotFoundError where the checkpoint that a node names
+        cannot be read.
         """
-        states: dict[str, Any] = dict(restored)
+        states: dict[str, Any] = {key: settle(key, state) for key, state in restored.items()}
         policies: dict[Layout, Any] = {}  # weights of the source, read once for each layout
         for key, model in self._models.items():
             if key in states:
@@ -180,7 +185,7 @@ class States:
                     params = with_scalar_head(params, network, self._config.seed, mesh)
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
-            states[key] = params
+            states[key] = settle(key, params)
         return states
 
     def _parts(

@@ -18,22 +18,30 @@ class Layout:
 
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
     `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
-    2)). A host layout with the axis ("hosts", k) is that of samplers which k processes share: all
-    k hold the columns of all of them. Two stages whose layouts compare equal hand fields on without
-    moving a byte.
+    2)). A mesh covers all devices, or of every host the local devices part[0] up to part[1],
+    exclusive. A host layout with the axis ("hosts", k) is that of samplers which k processes share:
+    all k hold the columns of all of them. Two stages whose layouts compare equal hand fields on
+    without moving a byte.
     """
 
     kind: str
     axes: tuple[tuple[str, int], ...] = ()
+    part: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.kind not in ("host", "mesh"):
             raise ValueError(f"layout kind must be 'host' or 'mesh', got {self.kind!r}")
 
+    def to_tree(self) -> dict[str, Any]:
+        """The layout as plain JSON values; a part is named only where there is one."""
+        tree = {"kind": self.kind, "axes": self.axes}
+        return tree if self.part is None else tree | {"part": self.part}
+
     def __str__(self):
         if self.kind == "host":
             return "host" if not self.axes else f"groups of {hosts_of(self)} hosts"
-        return " x ".join(f"{name} {size}" for name, size in self.axes)
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes)
+        return axes if self.part is None else f"{axes} on devices {part_text(self.part)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,13 @@ class Edge:
     target_layout: Layout
     move: str
 
+    def to_tree(self) -> dict[str, Any]:
+        """The edge as plain JSON values."""
+        return vars(self) | {
+            "source_layout": self.source_layout.to_tree(),
+            "target_layout": self.target_layout.to_tree(),
+        }
+
 
 def move_between(source: Layout, target: Layout) -> str:
     """The kind of move an edge needs: stay, share, pack, unpack or reshard."""
@@ -60,6 +75,18 @@ def move_between(source: Layout, target: Layout) -> str:
     if source.kind == target.kind:
         return "share" if source.kind == "host" else "reshard"
     return "pack" if source.kind == "host" else "unpack"
+
+
+def part_text(part: tuple[int, int]) -> str:
+    """A part of every host's devices as it is written in the config: "4:6"."""
+    return f"{part[0]}:{part[1]}"
+
+
+def overlaps(a: Layout, b: Layout) -> bool:
+    """Whether two mesh layouts have devices in common."""
+    if a.part is None or b.part is None:
+        return True
+    return a.part[0] < b.part[1] and b.part[0] < a.part[1]
 
 
 def hosts_of(layout: Layout) -> int:

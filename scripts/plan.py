@@ -1,14 +1,20 @@
-"""Shows what a run would do: order, roles, reads and writes, layouts, sizes. Trains nothing.
+"""Shows what a run would do: order, reads and writes, layouts, sizes, programs. Trains nothing.
 
 Examples:
   python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04
   python scripts/plan.py --config=configs/grpo_smollm2.py --out=plan --mermaid
 
---out writes plan.txt, the pictures plan.svg and plan.png, and plan.mmd, a Mermaid flowchart.
+Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
+--nocompile traces them only. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
+and plan.mmd, a Mermaid flowchart.
 """
 
+import json
+import os
 import pathlib
+from collections.abc import Mapping
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -18,9 +24,18 @@ from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.planner import Plan
+from distflow_jax.machinery import trace
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
+from distflow_jax.program_table import (
+    FieldOnMesh,
+    bytes_of_fields,
+    describe,
+    fields_on_meshes,
+    to_tree,
+)
+from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.setup import plan_run
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -28,43 +43,65 @@ DEVICES = flags.DEFINE_integer(
     "devices", 0, "Plan for so many devices, whatever this machine has; 0: this machine's.", 0
 )
 PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
+COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs, for their memory and bytes.")
 MERMAID = flags.DEFINE_boolean("mermaid", False, "Print the plan as a Mermaid flowchart, too.")
 OUT = flags.DEFINE_string("out", "", "Folder for the plan's text and pictures; empty: none.")
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> int:
-    """Checks the config as a run does, prints the plan, and draws it."""
+    """Checks the config as a run does, prints the plan and its programs, and draws it."""
     config = from_config_dict(Config, CONFIG.value)
-    machine = Machine.current()
-    if DEVICES.value:
-        if DEVICES.value % PROCESSES.value:
-            raise ValueError(
-                f"--devices={DEVICES.value} is not divisible by --processes={PROCESSES.value}"
-            )
-        machine = Machine(
-            PROCESSES.value,
-            DEVICES.value,
-            DEVICES.value // PROCESSES.value,
-            machine.platform,
-        )
+    machine = wanted_machine()
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
     planned = plan_run(config, machine, chosen)
-    plan = planned.plan
-    progress.table(planned.source.spec, planned.table(machine))
-    print(plan.describe())
+    progress.table(planned.source.spec, planned.table())
+    text, fields, costs = planned.text(), [], {}
+    if jax.device_count() != machine.devices or machine.processes != jax.process_count():
+        here = f"{jax.device_count()} devices in {jax.process_count()} process"
+        text += f"\nprograms are traced where the devices are: this is a machine of {here}\n"
+    else:
+        programs = trace(planned)
+        fields = fields_on_meshes(planned.plan, programs)
+        for name, program in programs.items():
+            compiled = program.compile() if COMPILE.value else None
+            costs[name] = costs_of(program.traced, compiled)
+        text += f"\n{describe(fields, costs)}"
+    print(text)
     if MERMAID.value:
-        print(to_mermaid(plan))
+        print(to_mermaid(planned.plan))
     if OUT.value:
-        write_pictures(plan, pathlib.Path(OUT.value))
+        write_files(planned.plan, text, fields, costs, pathlib.Path(OUT.value))
     return 0
 
 
-def write_pictures(plan: Plan, folder: pathlib.Path) -> None:
-    """Writes plan.txt, plan.mmd, plan.svg and plan.png."""
+def wanted_machine() -> Machine:
+    """The machine to plan for; on CPU this process gets as many devices as that has."""
+    if not DEVICES.value:
+        return Machine.current()
+    if DEVICES.value % PROCESSES.value:
+        raise ValueError(
+            f"--devices={DEVICES.value} is not divisible by --processes={PROCESSES.value}"
+        )
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", DEVICES.value)
+    of_host = DEVICES.value // PROCESSES.value
+    return Machine(PROCESSES.value, DEVICES.value, of_host, jax.default_backend())
+
+
+def write_files(
+    plan: Plan,
+    text: str,
+    fields: list[FieldOnMesh],
+    costs: Mapping[str, Costs],
+    folder: pathlib.Path,
+) -> None:
+    """Writes plan.txt, plan.json, plan.mmd, plan.svg and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawing = draw(plan)
-    (folder / "plan.txt").write_text(plan.describe(), encoding="utf-8")
+    drawing = draw(plan, sizes=bytes_of_fields(fields))
+    tree = json.loads(plan.to_json()) | to_tree(fields, costs)
+    (folder / "plan.txt").write_text(text, encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
     (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
     (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
     (folder / "plan.png").write_bytes(to_png(drawing))

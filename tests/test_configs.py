@@ -163,6 +163,22 @@ def test_roles_have_meshes_of_their_own():
     assert moves["ref_logp"] == "reshard"
 
 
+def test_roles_have_parts_of_every_host():
+    parts = "mesh.roles={'REFERENCE': {'devices': '2:4', 'tensor': 2}}"
+    config = config_of("tiny", "mesh.devices=0:2", parts, "algorithm.kl_coef=0.1")
+    sizes = derive_sizes(config, MODEL, TWO_PROCESSES)
+    tasks = make_plan(*settle(config), sizes).tasks
+    layouts = {t.node.id: str(t.layout) for t in tasks}
+    assert layouts["reference"] == "fsdp 2 x tensor 2 on devices 2:4"
+    assert layouts["actor_train"] == "fsdp 4 x tensor 1 on devices 0:2"
+    assert {e.field: e.move for t in tasks for e in t.edges_in}["ref_logp"] == "reshard"
+    rows = [row for row in sizes.table(config, MODEL, TWO_PROCESSES) if "mesh" in row[0]]
+    assert rows == [
+        ("training mesh", "fsdp 4 x tensor 1", "on devices 0:2 of every host"),
+        ("mesh of REFERENCE", "fsdp 2 x tensor 2", "on devices 2:4 of every host"),
+    ]
+
+
 def test_hosts_that_share_a_sampler_hold_the_same_prompts():
     config = config_of("tiny", "mesh.rollout_tensor=4")
     two_by_two = Machine(4, 8, 2, "cpu")

@@ -21,9 +21,10 @@ from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.parallel import processes
+from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
-from distflow_jax.types import KEEP, Edge, Layout, hosts_of
+from distflow_jax.types import KEEP, Edge, Layout, hosts_of, overlaps
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")
@@ -88,10 +89,12 @@ class Coordinator:
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
         self._repartitions = {
-            (a, b): Repartition(mesh_a, mesh_b, (packing.rows[a], packing.rows[b]))
+            (a, b): (Repartition if a.part == b.part else Crossing)(
+                mesh_a, mesh_b, (packing.rows[a], packing.rows[b])
+            )
             for a, mesh_a in self._meshes.items()
             for b, mesh_b in self._meshes.items()
-            if a != b
+            if a != b and (a.part == b.part or not overlaps(a, b))
         }
         self._clear()
 

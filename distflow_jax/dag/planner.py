@@ -14,7 +14,7 @@ from typing import Any
 
 from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region, When
 from distflow_jax.hints import hint
-from distflow_jax.types import KEEP, Edge, Layout, move_between
+from distflow_jax.types import KEEP, Edge, Layout, move_between, overlaps, part_text
 
 HOST = Layout("host")
 
@@ -45,9 +45,9 @@ class Task:
             "node": node,
             "depth": self.depth,
             "state_key": self.state_key,
-            "layout": dataclasses.asdict(self.layout),
-            "edges_in": [dataclasses.asdict(edge) for edge in self.edges_in],
-            "edges_out": [dataclasses.asdict(edge) for edge in self.edges_out],
+            "layout": self.layout.to_tree(),
+            "edges_in": [edge.to_tree() for edge in self.edges_in],
+            "edges_out": [edge.to_tree() for edge in self.edges_out],
             "frees": self.frees,
         }
 
@@ -135,7 +135,7 @@ class Plan:
         """Canonical JSON: equal plans give equal text, on every process."""
         tree = {
             "name": self.name,
-            "given": [[name, dataclasses.asdict(layout)] for name, layout in self.given],
+            "given": [[name, layout.to_tree()] for name, layout in self.given],
             "tasks": [task.to_tree() for task in self.tasks],
             "segments": [[task.node.id for task in segment] for segment in self.segments],
             "region": dataclasses.asdict(self.region) if self.region else None,
@@ -169,7 +169,8 @@ class Plan:
                 f"{self.region.max_rounds} times: {names}\n"
             )
         return (
-            f"plan {self.name}, digest {self.digest[:12]}\n\n{_table(nodes)}\n\n{_table(reads)}\n\n"
+            f"plan {self.name}, digest {self.digest[:12]}\n\n{aligned(nodes)}\n\n"
+            f"{aligned(reads)}\n\n"
             f"{loop}device segments: {segments or 'none'}\n"
         )
 
@@ -204,6 +205,7 @@ def plan(
     order = sorted(graph.nodes, key=place)
     ancestors = _ancestors(order, deps)
     _check_region(order[: len(inside)], placed)
+    _check_parts(order, placed)
     _check_states(order, ancestors, placed)
     users = _Users.of(order)
     _check_writers(users, ancestors)
@@ -267,7 +269,7 @@ def _depths(deps: Mapping[str, Collection[str]]) -> dict[str, int]:
 
 def _place(node: Node, depth: int, layout: Layout) -> tuple:
     """Sort key. Device work before host work: it is issued without waiting, and runs meanwhile."""
-    place = (depth, layout.kind == "host", layout.axes, ROLES.index(node.role))
+    place = (depth, layout.kind == "host", layout.axes, layout.part or (), ROLES.index(node.role))
     return place + (TYPES.index(node.type), node.model or "", node.id)
 
 
@@ -293,6 +295,27 @@ def _check_region(nodes: Iterable[Node], placed: Mapping[str, Layout]) -> None:
 
 
 # -- layouts and states -----------------------------------------------------------------------
+
+
+def _check_parts(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
+    """Two nodes on meshes have the same devices, or none in common."""
+    first: dict[tuple[int, int] | None, Node] = {}  # on each part
+    for node in order:
+        layout = placed[node.id]
+        if layout.kind == "host" or layout.part in first:
+            continue
+        for part, other in first.items():
+            if overlaps(layout, placed[other.id]):
+                ours, theirs = (
+                    f"devices {part_text(p)} of every host" if p else "all devices"
+                    for p in (layout.part, part)
+                )
+                raise ValueError(
+                    f"node {node.id!r}: runs on {ours} and node {other.id!r} on {theirs}, which is "
+                    "neither the same nor apart: give mesh.devices and every one of mesh.roles "
+                    "parts that are equal or disjoint"
+                )
+        first[layout.part] = node
 
 
 def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:
@@ -479,7 +502,8 @@ def _describe_move(edge: Edge) -> str:
     return f"{edge.move}: {edge.source_layout} -> {edge.target_layout}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of words as text, the first one as a header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

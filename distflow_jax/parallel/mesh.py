@@ -1,42 +1,54 @@
-"""Meshes of all roles, every one a reshape of one canonical device order.
+"""Meshes of all roles, every one a reshape of one canonical device order, or of a part of it.
 
 XLA reshards between two meshes only if they list the devices in the same order, so no role may
-build a mesh of its own from `jax.devices()`.
+build a mesh of its own from `jax.devices()`. A part is the same slice of every host's devices, so
+that every process has devices in every mesh, and none is left out of a computation.
 """
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.types import Layout
+from distflow_jax.types import Layout, part_text
+
+Part = tuple[int, int]  # first and last + 1 of a host's devices
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Meshes of the roles, every one over all devices. Sizes are global.
+    """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
 
-    fsdp * tensor must equal the number of devices; fsdp = 0 takes what tensor leaves.
+    fsdp * tensor must equal the number of devices; fsdp = 0 takes what tensor leaves. Roles whose
+    parts are disjoint work side by side.
     """
 
     fsdp: int = 0  # ranks over which rows, parameters and optimizer state are divided; 0: all left
     tensor: int = 1  # devices that share each matrix product
     # devices that share one copy of the sampler's weights: those of a host, or of several hosts
     rollout_tensor: int = 1
-    # where a training role or a model differs from the two above: {"REFERENCE": {"tensor": 2}}
-    roles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    # of every host, the devices that train and predict: "0:4" are the first four; "": all. Samplers
+    # have all devices
+    devices: str = ""
+    # where a training role or a model differs: {"CRITIC": {"devices": "6:8", "tensor": 2}}
+    roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for name, low in (("fsdp", 0), ("tensor", 1), ("rollout_tensor", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"mesh.{name} must be at least {low}, got {getattr(self, name)}")
+        parse_part("mesh.devices", self.devices)
         for role, sizes in self.roles.items():
-            if not isinstance(sizes, Mapping) or set(sizes) - {"fsdp", "tensor"}:
+            if not isinstance(sizes, Mapping) or set(sizes) - {"fsdp", "tensor", "devices"}:
                 raise ValueError(
-                    f"mesh.roles.{role} must have the keys fsdp and tensor at most, got {sizes!r}"
+                    f"mesh.roles.{role} must have the keys fsdp, tensor and devices at most, got "
+                    f"{sizes!r}"
                 )
+            parse_part(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
             for name, low in (("fsdp", 0), ("tensor", 1)):
                 value = sizes.get(name, low)
                 if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -52,22 +64,62 @@ class MeshSizes:
 
     fsdp: int
     tensor: int
+    part: Part | None = None  # of every host's devices; None: all
 
     @property
     def layout(self) -> Layout:
         """The planner's view of it."""
-        return Layout("mesh", (("fsdp", self.fsdp), ("tensor", self.tensor)))
+        return Layout("mesh", (("fsdp", self.fsdp), ("tensor", self.tensor)), self.part)
+
+    def describe(self) -> tuple[str, str]:
+        """(sizes, devices) for people; no devices are named where it has all."""
+        where = "" if self.part is None else f"on devices {part_text(self.part)} of every host"
+        return f"fsdp {self.fsdp} x tensor {self.tensor}", where
 
 
-def canonical_devices() -> np.ndarray:
-    """All devices of the job, ordered by process and then by id. Shape [devices]."""
-    return np.array(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)), dtype=object)
+def parse_part(where: str, text: str | int) -> Part | None:
+    """ "4:6" -> (4, 6), "" -> None. ValueError names `where`, the config key."""
+    if text == "":
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", str(text))
+    if not found:
+        raise ValueError(
+            f"{where} must be FIRST:LAST, as in a slice of a host's devices ('4:6' are the fifth "
+            f"and the sixth), got {text!r}"
+        )
+    first, last = int(found[1]), int(found[2])
+    if first >= last:
+        raise ValueError(f"{where}={text!r} holds no device: use '{first}:{first + 1}' for one")
+    return first, last
 
 
-def resolve_sizes(fsdp: int, tensor: int, devices: int, *, where: str = "mesh") -> MeshSizes:
+def resolve_part(where: str, text: str, local_devices: int) -> Part | None:
+    """parse_part, checked against the devices of a host; all of them are no part."""
+    part = parse_part(where, text)
+    if part is not None and part[1] > local_devices:
+        raise ValueError(
+            f"{where}={text!r} asks for devices that a host of {local_devices} does not have; end "
+            f"at {local_devices} or before"
+        )
+    return None if part == (0, local_devices) else part
+
+
+def canonical_devices(part: Part | None = None) -> np.ndarray:
+    """The job's devices, or a part of every process's, by process and then by id. [devices]."""
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    if part is not None:
+        hosts = itertools.groupby(devices, key=lambda d: d.process_index)
+        devices = [d for _, of_host in hosts for d in list(of_host)[slice(*part)]]
+    return np.array(devices, dtype=object)
+
+
+def resolve_sizes(
+    fsdp: int, tensor: int, devices: int, *, where: str = "mesh", part: Part | None = None
+) -> MeshSizes:
     """Fills in fsdp = 0 and checks that the sizes cover the devices.
 
-    `where` is the config section that holds them. Raises ValueError with the fix.
+    `where` is the config section that holds them, `devices` the number of those in `part`. Raises
+    ValueError with the fix.
     """
     filled = fsdp or devices // tensor
     if filled * tensor != devices:
@@ -76,7 +128,7 @@ def resolve_sizes(fsdp: int, tensor: int, devices: int, *, where: str = "mesh") 
             f"{where}.fsdp={fsdp or 'auto'} x {where}.tensor={tensor} does not cover "
             f"{devices} devices; tensor must be one of {fits} and fsdp = {devices} / tensor"
         )
-    return MeshSizes(filled, tensor)
+    return MeshSizes(filled, tensor, part)
 
 
 def check_hosts(width: int, what: str, processes: int, local_devices: int) -> None:
@@ -113,8 +165,8 @@ def processes_of_rank(ranks: int, processes: int, rank: int) -> range:
 
 
 def role_mesh(sizes: MeshSizes) -> Mesh:
-    """(fsdp, tensor) over all devices. Axes are Auto: XLA propagates shardings."""
-    return Mesh(canonical_devices().reshape(sizes.fsdp, sizes.tensor), ("fsdp", "tensor"))
+    """(fsdp, tensor) over a role's devices. Axes are Auto: XLA propagates shardings."""
+    return Mesh(canonical_devices(sizes.part).reshape(sizes.fsdp, sizes.tensor), ("fsdp", "tensor"))
 
 
 def replica_mesh(rollout_tensor: int) -> Mesh:

@@ -1,13 +1,17 @@
 """Weights from the training layout to every host's sampler, in one resharding program.
 
-All processes issue it together; afterwards each holds its own copy and needs nobody.
+All processes issue it together; afterwards each holds its own copy and needs nobody. Where the
+trainer has a part of every host's devices, copies within the host follow (part_weights.py).
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+
+from distflow_jax.parallel.part_weights import PartSync
 
 
 class WeightSync:
@@ -15,10 +19,13 @@ class WeightSync:
 
     `shardings` are the samplers' layouts on the replica mesh (a pytree like the parameters); the
     local mesh lists this process's devices in the same order, so its shards are the local arrays.
+    The training mesh is that on which the parameters come: over all devices, or a part of them.
     """
 
     def __init__(self, shardings: Any, local_mesh: Mesh, dtype: str):
         target = jnp.dtype(dtype)
+        self._from_part = functools.cache(lambda mesh: PartSync(mesh, shardings, local_mesh, dtype))
+        self._devices = jax.tree.leaves(shardings)[0].mesh.size
         # copy: without it an equal layout and dtype would hand out the trainer's own buffers, which
         # the next update overwrites
         self._reshard = jax.jit(
@@ -29,6 +36,9 @@ class WeightSync:
 
     def __call__(self, params: Any) -> Any:
         """Parameters on this process's own devices."""
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        if mesh.size < self._devices:
+            return self._from_part(mesh)(params)
 
         def own(x, layout):
             shards = [shard.data for shard in x.addressable_shards]

@@ -43,15 +43,12 @@ class Costs:
         return tree | {"unbounded": list(self.unbounded)}
 
 
-def cheap_costs(traced: jax.stages.Traced) -> Costs:
-    """What the jaxpr tells, without compiling."""
+def costs_of(traced: jax.stages.Traced, compiled: jax.stages.Compiled | None) -> Costs:
+    """All costs of `traced`, of which `compiled` was made; without that, what the jaxpr tells."""
     found = matmul_flops(traced.jaxpr)
-    return Costs(found.total, found.unbounded)
-
-
-def costs_of(traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> Costs:
-    """All costs of `traced`, of which `compiled` was made."""
-    costs = cheap_costs(traced)
+    costs = Costs(found.total, found.unbounded)
+    if compiled is None:
+        return costs
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is not None:
         module = hlo.read(text)

@@ -75,13 +75,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", type=int, default=0)
     parser.add_argument("--reference", type=int, default=0)
+    parser.add_argument("--apart", type=int, default=0, help="the reference's devices per host")
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--skew", type=int, default=1)
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
     me, count, devices = processes.process_index(), processes.process_count(), jax.device_count()
-    actor = MeshSizes(args.fsdp or devices, devices // (args.fsdp or devices))
-    other = MeshSizes(args.reference or devices, devices // (args.reference or devices))
+    here = devices // count
+    parts = ((0, here - args.apart), (here - args.apart, here)) if args.apart else (None, None)
+    sizes = (devices - count * args.apart, count * args.apart or devices)
+    actor, other = (
+        MeshSizes(ranks or size, size // (ranks or size), part)
+        for ranks, size, part in zip((args.fsdp, args.reference), sizes, parts, strict=True)
+    )
     meshes = {m.layout: role_mesh(m) for m in (actor, other)}
     sampler = HOST if args.hosts == 1 else Layout("host", (("hosts", args.hosts),))
     room = {m.layout: -(-PROMPTS * SAMPLES // m.fsdp) for m in (actor, other)}

@@ -24,12 +24,13 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
-from distflow_jax.dag.worker import run_step
+from distflow_jax.dag.worker import make_runner, run_step
+from distflow_jax.machinery import build
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
-from distflow_jax.setup import build, prepare
+from distflow_jax.setup import prepare
 from distflow_jax.states import States
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
@@ -91,7 +92,9 @@ def main():
         scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
         return state, {"score": np.array(scores, np.float32)}, {}
 
-    update = machinery.stages["actor_train"]
+    machinery.compile()
+    units = {unit.name: unit for unit in setup.plan.units}
+    update = machinery.runners["actor_train"]
     shape = UpdateShape(mesh, setup.sizes.micro_rows, 16)
 
     @jax.jit
@@ -108,7 +111,9 @@ def main():
                 ),
             )[0]
 
-    def train(state, fields, options):
+    def train(states, values):
+        edges = units["actor_train"].inputs
+        fields = {edge.field: value for edge, value in zip(edges, values, strict=True)}
         batch = PolicyBatch(
             fields["response"],
             fields["advantage"],
@@ -116,12 +121,14 @@ def main():
             None,
             fields["ref_logp"],
         )
-        gradients.update(gradient(state.params, batch))
-        return update(state, fields, options)
+        gradients.update(gradient(states["actor"].params, batch))
+        return update(states, values)
 
-    stages = machinery.stages | {"rollout": rollout, "reward": reward, "actor_train": train}
+    made = {"rollout": rollout, "reward": reward}
+    own = {name: make_runner(units[name], made) for name in made}
+    runners = machinery.runners | own | {"actor_train": train}
     machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
-    _, metrics = run_step(setup.plan, 1, stages, states, machinery.coordinator, Spans())
+    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans())
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
     table = gather_table(machinery.coordinator.samples())
     metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())

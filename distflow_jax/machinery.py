@@ -1,0 +1,231 @@
+"""What lives on the devices of a run and beside them, made from what setup.prepare found."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distflow_jax.config import Config, Sizes
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.dag.graph import Node
+from distflow_jax.dag.planner import Task
+from distflow_jax.dag.worker import Runner, make_runner
+from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.observe.spans import Spans
+from distflow_jax.offload import Offload
+from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.setup import Planned, Setup, sampler_layout
+from distflow_jax.stages.context import ResponseListener, Stage, StageContext
+from distflow_jax.stages.table import first_state_of, resolve
+from distflow_jax.states import States, optimizer_of
+from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
+from distflow_jax.training.update import UpdateShape
+from distflow_jax.types import Layout
+
+Span = Callable[[str], AbstractContextManager]
+
+
+@dataclasses.dataclass
+class Machinery:
+    """What lives on the devices and beside them. `engine` and `sync` are None where nothing is
+    sampled. `runners` are keyed by the plan's units, `programs` are those of them on meshes."""
+
+    runners: dict[str, Runner]
+    programs: dict[str, Program]
+    first_states: dict[str, Any]  # of nodes that begin with one of their own
+    coordinator: Coordinator
+    engine: RolloutEngine | None
+    sync: WeightSync | None
+    meshes: dict[Layout, jax.sharding.Mesh]
+    offload: Offload  # holds no state where nothing waits on the host
+    member: int  # this process's number among the hosts of its sampler
+    hosts: int  # processes that share the sampler
+
+    def compile(self) -> None:
+        """Compiles all programs of nodes: what is left of it to step 1 are those of the moves."""
+        for program in self.programs.values():
+            program.compile()
+
+
+def build(setup: Setup, spans: Spans) -> Machinery:
+    """Meshes, engine, programs to be compiled, and the coordinator; what they do is timed in
+    `spans`."""
+    config, sizes, model = setup.config, setup.sizes, setup.source.config
+    meshes = make_meshes(sizes)
+    engine = make_engine(setup.source, config, sizes) if setup.samplers else None
+    member = processes.process_index() % sizes.sampler_hosts
+    contexts = _Contexts(
+        setup, meshes, engine=engine, rewards=setup.rewards, member=member, record=spans.add
+    )
+    sync = None
+    if engine is not None:
+        replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
+        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
+    stages, first = contexts.stages(setup.plan.tasks)
+    programs = _trace(setup, stages, first, meshes)
+    runners = {unit.name: make_runner(unit, stages) for unit in setup.plan.units} | programs
+    layouts = {key: found.layout for key, found in setup.models.items()}
+    offload = Offload(setup.stays, layouts, engine.init_decode_state if engine else None)
+    for unit in setup.plan.units:
+        runners[unit.name] = offload.wrap(unit, runners[unit.name])
+    return Machinery(
+        runners=runners,
+        programs=programs,
+        first_states=first,
+        coordinator=_coordinator(setup, meshes, spans.span),
+        engine=engine,
+        sync=sync,
+        meshes=meshes,
+        offload=offload,
+        member=member,
+        hosts=sizes.sampler_hosts,
+    )
+
+
+class _Contexts:
+    """Makes each node's context: on the mesh of its role, with the optimizer of its model."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        meshes: Mapping[Layout, jax.sharding.Mesh],
+        *,
+        engine: RolloutEngine | None = None,
+        rewards: RewardPool | None = None,
+        member: int = 0,
+        record: Callable[[str, int, int], None] = lambda name, start, end: None,
+    ):
+        self._planned, self._meshes, self._engine = planned, meshes, engine
+        self._rewards, self._member, self._record = rewards, member, record
+        self._on_response = ResponseListener()
+        self._kinds = collections.Counter(_stage_name(t.node) for t in planned.plan.tasks)
+
+    def stages(self, tasks: Sequence[Task]) -> tuple[dict[str, Stage], dict[str, Any]]:
+        """(stage of each node, first states of those that begin with one of their own)."""
+        stages, first = {}, {}
+        builders = resolve(task.node for task in tasks)
+        for task in tasks:
+            context = self.of(task)
+            stages[task.node.id] = builders[task.node.id](context)
+            state = first_state_of(task.node, context)
+            if state is not None:
+                first[task.state_key] = state
+        return stages, first
+
+    def of(self, task: Task) -> StageContext:
+        """The context of one node."""
+        setup, config, node = self._planned, self._planned.config, task.node
+        layout = task.layout if task.layout.kind == "mesh" else setup.sizes.mesh.layout
+        optimizer, schedule = optimizer_of(config, node.role)
+        limit = config.rollout.max_response_length
+        return StageContext(
+            node=node,
+            prefix=f"{node.id}/" if self._kinds[_stage_name(node)] > 1 else "",
+            model=setup.source.config,
+            tokenizer=setup.source.tokenizer,
+            algorithm=config.algorithm,
+            forward=setup.sizes.forward,
+            shape=UpdateShape(self._meshes[layout], setup.sizes.micro_rows, limit),
+            optimizer=optimizer,
+            schedule=schedule,
+            rollout=config.rollout,
+            engine=self._engine,
+            value=config.critic.loss,
+            preference=config.preference,
+            reward_model=config.reward_model,
+            reward=config.reward,
+            rewards=self._rewards,
+            member=self._member,
+            hosts=setup.sizes.sampler_hosts,
+            on_response=self._on_response,
+            early_rewards=self._early_rewards(task),
+            record=self._record,
+            prompts_per_step=config.data.prompts_per_step,
+            mini_batches=config.training.mini_batches,
+            epochs=config.training.epochs,
+        )
+
+    def _early_rewards(self, task: Task) -> bool:
+        """Whether rewards may begin while the sampler works: they need nothing but its responses,
+        and there is no doubt which."""
+        tasks = self._planned.plan.tasks
+        samplers = [t.node.id for t in tasks if t.node.role == "ROLLOUT"]
+        rewards = [t for t in tasks if _stage_name(t.node) == _stage_name(task.node)]
+        return (
+            self._planned.config.coordinator.overlap_rewards
+            and (task.node.role, task.node.type, task.node.fn) == ("REWARD", "COMPUTE", None)
+            and task.node.scope != "batch"
+            and len(samplers) == len(rewards) == 1
+            and {edge.source for edge in task.edges_in} <= {None, *samplers}
+        )
+
+
+def make_meshes(sizes: Sizes) -> dict[Layout, jax.sharding.Mesh]:
+    """The meshes of the training roles."""
+    all_sizes = {m.layout: m for m in (sizes.mesh, *sizes.role_meshes.values())}
+    return {layout: mesh_lib.role_mesh(m) for layout, m in all_sizes.items()}
+
+
+def trace(planned: Planned) -> dict[str, Program]:
+    """The programs of a plan's units on meshes, not compiled yet; see tracing.trace_plan.
+
+    This process must have the devices that are planned for.
+    """
+    meshes = make_meshes(planned.sizes)
+    tasks = [task for task in planned.plan.tasks if task.layout.kind == "mesh"]
+    return _trace(planned, *_Contexts(planned, meshes).stages(tasks), meshes)
+
+
+def _trace(
+    planned: Planned,
+    stages: Mapping[str, Stage],
+    first_states: Mapping[str, Any],
+    meshes: Mapping[Layout, jax.sharding.Mesh],
+) -> dict[str, Program]:
+    layouts = {task.state_key: task.layout for task in planned.plan.tasks}
+    states = States(planned.models, planned.source, planned.config, meshes).specs()
+    for key, value in first_states.items():
+        if layouts[key].kind == "mesh":
+            whole = NamedSharding(meshes[layouts[key]], PartitionSpec())
+            states[key] = jax.ShapeDtypeStruct(np.shape(value), value.dtype, sharding=whole)
+    return trace_plan(planned.plan, stages, states, FieldSpecs(planned.sizes.packing, meshes))
+
+
+def _stage_name(node: Node) -> tuple:
+    return (node.fn,) if node.fn else (node.role, node.type)
+
+
+def _coordinator(
+    setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh], span: Span
+) -> Coordinator:
+    packs: dict[Layout, set[tuple[str | None, str]]] = {layout: set() for layout in meshes}
+    for task in setup.plan.tasks:
+        for edge in task.edges_in:
+            if edge.move == "pack":
+                packs[edge.target_layout].add((edge.source, edge.field))
+    writers: dict[str | None, Layout] = {t.node.id: t.layout for t in setup.plan.tasks}
+    writers[None] = sampler_layout(setup.sizes)
+    per_token = per_token_values(setup.plan)
+    return Coordinator(setup.sizes.packing, meshes, writers, packs, per_token, span=span)
+
+
+def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEngine:
+    """This process's sampler engine."""
+    return RolloutEngine(
+        source.config,
+        sizes.engine,
+        mesh_lib.sampler_mesh(sizes.rollout_tensor),
+        stop_ids=source.tokenizer.stop_ids,
+        seed=config.seed,
+        tokenizer=source.tokenizer,
+    )

@@ -1,0 +1,89 @@
+"""Arrays that wait in the memory of the host beside their devices, and come back.
+
+Each shard goes on its own, so that no process waits for another; nothing here waits for a transfer.
+"""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+HOST = "pinned_host"
+
+
+def check_host_memory(what: str) -> None:
+    """ValueError unless every device of this process has a memory on the host of its own.
+
+    `what` is the setting that asks for it.
+    """
+    for device in jax.local_devices():
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds or device.default_memory().kind == HOST:
+            raise ValueError(
+                f"{what} needs {HOST} memory, and {device.platform} devices have "
+                f"{', '.join(kinds)} here: use 'none'"
+            )
+
+
+def to_host(tree: Any) -> Any:
+    """A copy of a pytree of arrays in the memory of the host, laid out as it is."""
+    return jax.tree.map(lambda x: _to_kind(x, HOST), tree)
+
+
+def to_device(tree: Any) -> Any:
+    """A copy of a pytree of arrays in the default memory of its devices."""
+    return jax.tree.map(lambda x: _to_kind(x, None), tree)
+
+
+def on_host(tree: Any) -> bool:
+    """Whether a pytree of arrays lies in the memory of the host."""
+    return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(tree))
+
+
+def layouts_on_host(tree: Any) -> Any:
+    """ShapeDtypeStructs with shardings -> the same in the memory of the host."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST)
+        ),
+        tree,
+    )
+
+
+def delete(tree: Any) -> None:
+    """Gives the memory of arrays back, once what uses them is done, whoever still names them."""
+    for x in jax.tree.leaves(tree):
+        x.delete()
+
+
+def bytes_by_kind(arrays: Iterable[jax.Array] | None = None) -> dict[str, int]:
+    """Bytes on this process's devices by kind of memory; of all live arrays by default.
+
+    What several arrays share counts once.
+    """
+    if arrays is None:
+        arrays = jax.live_arrays()
+    buffers = {}
+    for x in arrays:
+        if not x.is_deleted() and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            for shard in x.addressable_shards:
+                kind = shard.data.sharding.memory_kind
+                buffers[kind, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    total: dict[str, int] = collections.defaultdict(int)
+    for (kind, _), size in buffers.items():
+        total[kind] += size
+    return dict(total)
+
+
+def _to_kind(x: jax.Array, kind: str | None) -> jax.Array:
+    devices = [shard.device for shard in x.addressable_shards]
+    kinds = [kind or device.default_memory().kind for device in devices]
+    targets = [
+        SingleDeviceSharding(device, memory_kind=memory)
+        for device, memory in zip(devices, kinds, strict=True)
+    ]
+    shards = jax.device_put([shard.data for shard in x.addressable_shards], targets)
+    layout = x.sharding.with_memory_kind(kinds[0])
+    return jax.make_array_from_single_device_arrays(x.shape, layout, shards)

@@ -1,0 +1,98 @@
+"""What each node of a plan has on its devices, and what waits on the host meanwhile."""
+
+import pytest
+
+from distflow_jax.config import Config
+from distflow_jax.dag.pipelines import load_graph
+from distflow_jax.dag.planner import plan
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, residency
+from distflow_jax.types import Layout
+
+HOST = Layout("host")
+SAMPLERS = {"rollout": "actor"}
+
+
+def mesh(part=None):
+    return Layout("mesh", (("fsdp", 2), ("tensor", 1)), part)
+
+
+def layouts(**roles):
+    common = dict.fromkeys(("ACTOR", "CRITIC", "REFERENCE"), mesh())
+    return common | {"ROLLOUT": HOST, "REWARD": HOST} | roles
+
+
+def ppo(**roles):
+    graph = load_graph("ppo", Config()).settle({"actor_train": ["old_logp", "ref_logp"]})
+    return plan(graph, layouts(**roles), {"prompt"})
+
+
+def test_nothing_is_used_that_is_not_there():
+    """Walks two steps by what the stays say: at each node the devices have just what it uses."""
+    built = ppo()
+    stays = residency(built, SAMPLERS)
+    order = [UPDATE_WEIGHTS, *(t.node.id for t in built.tasks if t.node.id in stays)]
+    there = set()
+    for name in order * 2:
+        stay = stays[name]
+        if there:  # fetched ahead; the first node of all finds nothing
+            assert stay.uses <= there
+        there |= stay.uses | stay.replaces
+        assert there == stay.uses | stay.replaces
+        there = (there - stay.put_away) | stay.fetch_ahead
+
+
+def test_moments_are_there_for_the_update_alone_and_the_sampler_for_sampling():
+    stays = residency(ppo(), SAMPLERS)
+    with_moments = {n for n, s in stays.items() if any(what == "moments" for _, what in s.uses)}
+    assert with_moments == {"actor_train", "critic_train"}
+    samples = {n for n, s in stays.items() if ("rollout", "cache") in s.uses}
+    assert samples == {"rollout", EVALUATE}
+    assert stays["rollout"].put_away == stays["rollout"].uses
+
+
+def test_what_the_next_node_uses_too_stays():
+    built = plan(load_graph("grpo", Config()), layouts(), {"prompt"})
+    stays = residency(built, SAMPLERS)
+    stays_there = stays["actor_train"].uses - stays["actor_train"].put_away
+    assert stays_there == {("actor", "params")}  # they go to the sampler
+
+
+def test_models_on_other_devices_do_not_make_room():
+    built = ppo(ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)), CRITIC=mesh((4, 6)))
+    stays = residency(built, SAMPLERS)
+    # on its own devices the critic's next use is its update
+    assert stays["values"].put_away == set()
+    assert stays["values"].fetch_ahead == {("critic", "moments")}
+    assert stays["reference"].put_away == {("reference", "params")}
+    # the sampler has all devices
+    assert {("critic", "params"), ("critic", "moments")} <= stays["critic_train"].put_away
+
+
+def test_a_region_keeps_its_sampler_from_round_to_round():
+    built = plan(load_graph("dapo", Config()), layouts(), {"prompt"})
+    stay = residency(built, SAMPLERS)["rollout"]
+    assert not stay.put_away and not stay.fetch_ahead
+
+
+def test_a_part_is_another_layout_and_plans_without_one_stay_what_they_were():
+    whole, part = ppo(), ppo(CRITIC=mesh((4, 8)), ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)))
+    assert '"part"' not in whole.to_json()
+    assert '"part":[4,8]' in part.to_json()
+    assert whole.digest != part.digest
+    other = ppo(CRITIC=mesh((4, 6)), ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)))
+    assert other.digest != part.digest
+    assert "fsdp 2 x tensor 1 on devices 4:8" in part.describe()
+
+
+def test_parts_that_overlap_are_refused():
+    with pytest.raises(ValueError, match="on devices 3:6.*'old_logp' on devices 0:4.* neither"):
+        ppo(CRITIC=mesh((3, 6)), ACTOR=mesh((0, 4)), REFERENCE=mesh((6, 8)))
+    with pytest.raises(ValueError, match="all devices.* neither the same nor apart"):
+        ppo(CRITIC=mesh((4, 8)))
+
+
+def test_the_table_has_a_line_for_each():
+    stays = residency(ppo(), SAMPLERS)
+    text = describe(stays)
+    assert len(text.splitlines()) == 4 + len(stays)
+    assert "actor moments, actor params" in text
