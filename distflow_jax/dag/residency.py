@@ -52,7 +52,7 @@ def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Stay]:
         if uses := _uses(task, trained, samplers):
             layout = _EVERYWHERE if task.layout.kind == "host" else task.layout
             stays[task.node.id] = Stay(layout, uses)
-    again = {task.node.id for task in plan.split()[0]}  # how often these run is not known before
+    again = {unit.name for unit in plan.split()[0]}  # how often these run is not known before
     names = list(stays)
     for place, name in enumerate(names):
         if name not in again:

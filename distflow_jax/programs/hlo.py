@@ -5,10 +5,10 @@ instruction touches follows xla/service/hlo_cost_analysis.cc.
 """
 
 import dataclasses
-import math
 import re
 
-from distflow_jax.programs.hlo_text import Computation, Instruction, Text, leaves, parse
+from distflow_jax.programs.hlo_products import product_flops
+from distflow_jax.programs.hlo_text import Computation, Instruction, Text, parse
 from distflow_jax.programs.loops import bound_of
 
 COLLECTIVES = (
@@ -29,8 +29,6 @@ _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[[^\]]*\] ?\{[^}]*\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
 )
-# of matrix products that have become custom calls; oneDNN's contract the last dim
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +118,7 @@ class _Reader:
         accessed = _bytes_accessed(inside, one)
         if opcode in COLLECTIVES:
             return Module(accessed, 0.0, (_collective(inside, one),))
-        return Module(accessed, _dot_flops(inside, one))
+        return Module(accessed, product_flops(inside, one))
 
     def _loop(self, one: Instruction) -> Module:
         names = one.called.get("body", ()) + one.called.get("condition", ())
@@ -235,22 +233,3 @@ def _collective(inside: Computation, one: Instruction) -> Collective:
     if kind == "all-gather":
         size = _given_bytes(one, size)
     return Collective(kind, size, 1, groups[1] if groups else "")
-
-
-def _dot_flops(inside: Computation, one: Instruction) -> float:
-    """2 for each multiply-add of a dot, or of a custom call that was one; 0 of all others."""
-    lhs, result = inside.operand(one, 0), leaves(one.shape)
-    if lhs is None or not result or len(leaves(lhs.shape)) != 1:
-        return 0.0
-    (_, lhs_dims), (_, out_dims) = leaves(lhs.shape)[0], result[0]
-    if one.opcode == "dot":
-        contracted = one.dims("lhs_contracting_dims")
-    elif one.opcode == "custom-call" and (found := _CONTRACTED.search(one.attributes)):
-        contracted = tuple(int(d) for d in re.findall(r"\d+", found[1]))
-    elif one.opcode == "custom-call" and "__onednn$matmul" in one.attributes and lhs_dims:
-        contracted = (len(lhs_dims) - 1,)
-    else:
-        return 0.0
-    if any(d >= len(lhs_dims) for d in contracted):
-        return 0.0
-    return 2.0 * math.prod(out_dims) * math.prod(lhs_dims[d] for d in contracted)

@@ -249,6 +249,50 @@ def test_texts_of_other_platforms():
     assert found.unread == 1  # %sum, which is not there
 
 
+# A TPU's forms of the trainer's products: sizes of both sides and the result, how, multiply-adds
+CONVOLUTIONS = {
+    "mlp": ("128,64 64,64 128,64", "dim_labels=bf_io->bf", 128 * 64 * 64),
+    "heads": (
+        "2,64,64,1 64,2,16,1 2,64,2,16",
+        "window={size=1x2 pad=0_0x1_1 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
+        128 * 64 * 2 * 16,
+    ),
+    "head weights' gradient": (
+        "2,64,64,1 2,64,2,16 64,2,16,1",
+        "window={size=2x2 pad=1_1x0_0 rhs_reversal=1x0}, dim_labels=1fb0_1i0o->b0f1",
+        128 * 64 * 2 * 16,
+    ),
+    "scores": (
+        "2,128,16 2,64,16 2,128,64",
+        "window={size=2 lhs_dilate=2}, dim_labels=0bf_0oi->0bf",
+        2 * 128 * 64 * 16,
+    ),
+    "logits": (
+        "2,16,64 160,64,1 2,16,160",
+        "window={size=1}, dim_labels=0bf_oi0->0bf",
+        2 * 16 * 64 * 160,
+    ),
+    "their weight's gradient": (
+        "2,16,160 2,16,64 160,64,1",
+        "window={size=2}, dim_labels=0fb_0io->bf0",
+        2 * 16 * 64 * 160,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_products_that_became_convolutions(name):
+    sizes, how, multiply_adds = CONVOLUTIONS[name]
+    lhs, rhs, out = (f"f32[{dims}]{{0:T(8,128)}}" for dims in sizes.split())
+    text = f"""ENTRY %main (a: f32[], b: f32[]) -> f32[] {{
+  %a = {lhs} parameter(0)
+  %b = {rhs} parameter(1)
+  ROOT %c = {out} convolution(%a, %b), {how}, feature_group_count=1
+}}"""
+    found = read(text)
+    assert found.flops == 2 * multiply_adds and found.unread == 0
+
+
 @pytest.mark.parametrize("cut", [1, 3, 7, 40])
 def test_a_damaged_text_costs_what_can_be_read_of_it(cut):
     lines = ACCELERATOR.splitlines()
