@@ -158,9 +158,12 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sides", nargs="+", default=["together", "beside", "waiting"])
     args = parser.parse_args()
     sides = {}
     for name, overrides in overrides_of(args.devices).items():
+        if name not in args.sides:
+            continue
         others = bytes_by_kind()
         sides[name] = Side(overrides)
         sides[name].watch.others = others
@@ -173,6 +176,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, side in sides.items():
             seconds[name].append(side.take_step(memory=False))
+            print(f"{name}: {seconds[name][-1][0]:.2f} s", flush=True)
     for name, side in sides.items():
         own, base = np.array(seconds[name]), np.array(seconds["together"])
         step, after = (statistics.median(column) for column in own.T)
