@@ -9,6 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.balance import RowLimits
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.given import given_columns
+from distflow_jax.coordinator.shares import PackingPlan
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.planner import plan
+from distflow_jax.dag.worker import run_step
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.mesh import (
     MeshSizes,
@@ -18,6 +27,7 @@ from distflow_jax.parallel.mesh import (
     sampler_mesh,
 )
 from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.types import Layout
 from tests.parallel.test_repartition import spread
 
 MINIS, ROWS = 2, 10
@@ -110,23 +120,106 @@ def buffers(*arrays):
     return {x.unsafe_buffer_pointer(): x.nbytes for x in shards}
 
 
-def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
-    """A barrier between the two, or a copy that waits for its source, would end in the timeout.
+def calling(mesh, call):
+    """Compiled [K, R, L] -> the same plus what `call` gives, on every device of the mesh."""
 
-    One device for the second: XLA:CPU runs programs of several devices one after the other.
+    def program(x):
+        return x + jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), x.sum())
+
+    spec = PartitionSpec(None, "fsdp")
+    return jax.jit(
+        jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+
+
+def test_a_step_goes_on_while_a_part_waits_for_another():
+    """The first node ends when the third one has run, and the second reads what the first gives.
+
+    A barrier between nodes, or a move that waits for its source, would end in the timeout. One
+    device for the third: XLA:CPU runs programs of several devices one after the other.
     """
+    first, second, third = MeshSizes(4, 1, (0, 4)), MeshSizes(2, 1, (4, 6)), MeshSizes(1, 1, (7, 8))
+    layouts = {"ACTOR": first.layout, "REFERENCE": second.layout, "CRITIC": third.layout}
+    structure = ["prompt", "response", "response_mask"]
+    nodes = [
+        Node("rollout", "ROLLOUT", "MODEL_INFERENCE", [], ["prompt"], structure[1:]),
+        Node("first", "ACTOR", "MODEL_INFERENCE", ["rollout"], structure, ["old_logp"]),
+        Node("second", "REFERENCE", "MODEL_INFERENCE", ["first"], ["old_logp"], ["ref_logp"]),
+        Node("third", "CRITIC", "MODEL_INFERENCE", ["second"], structure, ["value"]),
+        Node("last", "REWARD", "COMPUTE", ["third"], ["value", "ref_logp"], ["sum"]),
+    ]
+    hosts = dict.fromkeys(("ROLLOUT", "REWARD"), Layout("host"))
+    built = plan(Graph("apart", nodes), layouts | hosts, {"prompt"})
+    assert [task.node.id for task in built.tasks][1:4] == ["first", "second", "third"]
+
+    packed = {(None, "prompt"), ("rollout", "response"), ("rollout", "response_mask")}
+    coordinator = Coordinator(
+        PackingPlan(
+            RowLimits(tokens=16, sequences=2, shared=False),
+            1,
+            4,
+            {first.layout: 2, second.layout: 4, third.layout: 8},
+            first.layout,
+        ),
+        {sizes.layout: role_mesh(sizes) for sizes in (first, second, third)},
+        {task.node.id: task.layout for task in built.tasks} | {None: Layout("host")},
+        dict.fromkeys(layouts.values(), packed),
+    )
+    ran, order = threading.Event(), []
+
+    def wait(_):
+        seconds = 60
+        return np.float32(ran.wait(seconds))
+
+    def announce(_):
+        ran.set()
+        return np.float32(1)
+
+    def stage(name, compute):
+        def run(state, fields, options):
+            order.append((name, ran.is_set()))
+            return state, compute(fields), {}
+
+        return run
+
+    waiting, announcing = calling(role_mesh(first), wait), calling(role_mesh(third), announce)
+    tokens = [np.arange(1, 4, dtype=np.int32)] * 4
+    stages = {
+        "rollout": stage(
+            "rollout", lambda f: {"response": tokens, "response_mask": [t > 0 for t in tokens]}
+        ),
+        "first": stage(
+            "first", lambda f: {"old_logp": waiting(f["response"].tokens.astype(jnp.float32))}
+        ),
+        "second": stage("second", lambda f: {"ref_logp": f["old_logp"] * 2}),
+        "third": stage(
+            "third", lambda f: {"value": announcing(f["response"].tokens.astype(jnp.float32))}
+        ),
+        "last": stage("last", lambda f: {"sum": [*map(np.add, f["value"], f["ref_logp"])]}),
+    }
+    prompts = [Prompt(c, c, tokens[0], "", "s", None, {}) for c in range(4)]
+    coordinator.begin(given_columns(prompts, 1))
+    got = []
+    coordinator.free = lambda source, field: (
+        got.extend(coordinator._values[source, field]) if field == "sum" else None
+    )
+    run_step(built, 1, stages, {}, coordinator, Spans())
+    # all three were issued before the first had ended, and what it gave crossed whole
+    assert order[:4] == [("rollout", False), ("first", False), ("second", False), ("third", False)]
+    for values in got:
+        np.testing.assert_array_equal(values, (tokens[0] + 1) + 2 * (tokens[0] + 1))
+    assert len(got) == 4
+
+
+def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
+    """The same for the way between two parts alone."""
     waiting, other = role_mesh(MeshSizes(4, 1, (0, 4))), role_mesh(MeshSizes(1, 1, (7, 8)))
     cross = Crossing(waiting, role_mesh(MeshSizes(2, 1, (4, 6))), (1, 2))
     ran = threading.Event()
 
     def on(mesh, call):
-        def program(x):
-            return x + jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), x.sum())
-
-        spec = PartitionSpec(None, "fsdp")
-        mapped = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        x = jax.device_put(np.zeros((1, 4, 2), np.float32), NamedSharding(mesh, spec))
-        return jax.jit(mapped), x
+        layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+        return calling(mesh, call), jax.device_put(np.zeros((1, 4, 2), np.float32), layout)
 
     def announce(x):
         ran.set()
