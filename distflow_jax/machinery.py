@@ -73,11 +73,13 @@ def build(setup: Setup, spans: Spans) -> Machinery:
         sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
     stages, first = contexts.stages(setup.plan.tasks)
     programs = _trace(setup, stages, first, meshes)
-    runners = {unit.name: make_runner(unit, stages) for unit in setup.plan.units} | programs
+    units = {unit.name: unit for unit in setup.plan.units}
+    runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     layouts = {key: found.layout for key, found in setup.models.items()}
     offload = Offload(setup.stays, layouts, engine.init_decode_state if engine else None)
-    for unit in setup.plan.units:
-        runners[unit.name] = offload.wrap(unit, runners[unit.name])
+    for name in setup.stays.keys() & runners.keys():  # then every unit is one node
+        (task,) = units[name].tasks
+        runners[name] = offload.wrap(name, task.state_key, runners[name])
     return Machinery(
         runners=runners,
         programs=programs,

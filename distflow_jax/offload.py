@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from distflow_jax.dag.planner import Unit
 from distflow_jax.dag.residency import Item, Stay
 from distflow_jax.dag.worker import Runner
 from distflow_jax.parallel import host_memory
@@ -52,18 +51,17 @@ class Offload:
         self._copies: dict[Item, _Copies] = {}
         self._last: dict[Layout, Any] = {}  # what the last node on these devices gave
 
-    def wrap(self, unit: Unit, runner: Runner) -> Runner:
-        """The runner of a unit of one node that uses a model, which finds it on its devices."""
-        if unit.name not in self._stays:
+    def wrap(self, name: str, key: str, runner: Runner) -> Runner:
+        """The runner of a node that uses model `key`, which finds on its devices what it uses."""
+        if name not in self._stays:
             return runner
-        (key,) = unit.state_keys
 
         def wrapped(states, values):
-            self.enter(unit.name)
+            self.enter(name)
             kept, written, metrics = runner({**states, key: self._compose(key)}, values)
             if key in kept:
                 self._take(key, kept[key])
-            self.leave(unit.name, (written, metrics))
+            self.leave(name, (written, metrics))
             return {key: self._hand_out(key)}, written, metrics
 
         return wrapped

@@ -50,9 +50,13 @@ def mean(params):
     return params["w"].mean()
 
 
-def predict(state, fields, options):
-    params = state.params if isinstance(state, TrainState) else state
-    return state, {"out": mean(params)}, {}
+def predict(key):
+    def runner(states, values):
+        state = states[key]
+        params = state.params if isinstance(state, TrainState) else state
+        return {}, [mean(params)], {}
+
+    return runner
 
 
 def make_train():
@@ -62,12 +66,16 @@ def make_train():
         params = jax.tree.map(lambda w, m: w - 0.1 * m, state.params, moments)
         return TrainState(params, moments, state.count + 1)
 
-    return step, lambda state, fields, options: (step(state), {}, {"loss": mean(state.params)})
+    def runner(states, values):
+        return {"actor": step(states["actor"])}, [], {"loss": mean(states["actor"].params)}
+
+    return step, runner
 
 
-def sample(state, fields, options):
+def sample(states, values):
+    state = states["rollout"]
     decode = jax.tree.map(lambda x: x + 1, state.decode)
-    return dataclasses.replace(state, decode=decode), {"out": mean(state.params)}, {}
+    return {"rollout": dataclasses.replace(state, decode=decode)}, [mean(state.params)], {}
 
 
 def on_device():
@@ -77,16 +85,15 @@ def on_device():
 def steps(offload, count, watch=lambda name: None):
     """Some steps of a plan of four nodes; what they gave, the last states, the train program."""
     program, train = make_train()
-    stages = {
-        name: offload.wrap(name, key, stage)
-        for name, key, stage in (
+    runners = {
+        name: offload.wrap(name, key, runner)
+        for name, key, runner in (
             ("rollout", "rollout", sample),
-            ("logp", "actor", predict),
-            ("reference", "reference", predict),
+            ("logp", "actor", predict("actor")),
+            ("reference", "reference", predict("reference")),
             ("train", "actor", train),
         )
     }
-    keys = {"rollout": "rollout", "logp": "actor", "reference": "reference", "train": "actor"}
     states = {key: offload.adopt(key, state) for key, state in first_states().items()}
     given = []
     for _ in range(count):
@@ -95,9 +102,10 @@ def steps(offload, count, watch=lambda name: None):
             cache = new_cache() if old is None else old.decode
             copy = jax.tree.map(lambda x: x.copy(), states["actor"].params)
             states["rollout"] = SamplerState(copy, 0, cache)
-        for name, stage in stages.items():
-            states[keys[name]], written, metrics = stage(states[keys[name]], {}, {})
-            given += [float(x) for x in (written | metrics).values()]
+        for name, runner in runners.items():
+            kept, written, metrics = runner(states, [])
+            states |= kept
+            given += [float(x) for x in (*written, *metrics.values())]
             watch(name)
         offload.update(states)
     return given, states, program
@@ -157,8 +165,8 @@ def test_a_node_that_is_skipped_leaves_nothing_behind():
     """What was fetched ahead for it goes when another needs the devices."""
     offload = Offload(STAYS, LAYOUTS, new_cache)
     states = {key: offload.adopt(key, state) for key, state in first_states().items()}
-    logp = offload.wrap("logp", "actor", predict)
-    logp(states["actor"], {}, {})  # fetches the reference
+    logp = offload.wrap("logp", "actor", predict("actor"))
+    logp(states, [])  # fetches the reference
     offload.enter("train")  # and not the reference's node
     held = {item: copies.device for item, copies in offload._copies.items()}
     assert {item for item, tree in held.items() if tree is not None} == ACTOR
