@@ -132,7 +132,7 @@ class Program:
         }
         self._changing = tuple(k for k in unit.state_keys if k in changing)
         self._kept = tuple(k for k in unit.state_keys if k not in changing)
-        first = {key: states.get(key) for key in unit.state_keys}
+        self.given_states = first = {key: states.get(key) for key in unit.state_keys}
         self._traced = {self._absent(first): self._trace(first)}
         # what has no state before its first step has one after it: two programs
         after = first | {k: v for k, v in self.states.items() if first[k] is None}
