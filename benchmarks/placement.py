@@ -34,9 +34,10 @@ from distflow_jax.config_dict import from_config_dict, override  # noqa: E402
 from distflow_jax.coordinator.given import given_columns  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
 from distflow_jax.dag.worker import run_step  # noqa: E402
+from distflow_jax.machinery import build  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E402
-from distflow_jax.setup import build, prepare  # noqa: E402
+from distflow_jax.setup import prepare  # noqa: E402
 from distflow_jax.states import States  # noqa: E402
 
 MODEL = "random:llama?hidden=256&layers=4&heads=4&kv_heads=2&mlp=768&vocab=512&max_position=1024"
@@ -92,6 +93,7 @@ class Side:
         self.config, self.watch, self.step = config, Watch(), 0
         self.setup = prepare(config)
         self.machinery = build(self.setup, _NoSpans())
+        self.machinery.compile()
         offload = self.machinery.offload
         states = States(self.setup.models, self.setup.source, config, self.machinery.meshes)
         self.states = states.initial({}, offload.adopt)
@@ -117,7 +119,7 @@ class Side:
         self.states, metrics = run_step(
             self.setup.plan,
             self.step,
-            self.machinery.stages,
+            self.machinery.runners,
             self.states,
             self.machinery.coordinator,
             spans,
