@@ -1,13 +1,13 @@
 """PPO with critic and reference beside the actor, against all three on all devices in turn.
 
-python benchmarks/placement.py --devices=4 --rounds=6
+python benchmarks/placement.py --devices=8 --rounds=6
 
 Three sides are resident in one process and take turns, a step each: "together" (every model on all
 devices), "beside" (the actor on the first half of them, critic and reference on a device each), and
-"waiting" (as together, with training.offload=idle). All take the same steps on configs/tiny.py with
-a wider model. Prints a line per side with the median seconds of a step, of its part after the
-rollout, the ratio of these to "together" (median over rounds) and the most bytes in each kind of
-memory that live arrays of the side had after a node. XLA:CPU runs programs of several devices one
+"waiting" (as together, with training.offload=idle). All take the same steps of configs/tiny.py.
+Prints a line per side with the median seconds of a step, of its part after the rollout, the ratio
+of these to "together" (median over rounds) and the most bytes in each kind of memory that live
+arrays of the side had after a node. XLA:CPU runs programs of several devices one
 after the other, so that only a part of one device works beside the others.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "4")
+DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: it reads these once
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
@@ -39,12 +39,9 @@ from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E
 from distflow_jax.setup import build, prepare  # noqa: E402
 from distflow_jax.states import States  # noqa: E402
 
-MODEL = "random:llama?hidden=256&layers=4&heads=4&kv_heads=2&mlp=768&vocab=512&max_position=1024"
 COMMON = [
-    f"model.source={MODEL}",
     "dag=ppo",
     "algorithm.kl_coef=0.05",
-    "training.mini_batches=2",
     "training.steps=1000",
     "eval.dataset=",
 ]
@@ -156,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--sides", nargs="+", default=["together", "beside", "waiting"])
     args = parser.parse_args()
