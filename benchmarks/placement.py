@@ -23,6 +23,9 @@ from typing import Any
 
 DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: it reads these once
+# threads of XLA:CPU, as many as devices otherwise: then small programs that wait for large ones can
+# take the threads that these need
+os.environ.setdefault("NPROC", "32")
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
@@ -125,6 +128,11 @@ class Side:
         end = time.perf_counter()
         return end - start, end - self.watch.started
 
+    def memory(self) -> str:
+        """The most that was seen in each kind of memory."""
+        most = sorted(self.watch.most.items())
+        return ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in most)
+
 
 class _NoSpans:
     @contextlib.contextmanager
@@ -168,7 +176,7 @@ def main() -> None:
             sides[name].take_step(memory=True)
         sides[name].watch.most = {}
         sides[name].take_step(memory=True)
-        print(f"{name}: ready", flush=True)
+        print(f"{name}: {sides[name].memory()}", flush=True)
     seconds = {name: [] for name in sides}
     for _ in range(args.rounds):
         for name, side in sides.items():
@@ -178,10 +186,9 @@ def main() -> None:
         own, base = np.array(seconds[name]), np.array(seconds["together"])
         step, after = (statistics.median(column) for column in own.T)
         ratios = [statistics.median(column) for column in (base / own).T]
-        memory = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in sorted(side.watch.most.items()))
         print(
             f"{name}: step {step:.2f} s ({ratios[0]:.2f}x), after the rollout {after:.2f} s "
-            f"({ratios[1]:.2f}x), most in {memory}",
+            f"({ratios[1]:.2f}x), most in memory {side.memory()}",
             flush=True,
         )
         side.setup.rewards.close()
