@@ -1,13 +1,13 @@
 """PPO with critic and reference beside the actor, against all three on all devices in turn.
 
-python benchmarks/placement.py --devices=4 --rounds=6
+python benchmarks/placement.py --devices=8 --rounds=6
 
 Three sides are resident in one process and take turns, a step each: "together" (every model on all
 devices), "beside" (the actor on the first half of them, critic and reference on a device each), and
-"waiting" (as together, with training.offload=idle). All take the same steps on configs/tiny.py with
-a wider model. Prints a line per side with the median seconds of a step, of its part after the
-rollout, the ratio of these to "together" (median over rounds) and the most bytes in each kind of
-memory that live arrays of the side had after a node. XLA:CPU runs programs of several devices one
+"waiting" (as together, with training.offload=idle). All take the same steps of configs/tiny.py.
+Prints a line per side with the median seconds of a step, of its part after the rollout, the ratio
+of these to "together" (median over rounds) and the most bytes in each kind of memory that live
+arrays of the side had after a node. XLA:CPU runs programs of several devices one
 after the other, so that only a part of one device works beside the others.
 """
 
@@ -21,8 +21,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "4")
+DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: it reads these once
+# threads of XLA:CPU, as many as devices otherwise: then small programs that wait for large ones can
+# take the threads that these need
+os.environ.setdefault("NPROC", "32")
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
@@ -40,12 +43,9 @@ from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E
 from distflow_jax.setup import prepare  # noqa: E402
 from distflow_jax.states import States  # noqa: E402
 
-MODEL = "random:llama?hidden=256&layers=4&heads=4&kv_heads=2&mlp=768&vocab=512&max_position=1024"
 COMMON = [
-    f"model.source={MODEL}",
     "dag=ppo",
     "algorithm.kl_coef=0.05",
-    "training.mini_batches=2",
     "training.steps=1000",
     "eval.dataset=",
 ]
@@ -130,6 +130,11 @@ class Side:
         end = time.perf_counter()
         return end - start, end - self.watch.started
 
+    def memory(self) -> str:
+        """The most that was seen in each kind of memory."""
+        most = sorted(self.watch.most.items())
+        return ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in most)
+
 
 class _NoSpans:
     @contextlib.contextmanager
@@ -158,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--sides", nargs="+", default=["together", "beside", "waiting"])
     args = parser.parse_args()
@@ -173,7 +178,7 @@ def main() -> None:
             sides[name].take_step(memory=True)
         sides[name].watch.most = {}
         sides[name].take_step(memory=True)
-        print(f"{name}: ready", flush=True)
+        print(f"{name}: {sides[name].memory()}", flush=True)
     seconds = {name: [] for name in sides}
     for _ in range(args.rounds):
         for name, side in sides.items():
@@ -183,10 +188,9 @@ def main() -> None:
         own, base = np.array(seconds[name]), np.array(seconds["together"])
         step, after = (statistics.median(column) for column in own.T)
         ratios = [statistics.median(column) for column in (base / own).T]
-        memory = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in sorted(side.watch.most.items()))
         print(
             f"{name}: step {step:.2f} s ({ratios[0]:.2f}x), after the rollout {after:.2f} s "
-            f"({ratios[1]:.2f}x), most in {memory}",
+            f"({ratios[1]:.2f}x), most in memory {side.memory()}",
             flush=True,
         )
         side.setup.rewards.close()

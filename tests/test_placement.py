@@ -141,6 +141,25 @@ def test_what_waits_on_the_host_changes_no_bit(together, tmp_path):
     check_same(train(tmp_path, "training.offload=idle"), together, 0)
 
 
+def test_a_graph_with_everything_waits_too(tmp_path):
+    """Regions, conditional nodes, a coefficient that adapts, evaluations between steps."""
+    overrides = [
+        f"dag={ROOT}/tests/graphs/everything.yaml",
+        "training.steps=3",
+        "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
+        "eval.every=2",
+    ]
+    rows = []
+    for name in ("none", "idle"):
+        folder = train(tmp_path / name, *overrides, f"training.offload={name}")
+        rows.append(read_metrics(folder / "metrics.jsonl"))
+    assert [lasting(row) for row in rows[0]] == [lasting(row) for row in rows[1]]
+    assert all(row["perf/compilations"] == 0 for row in rows[1][2:])
+    a, b = (arrays(tmp_path / name, 3) for name in ("none", "idle"))
+    for name, x in a.items():
+        np.testing.assert_array_equal(x, b[name])
+
+
 def test_the_weights_of_a_run_on_parts_answer(together):
     """evaluate.py and generate.py read a part of a checkpoint, whatever the layout."""
     config = config_of("mesh.devices=2:4")
