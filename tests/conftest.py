@@ -1,9 +1,15 @@
 """Set-up of all tests: 8 CPU devices, and numerics that refuse silent promotion."""
 
 import os
+import tempfile
 
 # Before the first import of jax: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What one process that a test starts has compiled the next need not: the programs are the same to
+# the bit, and what is fetched counts as compiled (observe/compilations.py). Gone with the session.
+_compiled = tempfile.TemporaryDirectory(prefix="distflow-tests-compiled-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICE_COUNT_FLAG}=8"]
@@ -14,8 +20,8 @@ import pytest  # noqa: E402
 
 from distflow_jax.models.weights import source  # noqa: E402
 
-# A forgotten axis or a stray float64 is an error here instead of a wrong number. The persistent
-# compilation cache stays off: tests count compilations.
+# A forgotten axis or a stray float64 is an error here instead of a wrong number. Few programs come
+# twice in this process: no cache.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)

@@ -74,9 +74,6 @@ def start(place, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        # what one command compiled, the next need not
-        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "COLUMNS": "200",
     }
     return subprocess.Popen(

@@ -88,14 +88,18 @@ def sequences_of(samples: Samples) -> Sequences:
     )
 
 
-def rows_of(samples: Samples, shape: RowShape, *, shared: bool, ranks: int = 1):
-    """(Rows, Placement) of samples, in the order of their uids, whose prompts count from 0."""
+def rows_of(
+    samples: Samples, shape: RowShape, *, shared: bool, ranks: int = 1, group_size: int = 0
+):
+    """(Rows, Placement) of samples, in the order of their uids, whose prompts count from 0.
+
+    With `group_size` the responses to a prompt, so many at most, share a row."""
     layout = Layout("mesh", (("fsdp", ranks), ("tensor", 1)))
     counter = np.array([p.counter for p in samples.prompt])
     assert (np.diff(counter) >= 0).all()
     shares = Shares.make(
         PackingPlan(
-            limits=RowLimits(shape.tokens, shape.sequences, shared),
+            limits=RowLimits(shape.tokens, shape.sequences, shared, group_size),
             mini_batches=shape.mini_batches,
             prompts_per_step=int(counter.max()) + 1,
             rows={layout: shape.rows // ranks},

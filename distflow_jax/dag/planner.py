@@ -337,7 +337,8 @@ def state_key(node: Node) -> str:
         return f"rollout:{node.model}" if node.model else "rollout"
     if node.model is not None:
         return node.model
-    return node.id if node.type == "COMPUTE" else node.role.lower()
+    # a node that computes may be called as a model is: the rule "reward" beside a reward model
+    return f"node:{node.id}" if node.type == "COMPUTE" else node.role.lower()
 
 
 def _check_states(
@@ -350,13 +351,6 @@ def _check_states(
     for key, nodes in by_key.items():
         for i, a in enumerate(nodes):
             for b in nodes[i + 1 :]:
-                own = [node for node in (a, b) if node.model is None and node.type == "COMPUTE"]
-                if own:
-                    other = b if own[0] is a else a
-                    raise ValueError(
-                        f"node {own[0].id!r}: its id is also the name of the model that node "
-                        f"{other.id!r} uses: rename the node"
-                    )
                 if placed[a.id] != placed[b.id]:
                     raise ValueError(
                         f"node {b.id!r}: model {key!r} would lie on {placed[b.id]}, but node "

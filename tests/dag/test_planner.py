@@ -199,7 +199,6 @@ TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
             "give both the same 'when'",
         ),
         ([TRAIN, Node("infer", "ACTOR", "MODEL_INFERENCE")], "add a dep between them"),
-        ([TRAIN, compute("actor")], "node 'actor': its id is also the name of the model"),
         (
             [compute("a", model="m"), compute("b", role="CRITIC", model="m")],
             "model 'm' would lie on",
@@ -229,10 +228,10 @@ def test_states_are_keyed_by_model_then_role_then_node():
     result = planned(
         Node("infer", "CRITIC", "MODEL_INFERENCE"),
         Node("judge", "REWARD", "MODEL_INFERENCE", model="strict"),
-        compute("whiten"),
+        compute("critic"),  # called as the model is: another state
     )
     keys = {task.node.id: task.state_key for task in result.tasks}
-    assert keys == {"infer": "critic", "judge": "strict", "whiten": "whiten"}
+    assert keys == {"infer": "critic", "judge": "strict", "critic": "node:critic"}
 
 
 def test_a_conditional_reader_may_run_more_rarely_than_its_writer():

@@ -111,7 +111,7 @@ def test_nodes_of_one_model_share_its_state_and_the_callers_dict_stays():
     ]
     before = {"actor": 100, "elsewhere": 7}
     states, *_ = run(nodes, dict.fromkeys(("one", "two", "three"), count), states=before)
-    assert states == {"actor": 111, "three": 1, "elsewhere": 7}
+    assert states == {"actor": 111, "node:three": 1, "elsewhere": 7}
     assert before == {"actor": 100, "elsewhere": 7}
 
 

@@ -1,0 +1,77 @@
+"""Loss and gradient of every objective but the policy's (test_forward.py) are the mesh's no more
+than rounding: on 1 device, and on fsdp 2 x tensor 2, where rows are packed for two ranks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
+from distflow_jax.batch import RowShape
+from distflow_jax.models.config import scalar_model
+from distflow_jax.models.transformer import param_shardings
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.preference import PreferenceBatch, preference_objective
+from distflow_jax.training.objectives.reward_model import RewardModelBatch, reward_model_objective
+from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+
+FORWARD = ForwardConfig(logp_chunk=16)
+SCALAR = scalar_model(TINY, head_stddev=0.1)
+OBJECTIVES = {
+    "preference": preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "reward_model": reward_model_objective(SCALAR, RewardModelConfig(0.2, 0.05), FORWARD),
+    "sft": sft_objective(TINY, FORWARD),
+}
+
+
+def batch_of(name, ranks):
+    """Five pairs: an odd number, so that ranks differ in what they hold."""
+    samples = random_samples(3, groups=5, size=2)
+    rows, _ = rows_of(samples, RowShape(1, 4, 64, 4), shared=True, ranks=ranks, group_size=2)
+    rows = mini_batch(rows)
+    # a reference that knows the token alone, wherever it lies
+    ref_logp = jnp.where(rows.response_mask, -1.0 - (rows.tokens % 7).astype(jnp.float32), 0.0)
+    batches = {
+        "preference": lambda: PreferenceBatch(rows, ref_logp),
+        "reward_model": lambda: RewardModelBatch(rows),
+        "sft": lambda: SftBatch(rows),
+    }
+    return batches[name]()
+
+
+def gradient_of(name, fsdp, tensor):
+    """(gradient, metrics with the loss among them) on the host."""
+    objective, mesh = OBJECTIVES[name], mesh_of(fsdp, tensor)
+    network = objective.model
+    params = jax.device_put(random_params(network), param_shardings(network, mesh))
+    shape = UpdateShape(mesh, 1, 14)
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(params, batch):
+        with use_mesh(mesh):
+            return accumulate_gradients(
+                params, batch, jnp.float32(1), shape=shape, objective=objective
+            )
+
+    return jax.device_get(run(params, batch_of(name, fsdp)))
+
+
+@pytest.mark.parametrize(
+    "name", ["preference", "reward_model", pytest.param("sft", marks=pytest.mark.slow)]
+)
+def test_one_device_and_a_mesh_give_the_same_gradient(name):
+    one, metrics = gradient_of(name, 1, 1)
+    four, others = gradient_of(name, 2, 2)
+    norm = np.sqrt(sum(np.sum(g**2.0) for g in jax.tree.leaves(one)))
+    apart = jax.tree.map(lambda a, b: np.sum((a - b) ** 2.0), one, four)
+    assert norm > 0
+    assert np.sqrt(sum(jax.tree.leaves(apart))) / norm < 1e-5
+    assert abs(metrics[f"{OBJECTIVES[name].name}/loss"]) > 0
+    assert metrics.keys() == others.keys()
+    for key, value in metrics.items():
+        assert others[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
