@@ -194,12 +194,17 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
 
 
 def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
+    """The plan's nodes in order; those of one program are one, as their spans are."""
     try:
+        fused = {part[0]: ".".join(part) for part in tree.get("segments", ())}
+        later = {name for part in tree.get("segments", ()) for name in part[1:]}
         return [
-            PlannedNode(str(t["node"]["id"]), str(t["node"]["role"]), int(t["depth"]))
+            PlannedNode(fused.get(name, name), str(t["node"]["role"]), int(t["depth"]))
             for t in tree.get("tasks", ())
+            for name in [str(t["node"]["id"])]
+            if name not in later
         ]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         return []
 
 

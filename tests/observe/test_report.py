@@ -78,12 +78,15 @@ def write_run(folder, steps=6, *, first=1, resume_step=None):
     phases = Phases(spans, Quiet(), lambda: 0.0)
     writer = RunWriter(folder, resume_step=resume_step)
     writer.config({"training": {"steps": steps}, "model": {"source": "random:llama"}})
-    node = {"id": "rollout", "role": "ROLLOUT"}
-    tree = {"tasks": [{"node": node, "depth": 0}]}
+    nodes = [("rollout", "ROLLOUT", 0), ("values", "CRITIC", 1), ("old", "ACTOR", 1)]
+    tasks = [{"node": {"id": name, "role": role}, "depth": depth} for name, role, depth in nodes]
+    tree = {"tasks": tasks, "segments": [["values", "old"]]}
     writer.plan("1. rollout", svg=to_svg(line_chart([])[0]), tree=json.dumps(tree))
     for step in range(first, steps + 1):
         phases.step = step
         with phases.span("rollout"), spans.span("reshard"):
+            pass
+        with phases.span("values.old"):  # one program
             pass
         metrics = {f"critic/score/{word}": step / 7 for word in ("mean", "max", "min")}
         writer.metrics(step, metrics | {"timing_s/step": 1.0, "x/kurtosis": 3.5})
@@ -104,7 +107,7 @@ def test_a_run_leaves_a_report_of_all_it_wrote(tmp_path):
     write_run(tmp_path)
     page = checked(tmp_path)
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report(tmp_path)
-    for word in ("done: 6 steps", "random:llama", "Step 6", "1. rollout", "training.steps", "p6"):
+    for word in ("done: 6 steps", "random:llama", "Step 6", "1. rollout", "2. values.old", "p6"):
         assert word in page.text
     assert "note" not in " ".join(page.attributes("class")).split()
     names = page.attributes("data-name")
@@ -223,7 +226,7 @@ def test_a_resumed_run_shows_the_last_time_that_a_step_was_made(tmp_path):
     write_run(tmp_path, 4, first=4, resume_step=3)
     after = read_run(tmp_path).steps
     assert list(after) == [1, 4]
-    assert [span.name for span in after[4]] == ["rollout", "reshard"]
+    assert [span.name for span in after[4]] == ["rollout", "reshard", "values.old"]
     assert after[4] != before[4] and after[1] == before[1]
 
 
