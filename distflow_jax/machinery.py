@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.config import Config, Sizes
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
-from distflow_jax.dag.planner import Task
+from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.models.weights.source import ModelSource

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from distflow_jax.dag.planner import Plan, aligned
+from distflow_jax.dag.plan import Plan, aligned
 from distflow_jax.programs.costs import Costs
 from distflow_jax.tracing import Program, Value, field_specs, num_bytes
 from distflow_jax.types import Layout

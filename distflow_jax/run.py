@@ -25,7 +25,7 @@ from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.picture import draw
-from distflow_jax.dag.planner import Unit
+from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
 from distflow_jax.machinery import Machinery, build

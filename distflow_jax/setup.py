@@ -18,7 +18,8 @@ from distflow_jax.coordinator.loader import Loader, SamplerShare
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.pipelines import load_graph
-from distflow_jax.dag.planner import HOST, Plan, plan
+from distflow_jax.dag.plan import Plan
+from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency
 from distflow_jax.hints import hint
 from distflow_jax.models.weights.source import ModelSource, open_model

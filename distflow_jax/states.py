@@ -14,7 +14,7 @@ import optax
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config import Config
-from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.models.config import DecoderConfig, reward_head_stddev, scalar_model
 from distflow_jax.models.transformer import Network, with_scalar_head

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from distflow_jax.batch import Rows
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.coordinator.shares import PackingPlan, data_ranks
-from distflow_jax.dag.planner import Plan, Task, Unit
+from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.worker import Stage, make_runner
 from distflow_jax.stages.table import per_token_fields
 from distflow_jax.types import Edge, Layout

@@ -23,7 +23,7 @@ from distflow_jax.config import Config, Machine
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
-from distflow_jax.dag.planner import Plan
+from distflow_jax.dag.plan import Plan
 from distflow_jax.machinery import trace
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg

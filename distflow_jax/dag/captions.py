@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from distflow_jax.dag.graph import hint
-from distflow_jax.dag.planner import Plan, Task
+from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.types import Edge
 
 LOADER = "(loader)"  # no node's id looks like this

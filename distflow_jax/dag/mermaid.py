@@ -14,7 +14,7 @@ from distflow_jax.dag.captions import (
     wire_captions,
 )
 from distflow_jax.dag.legend import MOVE_STYLES, ROLE_COLORS
-from distflow_jax.dag.planner import Plan
+from distflow_jax.dag.plan import Plan
 
 _ARROWS = {"stay": "-->", "pack": "==>", "reshard": "==>", AFTER: "-.->"}  # others: -.->
 

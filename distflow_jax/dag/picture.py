@@ -26,7 +26,7 @@ from distflow_jax.dag.captions import (
 )
 from distflow_jax.dag.legend import FAINT, INK, MOVE_STYLES, ROLE_COLORS, legend_entries, page
 from distflow_jax.dag.outline import Column, outline
-from distflow_jax.dag.planner import Plan
+from distflow_jax.dag.plan import Plan
 from distflow_jax.observe.drawing import (
     Drawing,
     Line,

@@ -7,7 +7,7 @@ sampler weights ("params") and its cache. Nodes on disjoint devices do not distu
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from distflow_jax.dag.planner import Plan, Task, aligned
+from distflow_jax.dag.plan import Plan, Task, aligned
 from distflow_jax.types import Layout, overlaps
 
 Item = tuple[str, str]  # key of a model's state, and what of it: "params", "moments" or "cache"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from distflow_jax.dag.planner import Plan, Task, Unit
+from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.types import Edge, Metrics
 
 COUNTS = ("_calls", "/errors", "/timeouts")  # ends of metrics that add up over rounds

@@ -1,0 +1,183 @@
+"""The plan that every process walks: tasks in their order, what runs as one, and its text."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+from distflow_jax.dag.graph import Node, Region, When
+from distflow_jax.types import Edge, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A node in its place in the plan.
+
+    `edges_in` has one edge per field that the node reads, `edges_out` one per reader of a field
+    that it writes. `frees` lists the (source, field) values that nobody needs after this task; a
+    source of None is the loader. `state_key` says which state the stage is handed: that of the
+    model instance, or the node's own small one.
+    """
+
+    node: Node
+    depth: int
+    state_key: str
+    layout: Layout
+    edges_in: tuple[Edge, ...]
+    edges_out: tuple[Edge, ...]
+    frees: tuple[tuple[str | None, str], ...]
+
+    def to_tree(self) -> dict[str, Any]:
+        """The task as plain JSON values."""
+        node = dataclasses.asdict(self.node)
+        node["when"] = dataclasses.asdict(self.node.condition)
+        return {
+            "node": node,
+            "depth": self.depth,
+            "state_key": self.state_key,
+            "layout": self.layout.to_tree(),
+            "edges_in": [edge.to_tree() for edge in self.edges_in],
+            "edges_out": [edge.to_tree() for edge in self.edges_out],
+            "frees": self.frees,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Tasks that run as one: one task on the host, or a segment of tasks on a mesh.
+
+    `inputs` has one edge for each value that comes from outside. `outputs` are the (source, field)
+    values that somebody outside reads; what only the unit itself reads never leaves it.
+    """
+
+    tasks: tuple[Task, ...]
+    inputs: tuple[Edge, ...]
+    outputs: tuple[tuple[str, str], ...]
+    frees: tuple[tuple[str | None, str], ...]
+
+    @classmethod
+    def of(cls, tasks: tuple[Task, ...]) -> "Unit":
+        """The unit of these tasks, which follow each other in a plan."""
+        inside = {task.node.id for task in tasks}
+        edges = [edge for task in tasks for edge in task.edges_in if edge.source not in inside]
+        inputs = {(edge.source, edge.field): edge for edge in reversed(edges)}
+        outgoing = {
+            (e.source, e.field) for t in tasks for e in t.edges_out if e.target not in inside
+        }
+        written = [(t.node.id, field) for t in tasks for field in t.node.writes.values()]
+        outputs = tuple(value for value in written if value in outgoing or len(tasks) == 1)
+        frees = [v for t in tasks for v in t.frees if v[0] not in inside or v in outputs]
+        return cls(tasks, tuple(reversed(inputs.values())), outputs, tuple(frees))
+
+    @property
+    def name(self) -> str:
+        """The ids of its nodes, in order: "values.reference"."""
+        return ".".join(task.node.id for task in self.tasks)
+
+    @property
+    def layout(self) -> Layout:
+        """Where all of it runs."""
+        return self.tasks[0].layout
+
+    @property
+    def condition(self) -> When:
+        """The steps in which all of it runs."""
+        return self.tasks[0].node.condition
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Which states its stages are handed."""
+        return tuple(dict.fromkeys(task.state_key for task in self.tasks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tasks in the order in which every process runs them, and the device tasks that are one
+    program.
+
+    `given` are the fields that the loader gives, with the layout in which it gives them. The tasks
+    of `region`, where there is one, come first.
+    """
+
+    name: str
+    given: tuple[tuple[str, Layout], ...]
+    tasks: tuple[Task, ...]
+    segments: tuple[tuple[Task, ...], ...]
+    region: Region | None = None
+
+    @functools.cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All tasks, in order, those of a segment together."""
+        starts = {segment[0].node.id: segment for segment in self.segments}
+        fused = {task.node.id for segment in self.segments for task in segment}
+        return tuple(
+            Unit.of(starts.get(task.node.id, (task,)))
+            for task in self.tasks
+            if task.node.id in starts or task.node.id not in fused
+        )
+
+    def split(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """(units of the region, those after it). A region is of nodes on the host."""
+        inside = len(self.region.nodes) if self.region else 0
+        return self.units[:inside], self.units[inside:]
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal plans give equal text, on every process."""
+        tree = {
+            "name": self.name,
+            "given": [[name, layout.to_tree()] for name, layout in self.given],
+            "tasks": [task.to_tree() for task in self.tasks],
+            "segments": [[task.node.id for task in segment] for segment in self.segments],
+            "region": dataclasses.asdict(self.region) if self.region else None,
+        }
+        return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of to_json(), in hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def describe(self) -> str:
+        """The plan as a table for people."""
+        nodes = [("#", "depth", "node", "role", "type", "model", "layout", "writes")]
+        reads = [("node", "reads", "from", "move")]
+        for place, task in enumerate(self.tasks, 1):
+            node = task.node
+            where = (str(place), str(task.depth), node.id, node.role, node.type, node.model or "-")
+            nodes.append((*where, str(task.layout), ", ".join(node.writes.values()) or "-"))
+            fields: dict[tuple[str, str], list[str]] = {}  # (from, move) -> fields
+            for edge in task.edges_in:
+                way = (edge.source or "(loader)", _describe_move(edge))
+                fields.setdefault(way, []).append(edge.field)
+            reads += [(node.id, ", ".join(names), *way) for way, names in fields.items()]
+        segments = " | ".join(" + ".join(t.node.id for t in part) for part in self.segments)
+        loop = ""
+        if self.region:
+            names = ", ".join(unit.name for unit in self.split()[0])
+            loop = (
+                f"again with the next prompts until enough groups are {self.region.until}, at most "
+                f"{self.region.max_rounds} times: {names}\n"
+            )
+        return (
+            f"plan {self.name}, digest {self.digest[:12]}\n\n{aligned(nodes)}\n\n"
+            f"{aligned(reads)}\n\n"
+            f"{loop}device segments: {segments or 'none'}\n"
+        )
+
+
+def _describe_move(edge: Edge) -> str:
+    if edge.move == "stay":
+        return f"stay on {edge.source_layout}"
+    return f"{edge.move}: {edge.source_layout} -> {edge.target_layout}"
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of words as text, the first one as a header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
