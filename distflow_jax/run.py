@@ -25,15 +25,14 @@ from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.picture import draw
-from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
 from distflow_jax.machinery import Machinery, build
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.observe import compilations, memory, progress
+from distflow_jax.observe import compilations, progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.metrics import without_empty
-from distflow_jax.observe.phases import Phases, straggler_report
+from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import HealthConfig, Watchdog
 from distflow_jax.observe.writers import RunWriter
@@ -45,23 +44,12 @@ from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.setup import Setup, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 from distflow_jax.states import States
+from distflow_jax.step_times import StepTimes
 from distflow_jax.training.state import TrainState
 from distflow_jax.types import flatten_dict
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
-
-# node (role, type) -> verl's name of its time
-_TIMINGS = {
-    ("ROLLOUT", "MODEL_INFERENCE"): "gen",
-    ("REWARD", "COMPUTE"): "reward",
-    ("ACTOR", "MODEL_INFERENCE"): "old_log_prob",
-    ("REFERENCE", "MODEL_INFERENCE"): "ref",
-    ("CRITIC", "MODEL_INFERENCE"): "values",
-    ("ACTOR", "COMPUTE"): "adv",
-    ("CRITIC", "MODEL_TRAIN"): "update_critic",
-    ("ACTOR", "MODEL_TRAIN"): "update_actor",
-}
 
 log = logging.getLogger("distflow_jax")
 
@@ -171,9 +159,7 @@ class Run:
             self.machinery.compile()
         self.step, self.nonfinite = 0, 0
         self.batches = 0  # of the loader that were used: one a step, or as many as a region took
-        self._communicated = processes.communication_seconds()
-        self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
-        self._warm = False  # whether a step has run: nothing may compile after it
+        self.times = StepTimes(setup.plan, self.spans, self.phases, self.compilations)
         self.states: dict[str, Any] = self._first_states()
         self.writer = RunWriter(
             folder,
@@ -211,7 +197,11 @@ class Run:
                 if evaluates and (last or _due(self.step, config.eval.every)):
                     self.sync_weights(self.step)
                     metrics |= self.evaluate(self.step)
-                metrics |= self._timings(time.perf_counter() - started, metrics)
+                received = self.machinery.coordinator.bytes_received()
+                seconds = time.perf_counter() - started
+                measured, stragglers = self.times.take(self.step, seconds, metrics, received)
+                metrics |= measured
+                self.writer.stragglers(self.step, stragglers)
                 self.writer.metrics(self.step, metrics)
                 line.update(self.step, metrics)
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
@@ -268,7 +258,7 @@ class Run:
             coordinator,
             self.phases,
             rounds,
-            rehearse=None if self._warm else _empty,
+            rehearse=None if self.times.warm else _empty,
         )
         self.machinery.offload.update(self.states)
         # the devices are still at work: what is left of their time belongs to the last node
@@ -420,64 +410,6 @@ class Run:
             if setup.loader.dropped:
                 log.warning("%d overlong prompts were dropped", setup.loader.dropped)
 
-    def _timings(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Times, throughput, memory and compilations of the step."""
-        spent = self.spans.take()
-        compiled = self.compilations.names()
-        if compiled and self._warm:
-            log.warning("compiled in step %d, after the first: %s", self.step, ", ".join(compiled))
-        self._warm = True
-        # two nodes that share a name add up
-        names = {unit.name: _timing(unit) for unit in self.setup.plan.units}
-        per_process = self._per_process()
-        timings: dict[str, float] = {}
-        for key, value in spent.items():
-            name = f"timing_s/{names.get(key, key)}"
-            timings[name] = timings.get(name, 0.0) + value
-        timings["timing_s/step"] = seconds
-        work = seconds - spent.get("testing", 0.0)
-        tokens = metrics["perf/total_num_tokens"]
-        counts = {}  # of no tokens, where a region found nothing to train on
-        if tokens:
-            share = metrics["response_length/mean"] / metrics["global_seqlen/mean"]
-            counts = {"gen": tokens * share, "update_actor": tokens}
-        for name, count in counts.items():
-            if f"timing_s/{name}" in timings:
-                timings[f"timing_per_token_ms/{name}"] = 1000 * timings[f"timing_s/{name}"] / count
-        return timings | {
-            **per_process,
-            "timing_s/host_communication": self._communication(),
-            "perf/throughput": tokens / work / self.setup.machine.devices,
-            "perf/time_per_step": work,
-            "perf/max_memory_allocated_gb": memory.peak_memory_gb(),
-            "perf/compilations": self.compilations.take(),
-        }
-
-    def _per_process(self) -> dict[str, float]:
-        """What differs between processes: who was slow, and what it took. Collective.
-
-        Writes the straggler report; returns means over the processes, of bytes the maximum.
-        """
-        work, nodes = self.phases.take_work(), [unit.name for unit in self.setup.plan.units]
-        now = np.array([time.process_time(), processes.coordination_cpu_seconds()])
-        spent, self._spent = now - self._spent, now
-        received = self.machinery.coordinator.bytes_received()
-        mine = np.array([*spent, received, *(work.get(node, 0.0) for node in nodes)])
-        table = processes.all_gather_ints(mine)
-        report = straggler_report(nodes, table[:, 3:])
-        self.writer.stragglers(self.step, report)
-        idle = {f"perf/idle/{node}": float(np.mean(report[node]["idle"])) for node in nodes}
-        return idle | {
-            "perf/cpu_seconds": float(table[:, 0].mean()),
-            "perf/coordination_cpu_seconds": float(table[:, 1].mean()),
-            "perf/bytes_received": float(table[:, 2].max()),
-        }
-
-    def _communication(self) -> float:
-        """Seconds in collectives among hosts since the last call."""
-        before, self._communicated = self._communicated, processes.communication_seconds()
-        return self._communicated - before
-
     def _check_finite(self) -> None:
         if self.nonfinite > self.config.training.max_nonfinite:
             raise RuntimeError(
@@ -485,16 +417,6 @@ class Run:
                 f"being {self.step}; the batches are in {self.folder / 'samples'} as nonfinite-*. "
                 "Lower training.optimizer.lr, or raise training.max_nonfinite"
             )
-
-
-def _timing(unit: Unit) -> str:
-    """The name of a unit's time: verl's, where there is one; of nodes in one program all names."""
-    words = []
-    for node in (task.node for task in unit.tasks):
-        # a function of the user's own has no name of verl's
-        known = _TIMINGS.get((node.role, node.type)) if node.fn is None else None
-        words.append(known or node.id)
-    return ".".join(words)
 
 
 def _empty(fields: Sequence[Any]) -> Sequence[Any]:

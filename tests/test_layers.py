@@ -15,6 +15,7 @@ LAYERS = [
         "states",
         "tracing",
         "machinery",
+        "step_times",
         "program_table",
         "offload",
         "settings",
