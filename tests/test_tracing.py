@@ -127,8 +127,8 @@ def test_a_state_of_ones_own_needs_no_first_value_and_compiles_before_the_first_
         kept, _, metrics = program(states, [score])
         states |= kept
         seen.append(float(metrics["count"]))
-    kept, _, metrics = program({"count": np.float32(9)}, [score])  # from a checkpoint
-    assert (seen, float(kept["count"])) == ([5, 6, 7], 10)
+    kept, _, metrics = program({"node:count": np.float32(9)}, [score])  # from a checkpoint
+    assert (seen, float(kept["node:count"])) == ([5, 6, 7], 10)
     assert compilations.take() == 0
     compilations.close()
 
