@@ -16,7 +16,7 @@ from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
-from distflow_jax.dag.worker import run_step
+from distflow_jax.dag.worker import make_runner, run_step
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.mesh import (
@@ -203,7 +203,8 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
     coordinator.free = lambda source, field: (
         got.extend(coordinator._values[source, field]) if field == "sum" else None
     )
-    run_step(built, 1, stages, {}, coordinator, Spans())
+    runners = {unit.name: make_runner(unit, stages) for unit in built.units}
+    run_step(built, 1, runners, {}, coordinator, Spans())
     # all three were issued before the first had ended, and what it gave crossed whole
     assert order[:4] == [("rollout", False), ("first", False), ("second", False), ("third", False)]
     for values in got:
