@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import haste
+
 # Before the first import of jax: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What one process that a test starts has compiled the next need not: the programs are the same to
@@ -10,10 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _compiled = tempfile.TemporaryDirectory(prefix="distflow-tests-compiled-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICE_COUNT_FLAG}=8"]
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+os.environ["XLA_FLAGS"] = haste.environment(devices=8)["XLA_FLAGS"]
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
                 f"coordinator.double_buffer={on}",
                 f"coordinator.overlap_rewards={on}",
                 "eval.dataset=",
+                "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
                 "rollout.num_slots=16",  # 64 responses: some end long before others begin
                 "rollout.tokens_per_call=4",
             ],

@@ -1,17 +1,18 @@
 """A killed run, started again, ends where an undisturbed one does, bit for bit."""
 
-import os
 import pathlib
 import subprocess
 import sys
 import time
 
+import haste
 import pytest
 
 from distflow_jax.observe.writers import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 OVERRIDES = [
+    "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     "--config.training.steps=6",
     "--config.checkpoint.every=1",
     "--config.eval.every=2",
@@ -21,12 +22,11 @@ OVERRIDES = [
 
 
 def start(workdir):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "scripts/train.py", "--config=configs/tiny.py"]
     return subprocess.Popen(
         [*command, f"--workdir={workdir}", *OVERRIDES],
         cwd=ROOT,
-        env=env,
+        env=haste.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,13 +6,13 @@ folders and files lie in a temporary one.
 
 import ast
 import json
-import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
 
+import haste
 import pytest
 
 from distflow_jax.observe.writers import read_metrics
@@ -71,15 +71,10 @@ def place(tmp_path_factory):
 
 
 def start(place, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "COLUMNS": "200",
-    }
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=place,
-        env=environment,
+        env=haste.environment() | {"COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,31 +5,27 @@ roundings; a missing all-reduce, a doubled row or a denominator per device is of
 """
 
 import json
-import os
 import pathlib
 import pickle
 import subprocess
 import sys
 
+import haste
 import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKER = "tests/parallel/parity_worker.py"
-# three programs of each layout run once: most of the time is LLVM's
-HASTE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 
 
 def run(out, batch, *, devices=1, processes=1, overrides=()):
     arguments = [WORKER, f"--out={out}", f"--batch={batch}"]
     arguments += [f"--override={o}" for o in overrides]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": HASTE}
+    env = haste.environment(devices if processes == 1 else None) | {"PYTHONPATH": str(ROOT)}
     if processes > 1:
         launch = ["scripts/launch_local.py", f"--processes={processes}"]
         arguments = [*launch, f"--devices_per_process={devices // processes}", "--", *arguments]
-    else:
-        env["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )

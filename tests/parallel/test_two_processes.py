@@ -3,11 +3,11 @@
 The model has 40,000 parameters and is compiled in a hurry: what is compared are processes.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import haste
 import pytest
 
 from distflow_jax.dag.pipelines import built_in
@@ -22,16 +22,14 @@ TRAIN = [
     "--config.data.prompts_per_step=8",
     "--config.rollout.num_slots=16",
 ]
-HASTE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SHORT = ["--config.training.steps=2", "--config.eval.dataset="]
 
 
 def run(command, workdir):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": HASTE}
     done = subprocess.run(
         [sys.executable, *command, f"--workdir={workdir}"],
         cwd=ROOT,
-        env=env,
+        env=haste.environment(),
         capture_output=True,
         text=True,
         timeout=900,  # on a loaded host
