@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.engine import DecodeState, RolloutEngine
+from distflow_jax.rollout.decode_state import DecodeState
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, run_requests
 
 
@@ -23,7 +24,9 @@ class RolloutConfig:
     top_p: float = 1.0  # 1: off
     num_slots: int = 64  # responses decoded side by side over all processes
     tokens_per_call: int = 16  # decode steps between two looks from the host
-    cache_block: int = 64  # tokens per block of the key/value cache
+    page_size: int = 64  # tokens per page of the key/value cache
+    cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
 
     def __post_init__(self):
         for name in (
@@ -31,10 +34,13 @@ class RolloutConfig:
             "max_response_length",
             "num_slots",
             "tokens_per_call",
-            "cache_block",
+            "page_size",
+            "prefill_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        if self.cache_tokens < 0:
+            raise ValueError(f"rollout.cache_tokens must be at least 0, got {self.cache_tokens}")
         if self.temperature <= 0:
             raise ValueError(
                 f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
@@ -71,7 +77,12 @@ def respond(
     """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order."""
     requests = [GroupRequest(p, num_samples, limit, temperature, top_k, top_p) for p in prompts]
     decode, responses, stats = run_requests(
-        engine, state.params, state.decode, requests, on_response=on_response
+        engine,
+        state.params,
+        state.decode,
+        requests,
+        version=state.version,
+        on_response=on_response,
     )
     return dataclasses.replace(state, decode=decode), responses, stats
 
