@@ -22,7 +22,8 @@ class RolloutConfig:
     temperature: float = 1.0  # the trainer's log-probs use the same one
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    num_slots: int = 64  # responses decoded side by side over all processes
+    num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
+    cache_fraction: float = 0.3  # of a device's memory for the cache, where num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
     page_size: int = 64  # tokens per page of the key/value cache
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
@@ -32,15 +33,19 @@ class RolloutConfig:
         for name in (
             "num_samples",
             "max_response_length",
-            "num_slots",
             "tokens_per_call",
             "page_size",
             "prefill_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
-        if self.cache_tokens < 0:
-            raise ValueError(f"rollout.cache_tokens must be at least 0, got {self.cache_tokens}")
+        for name in ("num_slots", "cache_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.cache_fraction < 1:
+            raise ValueError(
+                f"rollout.cache_fraction must be between 0 and 1, got {self.cache_fraction}"
+            )
         if self.temperature <= 0:
             raise ValueError(
                 f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
