@@ -38,10 +38,10 @@ def check_gpu(q: jax.Array, key_pages: jax.Array) -> None:
         )
     if key_pages.dtype == jnp.int8 and 2**31 < key_pages.size <= 2**32:
         # Pallas counts with 32 bits up to 4 GiB, and Triton reads them as signed
+        fitting = 2**31 * len(key_pages) // key_pages.size
         raise ValueError(
-            f"the GPU kernel takes int8 pages of at most {2**31} elements per layer (or more than "
-            f"{2**32}), got {key_pages.size}: use at most {2**31 * len(key_pages) // key_pages.size}"
-            f" pages instead of {len(key_pages)}"
+            f"the GPU kernel takes int8 pages of at most {2**31} elements, or more than {2**32}, "
+            f"got {key_pages.size}: use {fitting} pages per call instead of {len(key_pages)}"
         )
 
 

@@ -60,6 +60,9 @@ def partial_attention(
     log-sum-exp of the scores; of an owner without tokens 0 and -inf. Sums are kept in float32;
     products multiply in the pages' type (queries' for int8), with float32 kept float32.
 
+    A cache of several layers is given whole, never sliced (a slice is a copy of the layer before a
+    kernel): reshaped to [layers N, K, H, W], with table + layer N.
+
     `implementation`: "reference", "gpu" or "tpu"; "auto" takes the default backend's, which is the
     wrong one where a mesh lies on other devices: `implementation_for(device.platform)` is sure.
     A shape the named kernel cannot run is a ValueError. `interpret` runs a kernel on any device,

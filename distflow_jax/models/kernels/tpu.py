@@ -6,6 +6,8 @@ fetches exactly the used pages, all key/value heads of one in one copy, the next
 it is) while this one is computed. Letters as in reference.py; L pages in use.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,7 +18,7 @@ from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precisi
 
 LANES = 128
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
-SMEM_BYTES = 2**19  # half of the scalar memory, for the list of pages
+MAX_LISTED = 2**16  # three int32 per page: 768 KiB of the 1 MiB of scalar memory
 
 
 def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
@@ -27,9 +29,9 @@ def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
             f"the TPU kernel takes pages of a multiple of {LANES} tokens (a vector's lanes), got "
             f"{width}: use {-(-width // LANES) * LANES}"
         )
-    if head_dim % 32:
+    if head_dim % 16:
         raise ValueError(
-            f"the TPU kernel takes a head dim that is a multiple of 32, got {head_dim}: use "
+            f"the TPU kernel takes a head dim that is a multiple of 16, got {head_dim}: use "
             'implementation="reference"'
         )
     vmem = _vmem_bytes(q, key_pages)
@@ -39,9 +41,9 @@ def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
             f"{list(key_pages.shape[1:])}, and {VMEM_BYTES} fit: give fewer of the {q.shape[2]} "
             f"query rows per call, or pages shorter than {width} tokens"
         )
-    if 8 * table.size > SMEM_BYTES:
+    if table.size > MAX_LISTED:
         raise ValueError(
-            f"the TPU kernel lists at most {SMEM_BYTES // 8} pages, and a table of "
+            f"the TPU kernel lists at most {MAX_LISTED} pages, and a table of "
             f"{list(table.shape)} may hold {table.size}: use pages longer than {width} tokens, or "
             "fewer owners per call"
         )
@@ -77,6 +79,11 @@ def tpu_attention(
     q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
     padded = rows + padding
     owner_L, first_L, page_L, count = used_pages(table_OC, length_O, width)
+    # XLA keeps [W, 64] with W along the lanes, since 64 of 128 lanes would be padding. Taken so,
+    # pages reach the kernel as they lie; taken as [W, 64], all N are copied before every call.
+    transposed = head_dim % LANES != 0
+    if transposed:
+        value_pages = value_pages.swapaxes(2, 3)
 
     def of_owner(step, owner, first, page, length):
         return owner[step], 0, 0, 0
@@ -89,14 +96,14 @@ def tpu_attention(
 
     scales = () if key_scale is None else (key_scale, value_scale)
     out, lse = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, transposed=transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(count,),
             in_specs=[
                 pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
                 pl.BlockSpec((1, kv_heads, head_dim, width), of_page),
-                pl.BlockSpec((1, kv_heads, width, head_dim), of_page),
+                pl.BlockSpec((1, *value_pages.shape[1:]), of_page),
                 *[pl.BlockSpec((1, kv_heads, width), scale_of_page) for _ in scales],
             ],
             out_specs=(
@@ -134,7 +141,8 @@ def used_pages(
     used_O = -(-length_O // width)
     end_O = jnp.cumsum(used_O)
     index = jnp.arange(owners * slots, dtype=jnp.int32)
-    owner = jnp.searchsorted(end_O, index, side="right").astype(jnp.int32)
+    # how many owners end at or before it: one pass, where a binary search would be a loop
+    owner = (end_O[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     listed = index < end_O[-1]
     owner = jnp.where(listed, owner, 0)
     slot = jnp.where(listed, index - (end_O - used_O)[owner], 0)
@@ -142,7 +150,9 @@ def used_pages(
     return owner, slot * width, page, jnp.maximum(end_O[-1], 1)
 
 
-def _kernel(owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_ref, *refs):
+def _kernel(
+    owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_ref, *refs, transposed
+):
     *scale_refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
     key_scale_ref, value_scale_ref = scale_refs or (None, None)
     step = pl.program_id(0)
@@ -159,7 +169,8 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_re
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     valid = first + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1) < length
-    value_valid = first + jax.lax.broadcasted_iota(jnp.int32, (width, head_dim), 0) < length
+    value_shape, token_dim = ((head_dim, width), 1) if transposed else ((width, head_dim), 0)
+    value_valid = first + jax.lax.broadcasted_iota(jnp.int32, value_shape, token_dim) < length
 
     # head by head: products of matrices, which Mosaic knows best
     for head in range(kv_heads):
@@ -183,9 +194,10 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_re
             weight = jnp.where(valid, weight * value_scale_ref[0, head : head + 1, :], 0.0)
         # selected in float32: not every TPU selects in 16 or 8 bits
         value = jnp.where(value_valid, value_ref[0, head].astype(jnp.float32), 0.0)
-        part = jnp.dot(
+        part = jax.lax.dot_general(
             weight.astype(dtype),
             value.astype(dtype),
+            (((1,), (token_dim,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
