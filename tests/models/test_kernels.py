@@ -5,6 +5,7 @@ table entries, pages that no owner uses and tokens beyond a length hold what wou
 """
 
 import contextlib
+import functools
 import math
 
 import jax
@@ -82,14 +83,10 @@ def statement(case):
     return out, lse
 
 
-def attend(case, implementation, **options):
-    kernel = implementation != "reference"
-    run = jax.jit(
-        lambda case: partial_attention(
-            **case, implementation=implementation, interpret=kernel, **options
-        )
-    )
-    return run(case)
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def attend(case, implementation):
+    interpret = implementation != "reference"
+    return partial_attention(**case, implementation=implementation, interpret=interpret)
 
 
 def assert_states(got, case, tolerance):
@@ -116,7 +113,7 @@ def test_ragged_owners_attend_to_their_own_tokens_alone(implementation, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("kv_heads", "rows"), [(1, 1), (3, 3), (1, 8), (2, 32), (1, 70)])
+@pytest.mark.parametrize(("kv_heads", "rows"), [(1, 1), (3, 8), (1, 70)])
 def test_any_number_of_heads_and_query_rows(implementation, kv_heads, rows):
     width = WIDTH[implementation]
     case = make_case([2 * width - 3, 5], kv_heads=kv_heads, rows=rows, width=width)

@@ -18,7 +18,9 @@ from distflow_jax.models.kernels.merge import Part, merge_stacked
 from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precision
 
 MIN_ROWS = 16  # Triton's products need 16 rows; fewer are padded
-MAX_ROWS = 64  # more would spill registers: a further program reads the pages again (from L2)
+# More would spill registers: a further program reads the pages again (from L2). float32 is not for
+# tensor cores, and its products keep far more in registers.
+MAX_ROWS = {"bfloat16": 64, "float32": 16}
 TARGET_PROGRAMS = 512  # about four per multiprocessor of an A100 or H100
 MAX_SPLITS = 32
 
@@ -61,14 +63,14 @@ def gpu_attention(
     check_gpu(q_OKRH, key_pages)
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width, slots = key_pages.shape[-1], table_OC.shape[1]
-    block = min(MAX_ROWS, max(MIN_ROWS, _power_of_two_from(rows)))
+    dtype = dot_dtype(q_OKRH, key_pages)
+    block = min(MAX_ROWS[dtype.name], max(MIN_ROWS, _power_of_two_from(rows)))
     row_blocks = -(-rows // block)
-    # keys and values of one step are about 32 KiB: two steps in flight fit into shared memory
-    step = max(16, min(128, 8192 // head_dim))
+    # keys of one step are 16 KiB: more would spill registers in float32
+    step = max(16, min(128, 16384 // (head_dim * dtype.itemsize)))
     if splits is None:
         wanted = _power_of_two_from(-(-TARGET_PROGRAMS // (owners * kv_heads * row_blocks)))
         splits = min(MAX_SPLITS, wanted, max(1, slots * width // step))
-    dtype = dot_dtype(q_OKRH, key_pages)
     padding = row_blocks * block - rows
     q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = () if key_scale is None else (key_scale, value_scale)
@@ -111,44 +113,46 @@ def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step
     def body(index, carry):
         top, total, out = carry
         first = index * step
+        # div and rem of lax: floor division's signs would hide from Triton that first is a multiple
+        # of step, and with it that tokens side by side can be read as one
+        slot, offset = jax.lax.div(first, width), jax.lax.rem(first, width)
         valid = first + jnp.arange(step, dtype=jnp.int32) < length
         if part == step:  # the step lies within one page
-            page = table_ref[owner, first // width]
-            token = first % width + within
+            page = table_ref[owner, slot]
+            token = pl.multiple_of(offset, step) + within
             key_index = (page, head, channel[:, None], token[None, :])
             value_index = (page, head, token[:, None], channel[None, :])
-            key_valid, value_valid, scale_valid = valid[None, :], valid[:, None], valid
             scale_index = (page, head, token)
+            key_mask = scale_mask = None
+            value_mask = valid[:, None]
         else:  # the step takes several whole pages
-            slot = first // width + jnp.arange(step // width, dtype=jnp.int32)
+            slots_taken = slot + jnp.arange(step // width, dtype=jnp.int32)
             # beyond the used entries the table is undefined: neither read nor followed
-            exists = slot < used
-            entry = table_ref.at[owner, jnp.minimum(slot, slots - 1)]
+            exists = slots_taken < used
+            entry = table_ref.at[owner, jnp.minimum(slots_taken, slots - 1)]
             page = plgpu.load(entry, mask=exists, other=0)
-            token_valid = valid.reshape(step // width, width)
             key_index = (page[None, :, None], head, channel[:, None, None], within[None, None, :])
             value_index = (page[:, None, None], head, within[None, :, None], channel[None, None, :])
-            key_valid, value_valid = token_valid[None], token_valid[:, :, None]
             scale_index = (page[:, None], head, within[None, :])
-            scale_valid = token_valid
+            key_mask, scale_mask = exists[None, :, None], exists[:, None]
+            value_mask = valid.reshape(step // width, width)[:, :, None]
 
-        def read(ref, index, mask):
-            shape = jnp.broadcast_shapes(*[i.shape for i in index if i.ndim])
-            mask = jnp.broadcast_to(mask, shape)
-            return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
-
-        key = read(key_ref, key_index, key_valid).reshape(head_dim, step)
+        # Keys and scales of a page are read to its end and what lies beyond the length is dropped
+        # afterwards: a mask by length would make Triton read token by token. Along values' tokens
+        # there is nothing to lose.
+        key = _read(key_ref, key_index, key_mask).reshape(head_dim, step)
         score = plgpu.dot(q, key.astype(q.dtype), precision=precision) * scale
         if key_scale_ref is not None:
-            score *= read(key_scale_ref, scale_index, scale_valid).reshape(1, step)
+            score *= _read(key_scale_ref, scale_index, scale_mask).reshape(1, step)
         score = jnp.where(valid[None, :], score, LOWEST)
         new_top = jnp.maximum(top, score.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         weight = jnp.exp2(score - new_top[:, None])
         total = total * shrink + weight.sum(axis=1)
         if value_scale_ref is not None:
-            weight *= read(value_scale_ref, scale_index, scale_valid).reshape(1, step)
-        value = read(value_ref, value_index, value_valid).reshape(step, head_dim)
+            value_scale = _read(value_scale_ref, scale_index, scale_mask)
+            weight *= jnp.where(valid, value_scale.reshape(step), 0.0)[None, :]
+        value = _read(value_ref, value_index, value_mask).reshape(step, head_dim)
         part_out = plgpu.dot(weight.astype(q.dtype), value.astype(q.dtype), precision=precision)
         return new_top, total, out * shrink[:, None] + part_out
 
@@ -165,6 +169,16 @@ def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step
     out_ref[split, owner, head, rows, :] = out / divisor[:, None]
     lse = top * math.log(2) + jnp.log(divisor)
     lse_ref[split, owner, head, rows] = jnp.where(some, lse, -jnp.inf)
+
+
+def _read(ref, index, mask):
+    """The elements at `index` (scalars and arrays that broadcast), 0 where masked."""
+    if mask is None:
+        return ref[index]
+    shape = jnp.broadcast_shapes(*[i.shape for i in index if i.ndim])
+    return plgpu.load(
+        ref.at[index], mask=jnp.broadcast_to(mask, shape), other=jnp.zeros((), ref.dtype)
+    )
 
 
 def _is_power_of_two(number: int) -> bool:
