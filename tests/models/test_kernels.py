@@ -23,6 +23,7 @@ from distflow_jax.models.kernels.paged_attention import (
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # the TPU kernel takes pages of 128 tokens, so that its cases hold fewer of them
 WIDTH = {"reference": 16, "gpu": 16, "tpu": 128}
+TRITON_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -194,6 +195,21 @@ def test_merge_of_parts_far_apart_neither_overflows_nor_loses_the_larger():
     np.testing.assert_allclose(lse, [300.0, -300.0 + math.log(2)], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings(TRITON_DEPRECATED)
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("tpu", marks=pytest.mark.tpu)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_compiled_for_a_device(platform, dtype):
+    # JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/models/test_kernels.py
+    case = make_case(ragged(128), width=128, head_dim=64, dtype=dtype)
+    case = jax.device_put(case, jax.devices(platform)[0])
+    run = functools.partial(partial_attention, implementation=implementation_for(platform))
+    # exponentials of accelerators are good to about six digits
+    assert_states(jax.jit(lambda case: run(**case))(case), case, TOLERANCE.get(dtype, 1e-4) * 3)
+
+
 @contextlib.contextmanager
 def abstract_gpu():
     """Later versions of JAX ask which GPU a Triton kernel is lowered for; 0.10 takes any."""
@@ -203,7 +219,7 @@ def abstract_gpu():
         yield
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(TRITON_DEPRECATED)
 @pytest.mark.parametrize(("platform", "name"), [("cuda", "triton"), ("tpu", "tpu_custom_call")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("rows", "head_dim", "width"), [(3, 64, 128), (72, 128, 256)])
