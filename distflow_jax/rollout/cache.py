@@ -117,26 +117,27 @@ def write_prompt(
     )
 
 
-def append(cache: Cache, key: jax.Array, value: jax.Array, position: jax.Array) -> Cache:
-    """Writes tokens to pages that their slots have.
+def place(cache: Cache, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where each slot's token goes: its page, N for none, and its place there, int32 [D, S].
 
-    key, value [layers, D, S, Q, K, H]; `position` int32 [D, S, Q]: where each goes among its slot's
-    own tokens, negative to drop it.
+    `position` int32 [D, S]: of the token among its slot's own, negative for none.
     """
     width, pages = cache.key.shape[-1], cache.owner.shape[1]
-    ranks, slots, queries = position.shape
-    # the page of each token: the one with its slot as owner and its number among that slot's
-    slot = jnp.arange(slots, dtype=jnp.int32)[None, :, None, None]
-    mine = cache.owner[:, None, None] == slot
-    hit = mine & (cache.rank[:, None, None] == position[..., None] // width)
-    page = jnp.where(
-        (position >= 0) & hit.any(-1), jnp.argmax(hit, axis=-1).astype(jnp.int32), pages
-    )
-    data_rank = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32)[:, None, None], page.shape)
-    within = position % width
-    # advanced indices around slices put the indexed dims first: [D, S, Q, layers, K, H]
-    k = key.transpose(1, 2, 3, 0, 4, 5).astype(cache.key.dtype)
-    v = value.transpose(1, 2, 3, 0, 4, 5).astype(cache.value.dtype)
+    slot = jnp.arange(position.shape[1], dtype=jnp.int32)[None, :, None]
+    hit = (cache.owner[:, None] == slot) & (cache.rank[:, None] == (position // width)[..., None])
+    found = (position >= 0) & hit.any(-1)
+    return jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), pages), position % width
+
+
+def append(
+    cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array
+) -> Cache:
+    """Writes one token per slot where `place` says: key, value [layers, D, S, K, H]."""
+    ranks = jnp.arange(page.shape[0], dtype=jnp.int32)[:, None]
+    data_rank = jnp.broadcast_to(ranks, page.shape)
+    # advanced indices around slices put the indexed dims first: [D, S, layers, K, H]
+    k = key.transpose(1, 2, 0, 3, 4).astype(cache.key.dtype)
+    v = value.transpose(1, 2, 0, 3, 4).astype(cache.value.dtype)
     return dataclasses.replace(
         cache,
         key=cache.key.at[:, data_rank, page, :, :, within].set(k, mode="drop"),

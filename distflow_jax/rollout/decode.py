@@ -8,6 +8,8 @@ are fed in the same steps, beside the others' drawing.
 B slots in all, D data ranks, S slots of a rank, k steps, V vocabulary.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,8 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.models.transformer import Decoder, bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout.decode_state import DecodeState, StateShapes
-from distflow_jax.rollout.paged_attention import Group, own_chunks, prompt_chunks, slot_attention
+from distflow_jax.rollout.decode_state import DecodeState, StateShapes, longest_read, pages_of
+from distflow_jax.rollout.kernel_attention import append_pages, over_table
+from distflow_jax.rollout.paged_attention import (
+    Group,
+    OverPages,
+    over_pages,
+    own_chunks,
+    prompt_chunks,
+    slot_attention,
+)
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
 
@@ -32,22 +42,20 @@ def feed(
     """Runs the network on one token per slot; what is not `fed` computes along and keeps nothing
     but logits that nobody will draw from."""
     cache, by_rank = state.cache, shapes.by_rank
-    own = Group(0, by_rank(state.own), own_chunks(cache, shapes.slots))
-    chunks = prompt_chunks(cache, shapes.slots, shapes.owners)
-    prompts = Group(shapes.slots, state.prompt_length, chunks)
+    over_own, over_prompts = _attentions(shapes, state)
 
     def attend(q, k, v, layer):
         out = slot_attention(
             by_rank(q),
             by_rank(k),
             by_rank(v),
-            cache,
             layer,
-            own=own,
-            prompts=prompts,
+            over_own=over_own,
+            over_prompts=over_prompts,
             # of slots that have ended the number among the prompt's members may be another's
             prompt=by_rank(jnp.where(fed_B, state.prompt, shapes.slots)),
             member=by_rank(state.member),
+            number=shapes.slots,
             members=min(shapes.config.group_size, shapes.slots),
         )
         return out.reshape(q.shape), (k, v)
@@ -59,20 +67,41 @@ def feed(
         layer_inputs=jnp.arange(shapes.model.num_layers, dtype=jnp.int32),
         dtype=jnp.dtype(shapes.config.dtype),
     )
-    position = by_rank(jnp.where(fed_B, state.own, -1))[..., None]
     split = (shapes.model.num_layers, shapes.ranks, shapes.slots)
-    cache = cache_lib.append(
-        cache,
-        key.reshape(*split, *key.shape[2:]),
-        value.reshape(*split, *value.shape[2:]),
-        position,
-    )
+    key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
+    page, within = cache_lib.place(cache, by_rank(jnp.where(fed_B, state.own, -1)))
+    if shapes.attention == "tpu":
+        keys, values = append_pages(cache, key, value, page, within, shapes.mesh)
+        cache = dataclasses.replace(cache, key=keys, value=values)
+    else:
+        cache = cache_lib.append(cache, key, value, page, within)
     return state.replace(
         cache=cache,
         logits=head_logits(decoder, hidden[:, 0], shapes.config.dtype),
         length=state.length + fed_B.astype(jnp.int32),
         own=state.own + fed_B.astype(jnp.int32),
     )
+
+
+def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, OverPages]:
+    """Over the pages of slots and of prompts, as the engine's platform does it."""
+    cache, slots, config = state.cache, shapes.slots, shapes.config
+    own, prompts = shapes.by_rank(state.own), state.prompt_length
+    if shapes.attention == "pages":
+        chunks = own_chunks(cache, slots), prompt_chunks(cache, slots, shapes.owners)
+        groups = Group(0, own, chunks[0]), Group(slots, prompts, chunks[1])
+        return tuple(
+            lambda q, layer, group=group: over_pages(q, cache, layer, group) for group in groups
+        )
+
+    def by_kernel(first, tokens, length):
+        longest = pages_of(tokens, config.page_size)
+        table = cache_lib.tables(cache, first=first, count=slots, longest=longest)
+        options = {"mesh": shapes.mesh, "implementation": shapes.attention}
+        return lambda q, layer: over_table(q, cache, layer, table, length, **options)
+
+    longest = longest_read(config)
+    return by_kernel(0, config.max_response, own), by_kernel(slots, longest, prompts)
 
 
 def step(

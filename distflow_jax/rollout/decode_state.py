@@ -12,8 +12,11 @@ from flax import struct
 from jax.sharding import Mesh
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.kernels.paged_attention import implementation_for
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.rollout import cache as cache_lib
+
+ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,7 @@ class EngineConfig:
     max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of weights, activations and cache
+    attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
 
 
 @struct.dataclass
@@ -101,6 +105,18 @@ def num_pages(config: EngineConfig, ranks: int) -> int:
     return pages if pages <= chunk else -(-pages // chunk) * chunk
 
 
+def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:
+    """How attention runs on the mesh. ValueError for what its platform cannot run."""
+    if config.attention not in ATTENTIONS:
+        raise ValueError(
+            f"rollout.attention must be one of {', '.join(ATTENTIONS)}, got {config.attention!r}"
+        )
+    if config.attention != "auto":
+        return config.attention
+    kernel = implementation_for(mesh.devices.flat[0].platform)
+    return "pages" if kernel == "reference" else kernel
+
+
 class StateShapes:
     """Shapes and layouts of a decode state on a mesh with axes ("data", "tensor")."""
 
@@ -110,6 +126,7 @@ class StateShapes:
         self.slots = config.slots // self.ranks
         self.owners = 2 * self.slots
         self.pages = num_pages(config, self.ranks)
+        self.attention = attention_for(config, model, mesh)
 
     def empty(self, seed: int) -> DecodeState:
         """All slots free."""

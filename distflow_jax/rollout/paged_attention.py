@@ -10,22 +10,14 @@ that answer it, which for n samples divides their memory and traffic by n (Hydra
 2024, arxiv.org/abs/2402.05099).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from distflow_jax.rollout.cache import Cache
-
-_NEVER = -1e30  # finite: the difference of two is 0, not NaN
-
-
-class Part(NamedTuple):
-    """Softmax over some of the keys, not divided yet: out / total is their weighted value."""
-
-    top: jax.Array  # [..., R]: the largest logit, _NEVER where there was no key
-    total: jax.Array  # [..., R]: sum of exp(logit - top)
-    out: jax.Array  # [..., R, H]: sum of exp(logit - top) value
+from distflow_jax.rollout.part import NEVER, Part, merge
 
 
 class Group(NamedTuple):
@@ -34,17 +26,6 @@ class Group(NamedTuple):
     first: int  # owner id of the first
     length: jax.Array  # int32 [D, O]: tokens of each that count
     chunks: tuple[jax.Array, jax.Array]  # first chunk of pages and the one after the last
-
-
-def merge(a: Part, b: Part) -> Part:
-    """Softmax over the keys of both."""
-    top = jnp.maximum(a.top, b.top)
-    wa, wb = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return Part(
-        top,
-        a.total * wa + b.total * wb,
-        a.out * wa[..., None] + b.out * wb[..., None],
-    )
 
 
 def chunk_pages(pages: int) -> int:
@@ -96,9 +77,9 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
 
         queries = jax.vmap(lambda q, who: q[who])(q, who)
         logits = jnp.einsum("DCKRH,DCKHW->DCKRW", queries, k).astype(jnp.float32) * scale
-        logits = jnp.where(valid, logits, _NEVER)
+        logits = jnp.where(valid, logits, NEVER)
         hot = mine[..., None, None]
-        top = jnp.max(jnp.where(hot, logits.max(-1)[:, None], _NEVER), axis=2)
+        top = jnp.max(jnp.where(hot, logits.max(-1)[:, None], NEVER), axis=2)
         top = jnp.maximum(part.top, top)
         theirs = jax.vmap(lambda t, who: t[who])(top, who)
         weight = jnp.where(valid, jnp.exp(logits - theirs[..., None]), 0.0)
@@ -116,7 +97,7 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
 
 def _nothing(q: jax.Array) -> Part:
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    return Part(zeros + _NEVER, zeros, jnp.zeros(q.shape, jnp.float32))
+    return Part(zeros + NEVER, zeros, jnp.zeros(q.shape, jnp.float32))
 
 
 def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
@@ -124,30 +105,34 @@ def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     queries = q.shape[4]
     logits = jnp.einsum("DSKGQH,DSTKH->DSKGQT", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones((queries, queries), bool))
-    logits = jnp.where(causal[None, None, None, None], logits, _NEVER)
+    logits = jnp.where(causal[None, None, None, None], logits, NEVER)
     top = logits.max(-1)
     weight = jnp.exp(logits - top[..., None])
     out = jnp.einsum("DSKGQT,DSTKH->DSKGQH", weight.astype(v.dtype), v).astype(jnp.float32)
     return Part(top, weight.sum(-1), out)
 
 
+# rows q [D, O, K, R, H] of a kind of owners, layer -> their attention over their pages
+OverPages = Callable[[jax.Array, jax.Array], Part]
+
+
 def slot_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache: Cache,
     layer: jax.Array,
     *,
-    own: Group,
-    prompts: Group,
+    over_own: OverPages,
+    over_prompts: OverPages,
     prompt: jax.Array,
     member: jax.Array,
+    number: int,
     members: int,
 ) -> jax.Array:
     """Attention of new tokens, q [D, S, Q, N, H], k and v [D, S, Q, K, H]; the same shape as q.
 
-    `prompt` int32 [D, S]: which prompt each slot answers, out of range for none; `member` int32
-    [D, S]: its number among those that answer it, below `members`.
+    `prompt` int32 [D, S]: which of the `number` prompts each slot answers, out of range for none;
+    `member` int32 [D, S]: its number among those that answer it, below `members`.
     """
     ranks, slots, queries, heads, head_dim = q.shape
     kv_heads = k.shape[3]
@@ -155,7 +140,6 @@ def slot_attention(
     rows = rows.transpose(0, 1, 3, 4, 2, 5)  # [D, S, K, G, Q, H]
     flat = rows.reshape(ranks, slots, kv_heads, -1, head_dim)
 
-    number = prompts.length.shape[1]
     place = jnp.where((prompt >= 0) & (prompt < number), prompt * members + member, -1)
     place = jnp.where(place < 0, number * members, place)
 
@@ -170,13 +154,13 @@ def slot_attention(
         x = x.reshape(number, kv_heads, members, -1, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(number * members, *x.shape[2:])[jnp.minimum(place, number * members - 1)]
 
-    shared = over_pages(jax.vmap(to_prompts)(flat, place), cache, layer, prompts)
+    shared = over_prompts(jax.vmap(to_prompts)(flat, place), layer)
     shared = Part(*(jax.vmap(to_slots)(x, place) for x in shared))
     known = (place < number * members)[..., None, None]
     shared = shared._replace(
-        top=jnp.where(known, shared.top, _NEVER), total=jnp.where(known, shared.total, 0.0)
+        top=jnp.where(known, shared.top, NEVER), total=jnp.where(known, shared.total, 0.0)
     )
-    part = merge(shared, over_pages(flat, cache, layer, own))
+    part = merge(shared, over_own(flat, layer))
     new = over_new(rows, k, v)
     new = Part(*(x.reshape(y.shape) for x, y in zip(new, part, strict=True)))
     part = merge(part, new)

@@ -289,6 +289,13 @@ def test_number_of_slots_and_tokens_per_call(responses):
     assert_agree(other.run(REQUESTS), responses)
 
 
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+def test_kernels_give_what_pages_give(responses, axes):
+    """The way to the kernels, with the plain form in their place: tables, and a mesh of shards."""
+    other = Sampler(axes, attention="reference")
+    assert_agree(other.run(REQUESTS), responses)
+
+
 def test_devices(responses):
     """Slots over 4 data ranks, heads over 2; and its programs, too, are all compiled before."""
     other = Sampler((4, 2), page_size=32)
@@ -343,5 +350,7 @@ def test_sizes_that_do_not_fit_are_refused():
         engine(slots=6)
     with pytest.raises(ValueError, match="prompt 32 . response 300 tokens exceed.*256 positions"):
         engine(max_response=300)
+    with pytest.raises(ValueError, match="attention must be one of auto, .*got 'flash'"):
+        engine(attention="flash")
     with pytest.raises(ValueError, match="without a tokenizer"):
         engine().build_tokenizer(None)
