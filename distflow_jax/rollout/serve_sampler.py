@@ -1,0 +1,229 @@
+"""The thread behind distflow.Sampler: it alone uses the scheduler, and turns tokens into events.
+
+Other threads hand it work through a queue and get events through callbacks, in order.
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.serve_messages import SampleRequest
+from distflow_jax.rollout.serve_scheduler import NewTokens, Scheduler
+from distflow_jax.rollout.serve_text import StopText, TextStream
+from distflow_jax.rollout.serve_weights import Weights
+
+log = logging.getLogger("distflow_jax")
+
+_FAILED = "the sampler has failed; the server's log says why"
+Event = Mapping[str, Any]  # a message of docs/serving.md; None: nothing follows
+
+
+class Failed(RuntimeError):
+    """The thread has ended by an error; it is in the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What another thread asks for: done in the service's thread, or told why it cannot be."""
+
+    do: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+@dataclasses.dataclass
+class _Sample:
+    """One response on its way out."""
+
+    text: TextStream
+    stop: StopText
+    pending: list[Event] = dataclasses.field(default_factory=list)  # where it is not streamed
+    done: bool = False
+
+
+class Call:
+    """One request to Sample: the events of its responses go to `deliver`, then None.
+
+    `deliver` is called by the service's thread, and gets an exception where the thread has died.
+    """
+
+    def __init__(self, request: SampleRequest, deliver: Callable[[Event | Exception | None], None]):
+        self.request, self.deliver = request, deliver
+        self.id: int | None = None  # of the group in the scheduler
+        self.over = False
+        self.samples: dict[int, _Sample] = {}
+
+
+class SamplerService:
+    """Runs a scheduler over `engine` in a thread of its own, from `start` to `stop`.
+
+    Weights are those of `weights`, whose turns it takes for each round, so that others may use the
+    same devices.
+    """
+
+    def __init__(self, engine: RolloutEngine, weights: Weights, tokenizer: Tokenizer):
+        self._tokenizer, self._weights = tokenizer, weights
+        self._stops = set(engine.stop_ids)
+        with weights.turns:
+            self.scheduler = Scheduler(engine, weights.params, version=weights.version)
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._calls: dict[int, Call] = {}
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._accepts = threading.Lock()
+        self.failed: Exception | None = None
+        self.responses = 0  # that have ended
+        self.tokens = 0  # that have been given out
+
+    @property
+    def running(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the round in which it is. Calls that run get no more events."""
+        self._work.put(None)
+        self._thread.join()
+
+    def sample(self, call: Call) -> None:
+        """Starts a call. Failed if the thread has died."""
+        self._put(_Work(lambda: self._submit(call), call.deliver))
+
+    def cancel(self, call: Call) -> None:
+        """Ends a call whose caller has gone; its slots are free with the next round."""
+        self._work.put(_Work(lambda: self._end(call, deliver=False), lambda error: None))
+
+    def load(self, params: Any, version: int) -> None:
+        """Swaps the weights of all doors between two calls of the engine; waits until it is done.
+
+        Failed if the thread has died.
+        """
+        done: futures.Future[None] = futures.Future()
+
+        def swap() -> None:
+            with self._weights.turns:
+                self.scheduler.load(params, version)
+                self._weights.swap(params, version)
+            done.set_result(None)
+
+        self._put(_Work(swap, done.set_exception))
+        done.result()
+
+    def _put(self, work: _Work) -> None:
+        with self._accepts:
+            if self.failed is not None:
+                raise Failed(_FAILED)
+            self._work.put(work)
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Broad on purpose: whatever it is, callers must not wait for ever.
+        try:
+            while True:
+                if not self._take_work():
+                    return
+                if self.scheduler.busy:
+                    with self._weights.turns:
+                        self.scheduler.step()
+        except Exception as error:
+            log.exception("the sampler's thread ends")
+            self._fail(error)
+
+    def _take_work(self) -> bool:
+        """Does what has been asked for; waits for it where nothing runs. False: stop."""
+        wait = not self.scheduler.busy
+        while True:
+            try:
+                work = self._work.get(block=wait)
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work.do()
+            wait = not self.scheduler.busy
+
+    def _submit(self, call: Call) -> None:
+        for sample in range(call.request.group.num_samples):
+            text = TextStream(self._tokenizer)
+            call.samples[sample] = _Sample(text, StopText(call.request.stop))
+        call.id = self.scheduler.submit(
+            call.request.group, on_tokens=lambda new: self._on_tokens(call, new)
+        )
+        self._calls[call.id] = call
+
+    def _on_tokens(self, call: Call, new: NewTokens) -> None:
+        sample = call.samples[new.sample]
+        pieces, end, count = [], None, len(new.tokens)
+        for i, token in enumerate(new.tokens):
+            pieces.append(sample.stop.push(sample.text.push(int(token))))
+            if sample.stop.stopped:
+                end, count = "stop_string", i + 1
+                break
+        if end is None and new.last:
+            end = "stop" if int(new.tokens[-1]) in self._stops else "length"
+            pieces.append(sample.stop.push(sample.text.rest()))
+            if sample.stop.stopped:
+                end = "stop_string"
+            else:
+                pieces.append(sample.stop.rest())
+        event = {
+            "sample": new.sample,
+            "text": "".join(pieces),
+            "tokens": new.tokens[:count].tolist(),
+            "logp": [float(x) for x in new.logp[:count]],
+            "version": new.version[:count].tolist(),
+        }
+        self.tokens += count
+        if end == "stop_string" and not new.last:
+            self.scheduler.abort(call.id, new.sample)
+        self._emit(call, sample, event, end)
+
+    def _emit(self, call: Call, sample: _Sample, event: Event, end: str | None) -> None:
+        if not call.request.stream:
+            sample.pending.append(event)
+            event = _joined(sample.pending)
+        if end is not None:
+            event |= {"end": end}
+            sample.done = True
+            self.responses += 1
+        if end is not None or call.request.stream:
+            call.deliver(event)
+        if all(s.done for s in call.samples.values()):
+            self._end(call, deliver=True)
+
+    def _end(self, call: Call, *, deliver: bool) -> None:
+        if call.over:
+            return
+        call.over = True
+        if call.id is not None:
+            self.scheduler.abort(call.id)
+            del self._calls[call.id]
+        if deliver:
+            call.deliver(None)
+
+    def _fail(self, error: Exception) -> None:
+        with self._accepts:
+            self.failed = error
+        for call in list(self._calls.values()):
+            call.deliver(Failed(_FAILED))
+        while not self._work.empty():
+            if (work := self._work.get()) is not None:
+                work.fail(Failed(_FAILED))
+
+
+def _joined(events: list[Event]) -> dict[str, Any]:
+    """Events of one response as one."""
+    first, rest = dict(events[0]), events[1:]
+    for event in rest:
+        for name in ("text", "tokens", "logp", "version"):
+            first[name] = first[name] + event[name]
+    return first
