@@ -158,10 +158,12 @@ def _prompt(
         raise ValueError("prompt must be a string; a conversation goes into messages")
     if given == ["messages"]:
         _check_messages(value)
+    text = tokenizer.render(value)
     try:
-        text, ids = tokenizer.encode_prompt(value)
+        text.encode()
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
         raise ValueError(f"the prompt is not valid Unicode: {error.reason}") from error
+    ids = tokenizer.encode(text)
     if wrong := prompt_length_error(len(ids), limits):
         raise ValueError(wrong)
     return text, ids
