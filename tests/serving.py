@@ -37,12 +37,22 @@ def engine(**changes):
     return RolloutEngine(TINY, config, mesh, stop_ids=STOP_IDS, seed=3, tokenizer=TOKENIZER)
 
 
+@functools.cache
 def expected(prompt, *, uid=0, samples=1, limit=200, seed=2, **how):
     """What the engine answers: one call of run_requests."""
-    tokens = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
-    request = GroupRequest(prompt_of(uid, tokens), samples, limit, **how)
+    request = GroupRequest(prompt_of(uid, TOKENIZER.encode(prompt)), samples, limit, **how)
     state = engine().init_decode_state()
     return run_requests(engine(), weights_of(seed), state, [request])[1]
+
+
+def expected_all(asked):
+    """Greedy answers to many: (prompt, limit) each."""
+    requests = [
+        GroupRequest(prompt_of(i, TOKENIZER.encode(prompt)), 1, limit, 0.0)
+        for i, (prompt, limit) in enumerate(asked)
+    ]
+    state = engine().init_decode_state()
+    return run_requests(engine(), weights_of(2), state, requests)[1]
 
 
 class Serving:

@@ -5,6 +5,7 @@ Twice: with nothing of ours but the engine, and as scripts/serve.py runs them.
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import time
 
@@ -15,7 +16,17 @@ import pytest
 from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from jetstream.engine import engine_api, tokenizer_api
-from serving import CONFIG, STOP_IDS, TOKENIZER, Serving, engine, expected, wait_until, weights_of
+from serving import (
+    CONFIG,
+    STOP_IDS,
+    TOKENIZER,
+    Serving,
+    engine,
+    expected,
+    expected_all,
+    wait_until,
+    weights_of,
+)
 
 from distflow_jax.rollout.serve_client import SamplerClient
 from distflow_jax.rollout.serve_jetstream import DoorEngine, Sampling, ServedDriver
@@ -219,7 +230,7 @@ def test_ids_in_ids_out(stub):
 
 def test_more_requests_than_slots(serving):
     prompts = ["z" * (1 + 5 * i % 47) for i in range(30)]
-    limits = [5 + 6 * i for i in range(30)]
+    limits = [5 + 3 * i for i in range(30)]
 
     async def run():
         async with grpc.aio.insecure_channel(serving.address) as channel:
@@ -227,8 +238,8 @@ def test_more_requests_than_slots(serving):
             asked = (decoded(stub, ask(p, n)) for p, n in zip(prompts, limits, strict=True))
             return await asyncio.gather(*asked)
 
-    for prompt, limit, (text, ids) in zip(prompts, limits, asyncio.run(run()), strict=True):
-        (wanted,) = expected(prompt, limit=limit, temperature=0.0)
+    every = expected_all(list(zip(prompts, limits, strict=True)))
+    for wanted, (text, ids) in zip(every, asyncio.run(run()), strict=True):
         assert ids == without_end(wanted) and text == TOKENIZER.decode(ids)
 
 
@@ -258,10 +269,14 @@ def test_what_would_kill_the_driver_is_refused(stub):
     assert ids == without_end(expected(PROMPT, temperature=0.0)[0])
 
 
+@functools.cache
 def long_greedy_prompt():
     """One whose greedy response is long."""
-    prompts = ["x" * n for n in range(1, 30)]
-    return max(prompts, key=lambda p: len(expected(p, temperature=0.0)[0].tokens))
+    prompts = ["x" * n for n in range(1, 9)]
+    answers = expected_all([(p, CONFIG.max_response) for p in prompts])
+    longest = max(range(8), key=lambda i: len(answers[i].tokens))
+    assert len(answers[longest].tokens) > 60
+    return prompts[longest]
 
 
 def test_a_client_that_goes_frees_its_slot(serving, stub):
@@ -370,7 +385,7 @@ def test_the_last_response_may_end_between_two_looks_at_the_slots():
         answers = []
         for _ in range(6):
             ids = []
-            async for response in client.Decode(ask(PROMPT, 5)):
+            async for response in client.Decode(ask(PROMPT)):
                 ids += response.stream_content.samples[0].token_ids
             answers.append(ids)
             await asyncio.sleep(0.1)
