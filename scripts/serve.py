@@ -22,7 +22,12 @@ from distflow_jax.inference import open_answerer, read_weights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.serve_jetstream import Sampling, prepare
-from distflow_jax.rollout.serve_server import Server, ServerConfig, serve_until_signal
+from distflow_jax.rollout.serve_server import (
+    Server,
+    ServerConfig,
+    check_addresses,
+    serve_until_signal,
+)
 from distflow_jax.rollout.serve_weights import Weights
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -54,6 +59,18 @@ def main(argv: list[str]) -> int:
     if TOP_P.value == 0:
         raise ValueError("--top_p must be above 0; 1 is off")
     config = from_config_dict(Config, CONFIG.value)
+    served = ServerConfig(
+        model=config.model.source,
+        seed=config.seed,
+        host=HOST.value,
+        port=PORT.value,
+        metrics_port=METRICS_PORT.value,
+        default_response=config.rollout.max_response_length,
+        max_samples=MAX_SAMPLES.value,
+        grace_seconds=GRACE_SECONDS.value,
+        jetstream=Sampling(TEMPERATURE.value, 0, TOP_P.value),
+    )
+    check_addresses(served)  # before the model is loaded
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     model = open_answerer(config, source, RUN.value)
     weights = Weights(model.state.params, model.step)
@@ -63,23 +80,7 @@ def main(argv: list[str]) -> int:
     def load(path: str):
         return read_weights(config, source, path, weights.turns)
 
-    server = Server(
-        ServerConfig(
-            model=config.model.source,
-            seed=config.seed,
-            host=HOST.value,
-            port=PORT.value,
-            metrics_port=METRICS_PORT.value,
-            default_response=config.rollout.max_response_length,
-            max_samples=MAX_SAMPLES.value,
-            grace_seconds=GRACE_SECONDS.value,
-            jetstream=Sampling(TEMPERATURE.value, 0, TOP_P.value),
-        ),
-        engine,
-        weights,
-        source.tokenizer,
-        load,
-    )
+    server = Server(served, engine, weights, source.tokenizer, load)
     code = asyncio.run(serve_until_signal(server, tell))
     print("stopped", flush=True)
     return code

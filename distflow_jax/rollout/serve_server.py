@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import signal
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,13 +76,15 @@ class Server:
     async def start(self) -> None:
         """Compiles, starts the threads, listens. ValueError if an address cannot be had."""
         config, weights = self.config, self._weights
+        check_addresses(config)  # grpc would write pages of its own to stderr
         # no second server behind the same port, of which requests would get either
         self._grpc = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        try:
-            self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError as error:
-            raise ValueError(_taken(config.host, config.port, "--port")) from error
-        self._listen_for_metrics()
+        self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+        self._metrics = None
+        if config.metrics_port:
+            self._metrics = prometheus_client.start_http_server(
+                config.metrics_port, addr=_bare(config.host)
+            )
         prepare()
         self.engine.compile(weights.params)
         self.sampler = SamplerService(self.engine, weights, self._tokenizer)
@@ -144,16 +147,6 @@ class Server:
         await asyncio.to_thread(self.sampler.stop)
         self._stop_metrics()
 
-    def _listen_for_metrics(self) -> None:
-        self._metrics = None
-        if not self.config.metrics_port:
-            return
-        host, port = self.config.host, self.config.metrics_port
-        try:
-            self._metrics = prometheus_client.start_http_server(port, addr=host)
-        except OSError as error:
-            raise ValueError(_taken(host, port, "--metrics_port")) from error
-
     def _stop_metrics(self) -> None:
         if self._metrics is not None:
             prometheus_client.REGISTRY.unregister(self._collector)
@@ -184,8 +177,24 @@ class _Metrics(Collector):
             yield CounterMetricFamily(f"distflow_{name}", text, value=value)
 
 
-def _taken(host: str, port: int, flag: str) -> str:
-    return f"cannot listen on {host}:{port}: is it in use? Choose another {flag}"
+def check_addresses(config: ServerConfig) -> None:
+    """Raises ValueError if `config` names an address that cannot be had now."""
+    for flag, port in (("--port", config.port), ("--metrics_port", config.metrics_port)):
+        try:
+            found = socket.getaddrinfo(_bare(config.host), port, type=socket.SOCK_STREAM)
+            family, kind, _, _, address = found[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen on {config.host}:{port} ({error.strerror or error}); choose "
+                f"another {flag} or --host"
+            ) from error
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")
 
 
 async def serve_until_signal(server: Server, ready) -> int:

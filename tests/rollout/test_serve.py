@@ -13,6 +13,7 @@ from serving import TOKENIZER, Serving, expected, wait_until
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.serve_client import SamplerClient
 from distflow_jax.rollout.serve_messages import SERVICE, encode
+from distflow_jax.rollout.serve_server import ServerConfig, check_addresses
 
 PROMPT = "12 + 35 ="
 
@@ -327,13 +328,18 @@ def test_a_thread_that_fails_tells_its_callers_and_the_server():
         assert other.server.failed and not client.status()["healthy"]
 
 
-def test_an_address_that_is_taken_is_an_error(serving):
-    taken = Serving()
-    object.__setattr__(taken.server.config, "port", serving.server.port)
-    with pytest.raises(ValueError, match=f"127.0.0.1:{serving.server.port}.*Choose another --port"):
-        with taken:
-            pass
-    taken._loop.call_soon_threadsafe(taken._loop.stop)
+@pytest.mark.parametrize("flag", ["port", "metrics_port"])
+def test_an_address_that_is_taken_is_an_error(serving, flag):
+    port = serving.server.port
+    config = ServerConfig(**({"port": 0} | {flag: port}))
+    with pytest.raises(ValueError, match=f"127.0.0.1:{port} .*choose another --{flag} or --host"):
+        check_addresses(config)
+
+
+def test_a_host_that_is_not_this_machine_is_an_error():
+    with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:9000"):
+        check_addresses(ServerConfig(host="no.such.host.invalid"))
+    check_addresses(ServerConfig(host="[::1]", port=0))
 
 
 def test_metrics():
