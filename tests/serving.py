@@ -75,10 +75,13 @@ class Serving:
     def run(self, coroutine, timeout=60):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
-    def begin_stop(self):
+    def begin_stop(self, hurry=False):
         """Starts to stop the server; a future of its end."""
         self._stopped = True
-        return asyncio.run_coroutine_threadsafe(self.server.stop(), self._loop)
+        event = asyncio.Event()
+        if hurry:
+            event.set()
+        return asyncio.run_coroutine_threadsafe(self.server.stop(event), self._loop)
 
     @property
     def address(self):

@@ -21,7 +21,7 @@ from distflow_jax.rollout.serve_messages import (
     load_request,
     sample_request,
 )
-from distflow_jax.rollout.serve_sampler import Call, Failed, SamplerService
+from distflow_jax.rollout.serve_sampler import Call, Ended, Failed, SamplerService
 from distflow_jax.rollout.serve_weights import Weights
 
 # (params on the engine's mesh, training step) of a run's folder; FileNotFoundError, ValueError
@@ -41,7 +41,9 @@ class SamplerRpc:
         limits: Limits,
         load: LoadParams,
         facts: Mapping[str, Any],
+        max_calls: int,
     ):
+        self._max_calls, self._loads = max_calls, 0
         self._service, self._weights, self._limits = service, weights, limits
         self._tokenizer, self._load, self._facts = tokenizer, load, facts
         self._uids = itertools.count(_FIRST_OWN_UID)
@@ -52,7 +54,7 @@ class SamplerRpc:
     @property
     def running(self) -> int:
         """Requests that have not ended."""
-        return len(self._calls)
+        return len(self._calls) + self._loads
 
     def refuse(self) -> None:
         """Ends the calls that run, with UNAVAILABLE."""
@@ -75,6 +77,11 @@ class SamplerRpc:
             request = sample_request(data, self._limits, self._tokenizer, self._new_uid)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if len(self._calls) >= self._max_calls:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_calls} requests run or wait already; ask again later",
+            )
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
         call = Call(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
         with self._opened(call):
@@ -88,8 +95,8 @@ class SamplerRpc:
                     yield encode(event)
             except _Stopping:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
-            except Failed as error:
-                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+            except Ended as error:
+                await context.abort(_code(error), str(error))
 
     async def load_weights(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Reads weights while others sample, then swaps them for both doors."""
@@ -98,20 +105,23 @@ class SamplerRpc:
             request = load_request(data)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self._loads += 1
         async with self._loading:
             try:
                 step, version = await asyncio.to_thread(self._read_and_swap, request)
             except FileNotFoundError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except Failed as error:
-                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+            except Ended as error:
+                await context.abort(_code(error), str(error))
+            finally:
+                self._loads -= 1
         return encode({"version": version, "step": step})
 
     async def status(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """What is served, and how busy it is."""
-        healthy = self._service.failed is None and not self.stopping
+        healthy = not self._service.failed and not self.stopping
         return encode(
             {
                 **self._facts,
@@ -143,6 +153,11 @@ class SamplerRpc:
         finally:
             self._calls.discard(call)
             self._service.cancel(call)
+
+
+def _code(error: Ended) -> grpc.StatusCode:
+    failed = isinstance(error, Failed)
+    return grpc.StatusCode.INTERNAL if failed else grpc.StatusCode.UNAVAILABLE
 
 
 class _Stopping(Exception):

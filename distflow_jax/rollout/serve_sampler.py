@@ -20,11 +20,14 @@ from distflow_jax.rollout.serve_weights import Weights
 
 log = logging.getLogger("distflow_jax")
 
-_FAILED = "the sampler has failed; the server's log says why"
 Event = Mapping[str, Any]  # a message of docs/serving.md; None: nothing follows
 
 
-class Failed(RuntimeError):
+class Ended(RuntimeError):
+    """The thread has been stopped: nothing is sampled any more."""
+
+
+class Failed(Ended):
     """The thread has ended by an error; it is in the log."""
 
 
@@ -49,7 +52,7 @@ class _Sample:
 class Call:
     """One request to Sample: the events of its responses go to `deliver`, then None.
 
-    `deliver` is called by the service's thread, and gets an exception where the thread has died.
+    `deliver` is called by the service's thread, and gets an `Ended` where that ends before.
     """
 
     def __init__(self, request: SampleRequest, deliver: Callable[[Event | Exception | None], None]):
@@ -75,26 +78,26 @@ class SamplerService:
         self._calls: dict[int, Call] = {}
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._accepts = threading.Lock()
-        self.failed: Exception | None = None
+        self._ended: Ended | None = None
         self.responses = 0  # that have ended
         self.tokens = 0  # that have been given out
 
     @property
-    def running(self) -> int:
-        """Calls that have not ended."""
-        return len(self._calls)
+    def failed(self) -> bool:
+        """Whether the thread has ended by an error."""
+        return isinstance(self._ended, Failed)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the round in which it is. Calls that run get no more events."""
+        """Ends the thread after the round in which it is. Calls that run get `Ended`."""
         self._work.put(None)
         self._thread.join()
 
     def sample(self, call: Call) -> None:
-        """Starts a call. Failed if the thread has died."""
+        """Starts a call. Ended if the thread has."""
         self._put(_Work(lambda: self._submit(call), call.deliver))
 
     def cancel(self, call: Call) -> None:
@@ -104,7 +107,7 @@ class SamplerService:
     def load(self, params: Any, version: int) -> None:
         """Swaps the weights of all doors between two calls of the engine; waits until it is done.
 
-        Failed if the thread has died.
+        Ended if the thread has.
         """
         done: futures.Future[None] = futures.Future()
 
@@ -119,8 +122,8 @@ class SamplerService:
 
     def _put(self, work: _Work) -> None:
         with self._accepts:
-            if self.failed is not None:
-                raise Failed(_FAILED)
+            if self._ended is not None:
+                raise self._ended
             self._work.put(work)
 
     # -- in the thread ----------------------------------------------------------------------------
@@ -130,13 +133,13 @@ class SamplerService:
         try:
             while True:
                 if not self._take_work():
-                    return
+                    return self._end_all(Ended("the server is stopping; ask again later"))
                 if self.scheduler.busy:
                     with self._weights.turns:
                         self.scheduler.step()
-        except Exception as error:
+        except Exception:
             log.exception("the sampler's thread ends")
-            self._fail(error)
+            self._end_all(Failed("the sampler has failed; the server's log says why"))
 
     def _take_work(self) -> bool:
         """Does what has been asked for; waits for it where nothing runs. False: stop."""
@@ -210,14 +213,14 @@ class SamplerService:
         if deliver:
             call.deliver(None)
 
-    def _fail(self, error: Exception) -> None:
+    def _end_all(self, reason: Ended) -> None:
         with self._accepts:
-            self.failed = error
+            self._ended = reason
         for call in list(self._calls.values()):
-            call.deliver(Failed(_FAILED))
+            call.deliver(reason)
         while not self._work.empty():
             if (work := self._work.get()) is not None:
-                work.fail(Failed(_FAILED))
+                work.fail(reason)
 
 
 def _joined(events: list[Event]) -> dict[str, Any]:

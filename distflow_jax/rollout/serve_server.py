@@ -29,6 +29,12 @@ from distflow_jax.rollout.serve_sampler import SamplerService
 from distflow_jax.rollout.serve_weights import Weights
 
 _LOOK_SECONDS = 0.05  # between two looks at what still runs
+_GRPC_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # no second server behind one port, of which requests get either
+    # a client whose machine is gone sends no goodbye
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class ServerConfig:
     metrics_port: int = 0  # of Prometheus metrics, on the same host; 0: none
     default_response: int = 0  # tokens of a response where a request does not say; 0: the engine's
     max_samples: int = 64  # responses to one request at most
-    max_waiting: int = 1024  # JetStream requests that wait before more are refused
+    max_waiting: int = 1024  # requests to each door; those beyond are refused
     grace_seconds: float = 10.0  # for requests that run when the server is stopped
     jetstream: Sampling = Sampling()  # how JetStream's door samples
 
@@ -77,8 +83,7 @@ class Server:
         """Compiles, starts the threads, listens. ValueError if an address cannot be had."""
         config, weights = self.config, self._weights
         check_addresses(config)  # grpc would write pages of its own to stderr
-        # no second server behind the same port, of which requests would get either
-        self._grpc = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._grpc = grpc.aio.server(options=_GRPC_OPTIONS)
         self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
         self._metrics = None
         if config.metrics_port:
@@ -95,7 +100,13 @@ class Server:
             **dataclasses.asdict(self._limits),
         }
         self._rpc = SamplerRpc(
-            self.sampler, weights, self._tokenizer, self._limits, self._load, facts
+            self.sampler,
+            weights,
+            self._tokenizer,
+            self._limits,
+            self._load,
+            facts,
+            config.max_waiting,
         )
         self._driver = ServedDriver(
             DoorEngine(self.engine, weights, self._tokenizer, config.jetstream),
@@ -124,7 +135,7 @@ class Server:
     @property
     def failed(self) -> bool:
         """Whether it can answer no more."""
-        return self.sampler.failed is not None
+        return self.sampler.failed
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
         """Lets what runs end within the grace (until `hurry`), refuses the rest, joins all threads.

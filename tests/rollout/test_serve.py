@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import socket
+import threading
 import urllib.request
 
 import grpc
@@ -13,7 +14,9 @@ from serving import TOKENIZER, Serving, expected, wait_until
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.serve_client import SamplerClient
 from distflow_jax.rollout.serve_messages import SERVICE, encode
+from distflow_jax.rollout.serve_sampler import Ended
 from distflow_jax.rollout.serve_server import ServerConfig, check_addresses
+from distflow_jax.rollout.serve_weights import Turns
 
 PROMPT = "12 + 35 ="
 
@@ -295,12 +298,14 @@ def test_status_tells_limits(client):
     assert (status["slots"], status["vocab_size"]) == (8, 320)
 
 
-@pytest.mark.parametrize("grace, ends", [(60.0, True), (0.0, False)])
-def test_stopping_lets_requests_end_or_refuses_them(grace, ends):
+@pytest.mark.parametrize(
+    "grace, hurry, ends", [(60.0, False, True), (0.0, False, False), (60.0, True, False)]
+)
+def test_stopping_lets_requests_end_or_refuses_them(grace, hurry, ends):
     with Serving(grace_seconds=grace) as other, SamplerClient(other.address) as client:
         running = client.sample(prompt=PROMPT, uid=6, num_samples=16)
         events = [next(running), next(running)]
-        stopped = other.begin_stop()
+        stopped = other.begin_stop(hurry)
         if ends:
             wait_until(lambda: other.server._rpc.stopping)
             refused(lambda: client.responses(prompt="x"), grpc.StatusCode.UNAVAILABLE)
@@ -312,6 +317,47 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, ends):
         stopped.result(timeout=30)
         assert not other.server.sampler._thread.is_alive()
         assert not any(t.is_alive() for t in other.server._driver._all_threads)
+
+
+def test_weights_that_come_after_the_end_are_refused():
+    """Reading them may take longer than the server lives."""
+    with Serving() as other:
+        pass
+    with pytest.raises(Ended, match="the server is stopping"):
+        other.server.sampler.load(None, 1)
+
+
+def test_too_many_requests_are_refused():
+    with Serving(max_waiting=2) as other, SamplerClient(other.address) as client:
+        calls = [client.sample(prompt=PROMPT, uid=6, num_samples=16) for _ in range(2)]
+        for call in calls:
+            next(call)
+        details = refused(lambda: client.responses(prompt="x"), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert "2 requests run or wait already" in details
+        for call in calls:
+            call.close()
+        wait_until(lambda: other.server.running == 0)
+        assert client.responses(prompt="x", max_tokens=1)
+
+
+def test_turns_are_given_in_order():
+    turns, order = Turns(), []
+
+    def take(number):
+        with turns:
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(20)]
+    with turns:
+        for n, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda n=n: len(turns._gates) == n + 1)
+        order.append("first")
+    for thread in threads:
+        thread.join()
+    assert order == ["first", *range(20)]
+    with turns:  # free again
+        pass
 
 
 def test_a_thread_that_fails_tells_its_callers_and_the_server():
