@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from distflow_jax.models.transformer import init_params, param_shardings, place_
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.training.state import sharded_params
@@ -42,17 +44,26 @@ def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answere
 
     Raises FileNotFoundError if that folder holds no checkpoint.
     """
-    sizes = derive_sizes(config, source.config, Machine.current())
     weights, step = read_weights(config, source, run)
-    engine = RolloutEngine(
+    engine = make_engine(config, source)
+    return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
+
+
+def make_engine(
+    config: Config,
+    source: ModelSource,
+    change: Callable[[EngineConfig], EngineConfig] = lambda sizes: sizes,
+) -> RolloutEngine:
+    """A sampler of the source's model; `change` may alter the sizes that follow from the config."""
+    sizes = derive_sizes(config, source.config, Machine.current())
+    return RolloutEngine(
         source.config,
-        sizes.engine,
+        change(sizes.engine),
         mesh_lib.sampler_mesh(sizes.rollout_tensor),
         stop_ids=source.tokenizer.stop_ids,
         seed=config.seed,
         tokenizer=source.tokenizer,
     )
-    return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
 
 
 def read_weights(

@@ -11,6 +11,7 @@ have it load any run's weights that it can read: the default host is this machin
 """
 
 import asyncio
+import dataclasses
 
 from absl import flags
 from ml_collections import config_flags
@@ -18,10 +19,11 @@ from ml_collections import config_flags
 from distflow_jax.command_line import run_main
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
-from distflow_jax.inference import open_answerer, read_weights
+from distflow_jax.inference import make_engine, read_weights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.rollout.serve_jetstream import Sampling, prepare
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.serve_jetstream import Sampling, door_config, prepare
 from distflow_jax.rollout.serve_server import (
     Server,
     ServerConfig,
@@ -72,18 +74,23 @@ def main(argv: list[str]) -> int:
     )
     check_addresses(served)  # before the model is loaded
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
-    model = open_answerer(config, source, RUN.value)
-    weights = Weights(model.state.params, model.step)
-    engine = model.engine
-    del model  # its slots: each door makes its own
+    params, step = read_weights(config, source, RUN.value)
+    weights = Weights(params, step)
+    engine = make_engine(config, source, resumable)
+    jetstream_engine = make_engine(config, source, door_config)
 
     def load(path: str):
         return read_weights(config, source, path, weights.turns)
 
-    server = Server(served, engine, weights, source.tokenizer, load)
+    server = Server(served, engine, jetstream_engine, weights, source.tokenizer, load)
     code = asyncio.run(serve_until_signal(server, tell))
     print("stopped", flush=True)
     return code
+
+
+def resumable(sizes: EngineConfig) -> EngineConfig:
+    """Any response can be put back, and go on when what it has so far has been read again."""
+    return dataclasses.replace(sizes, max_read=sizes.max_prompt + sizes.max_response)
 
 
 def tell(server: Server) -> None:

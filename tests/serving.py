@@ -1,7 +1,6 @@
 """A tiny engine, and a server of it that runs in a thread beside the test."""
 
 import asyncio
-import dataclasses
 import functools
 import threading
 import time
@@ -9,9 +8,10 @@ import time
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.scheduler import GroupRequest, run_requests
-from distflow_jax.rollout.serve_jetstream import prepare
+from distflow_jax.rollout.serve_jetstream import door_config, prepare
 from distflow_jax.rollout.serve_server import Server, ServerConfig
 from distflow_jax.rollout.serve_weights import Weights
 
@@ -19,7 +19,13 @@ prepare()  # the import of JetStream's orchestrator has set the root logger to D
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
 STOP_IDS = (258, *range(4))  # a response ends after some sixty tokens
 CONFIG = EngineConfig(
-    slots=8, max_prompt=48, max_response=200, tokens_per_call=4, cache_block=16, group_size=4
+    slots=8,
+    max_prompt=48,
+    max_response=200,
+    tokens_per_call=4,
+    page_size=16,
+    group_size=4,
+    max_read=248,
 )
 
 
@@ -29,12 +35,21 @@ def weights_of(seed):
     return engine().load_params(random_params(TINY, seed))
 
 
-@functools.cache
-def engine(**changes):
-    """One engine for all tests of a process, compiled."""
-    config = dataclasses.replace(CONFIG, **changes)
+def make(config):
     mesh = mesh_of(1, 1, names=("data", "tensor"))
     return RolloutEngine(TINY, config, mesh, stop_ids=STOP_IDS, seed=3, tokenizer=TOKENIZER)
+
+
+@functools.cache
+def engine():
+    """One engine for all tests of a process."""
+    return make(CONFIG)
+
+
+@functools.cache
+def door():
+    """The one of JetStream's door."""
+    return make(door_config(CONFIG))
 
 
 @functools.cache
@@ -60,7 +75,9 @@ class Serving:
 
     def __init__(self, **changes):
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
-        self.server = Server(config, engine(), Weights(weights_of(2), 2), TOKENIZER, self.load)
+        self.server = Server(
+            config, engine(), door(), Weights(weights_of(2), 2), TOKENIZER, self.load
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._stopped = False

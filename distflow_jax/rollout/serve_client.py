@@ -45,9 +45,11 @@ class SamplerClient:
         events = list(self.sample(timeout=timeout, **(request | {"stream": False})))
         return sorted(events[1:], key=lambda event: event["sample"])
 
-    def load_weights(self, path: str, version: int | None = None) -> dict[str, Any]:
+    def load_weights(
+        self, path: str, version: int | None = None, cache: str = "keep"
+    ) -> dict[str, Any]:
         """Swaps the server's weights for those of a run's folder on its disk."""
-        return decode(self._load(encode({"path": path, "version": version})))
+        return decode(self._load(encode({"path": path, "version": version, "cache": cache})))
 
     def status(self) -> dict[str, Any]:
         """What is served, its limits, and how busy it is."""

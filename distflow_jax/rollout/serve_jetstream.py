@@ -28,14 +28,10 @@ from jetstream.core.proto import jetstream_pb2
 from jetstream.engine import engine_api, tokenizer_pb2
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.engine import (
-    DecodeState,
-    Prefix,
-    RolloutEngine,
-    RolloutTokens,
-    SlotRequest,
-)
+from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
+from distflow_jax.rollout.engine import RolloutEngine, RolloutTokens, SlotRequest
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
+from distflow_jax.rollout.prefill import Prefix
 from distflow_jax.rollout.serve_messages import (
     MAX_UID,
     Limits,
@@ -67,6 +63,15 @@ def delete_arrays(tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.delete()
+
+
+def door_config(config: EngineConfig) -> EngineConfig:
+    """Sizes for JetStream's door: a cache in which every slot has room for a prompt of its own.
+
+    Its Driver shares no prompts, takes a slot without tokens for one that has ended, and cannot put
+    a response back: no slot may ever wait for a page.
+    """
+    return dataclasses.replace(config, group_size=1, cache_tokens=0)
 
 
 class Question(str):
@@ -113,8 +118,8 @@ class DoorTokenizer(JetStreamTokenizer):
 class DoorEngine(engine_api.Engine):
     """An engine whose weights are looked up at each call, and which takes turns with others.
 
-    Params are a `Weights`. A call returns when its result is there, so that who waits for a turn
-    waits for one call at most.
+    The engine has the sizes of `door_config`. Params are a `Weights`. A call returns when its
+    result is there, so that who waits for a turn waits for one call at most.
     """
 
     def __init__(self, engine: RolloutEngine, weights: Weights, tokenizer: Tokenizer, how=None):
@@ -153,7 +158,9 @@ class DoorEngine(engine_api.Engine):
         how = self._how
         request = SlotRequest(uid, 0, prefix.limit, how.temperature, how.top_k, how.top_p)
         with self._weights.turns:
-            state = self._engine.insert(prefix.prefix, decode_state, slot, request)
+            # a response that the Driver has given up may still be in the slot, and have pages
+            state = self._engine.change(decode_state, drop=[slot])
+            state = self._engine.insert(prefix.prefix, state, slot, request)
             return jax.block_until_ready(state)
 
     def generate(

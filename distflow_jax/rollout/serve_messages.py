@@ -47,6 +47,7 @@ class LoadRequest:
 
     path: str
     version: int | None  # None: the training step
+    cache: str  # "keep" or "recompute": keys and values of responses under way
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -107,14 +108,17 @@ def sample_request(
 def load_request(data: bytes) -> LoadRequest:
     """Reads a request to LoadWeights. ValueError says what is wrong with it."""
     message = decode(data)
-    _known(message, "path version")
+    _known(message, "path version cache")
     path = message.get("path")
     if not isinstance(path, str) or not path:
         raise ValueError("path must name the folder of a run, or of one of its checkpoints")
     version = message.get("version")
     if version is not None:
         version = _integer(message, "version", 0, 0, MAX_UID)
-    return LoadRequest(path, version)
+    cache = message.get("cache")
+    if cache not in (None, "keep", "recompute"):
+        raise ValueError(f'cache must be "keep" or "recompute", got {_shown(cache)}')
+    return LoadRequest(path, version, cache or "keep")
 
 
 def prompt_length_error(length: int, limits: Limits) -> str | None:

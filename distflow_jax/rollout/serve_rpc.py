@@ -135,7 +135,7 @@ class SamplerRpc:
     def _read_and_swap(self, request) -> tuple[int, int]:
         params, step = self._load(request.path)
         version = step if request.version is None else request.version
-        self._service.load(params, version)
+        self._service.load(params, version, cache=request.cache)
         return step, version
 
     async def _refuse_if_stopping(self, context: grpc.aio.ServicerContext) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.scheduler import Response
 from distflow_jax.rollout.serve_messages import SampleRequest
-from distflow_jax.rollout.serve_scheduler import NewTokens, Scheduler
+from distflow_jax.rollout.serve_scheduler import StreamingScheduler
 from distflow_jax.rollout.serve_text import StopText, TextStream
 from distflow_jax.rollout.serve_weights import Weights
 
@@ -45,6 +46,8 @@ class _Sample:
 
     text: TextStream
     stop: StopText
+    given: int = 0  # tokens that have been turned into events
+    seen: int = 0  # parts of the scheduler's that these were
     pending: list[Event] = dataclasses.field(default_factory=list)  # where it is not streamed
     done: bool = False
 
@@ -73,7 +76,7 @@ class SamplerService:
         self._tokenizer, self._weights = tokenizer, weights
         self._stops = set(engine.stop_ids)
         with weights.turns:
-            self.scheduler = Scheduler(engine, weights.params, version=weights.version)
+            self.scheduler = StreamingScheduler(engine, weights.params, version=weights.version)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -104,8 +107,10 @@ class SamplerService:
         """Ends a call whose caller has gone; its slots are free with the next round."""
         self._work.put(_Work(lambda: self._end(call, deliver=False), lambda error: None))
 
-    def load(self, params: Any, version: int) -> None:
+    def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights of all doors between two calls of the engine; waits until it is done.
+
+        `cache`: see Scheduler.load.
 
         Ended if the thread has.
         """
@@ -113,7 +118,7 @@ class SamplerService:
 
         def swap() -> None:
             with self._weights.turns:
-                self.scheduler.load(params, version)
+                self.scheduler.load(params, version, cache=cache)
                 self._weights.swap(params, version)
             done.set_result(None)
 
@@ -137,6 +142,7 @@ class SamplerService:
                 if self.scheduler.busy:
                     with self._weights.turns:
                         self.scheduler.step()
+                    self._stream()
         except Exception:
             log.exception("the sampler's thread ends")
             self._end_all(Failed("the sampler has failed; the server's log says why"))
@@ -159,35 +165,55 @@ class SamplerService:
             text = TextStream(self._tokenizer)
             call.samples[sample] = _Sample(text, StopText(call.request.stop))
         call.id = self.scheduler.submit(
-            call.request.group, on_tokens=lambda new: self._on_tokens(call, new)
+            call.request.group, on_response=lambda response: self._on_response(call, response)
         )
         self._calls[call.id] = call
 
-    def _on_tokens(self, call: Call, new: NewTokens) -> None:
-        sample = call.samples[new.sample]
-        pieces, end, count = [], None, len(new.tokens)
-        for i, token in enumerate(new.tokens):
+    def _stream(self) -> None:
+        """Gives out what the last round has added to responses that go on."""
+        for group_id, partial in list(self.scheduler.under_way()):
+            call = self._calls.get(group_id)
+            if call is None:  # ended by an event of this round
+                continue
+            sample = call.samples[partial.sample]
+            for part in partial.parts[sample.seen :]:
+                sample.seen += 1
+                self._on_tokens(call, partial.sample, *part, end=None)
+                if sample.done:
+                    self.scheduler.abort_sample(group_id, partial.sample)
+                    break
+            self._settle(call)
+
+    def _on_response(self, call: Call, response: Response) -> None:
+        given = call.samples[response.sample].given
+        new = (x[given:] for x in (response.tokens, response.logp, response.margin))
+        end = "stop" if response.finished else "length"
+        self._on_tokens(call, response.sample, *new, response.version[given:], end=end)
+        self._settle(call)
+
+    def _on_tokens(self, call: Call, index: int, tokens, logp, margin, version, *, end) -> None:
+        """Makes an event of new tokens. `end`: why they are the last ones, None if they are not."""
+        sample, pieces, count = call.samples[index], [], len(tokens)
+        for i, token in enumerate(tokens):
             pieces.append(sample.stop.push(sample.text.push(int(token))))
             if sample.stop.stopped:
                 end, count = "stop_string", i + 1
                 break
-        if end is None and new.last:
-            end = "stop" if int(new.tokens[-1]) in self._stops else "length"
+        if end in ("stop", "length"):
             pieces.append(sample.stop.push(sample.text.rest()))
             if sample.stop.stopped:
                 end = "stop_string"
             else:
                 pieces.append(sample.stop.rest())
-        event = {
-            "sample": new.sample,
-            "text": "".join(pieces),
-            "tokens": new.tokens[:count].tolist(),
-            "logp": [float(x) for x in new.logp[:count]],
-            "version": new.version[:count].tolist(),
-        }
+        sample.given += count
         self.tokens += count
-        if end == "stop_string" and not new.last:
-            self.scheduler.abort(call.id, new.sample)
+        event = {
+            "sample": index,
+            "text": "".join(pieces),
+            "tokens": tokens[:count].tolist(),
+            "logp": [float(x) for x in logp[:count]],
+            "version": version[:count].tolist(),
+        }
         self._emit(call, sample, event, end)
 
     def _emit(self, call: Call, sample: _Sample, event: Event, end: str | None) -> None:
@@ -200,6 +226,8 @@ class SamplerService:
             self.responses += 1
         if end is not None or call.request.stream:
             call.deliver(event)
+
+    def _settle(self, call: Call) -> None:
         if all(s.done for s in call.samples.values()):
             self._end(call, deliver=True)
 

@@ -56,18 +56,21 @@ class ServerConfig:
 class Server:
     """Both doors, from `start` to `stop`, in the event loop that calls them.
 
-    Each door has slots (and a cache) of its own; programs and weights are shared.
+    Each door has an engine, hence slots and a cache, of its own: `jetstream_engine` with the sizes
+    of `serve_jetstream.door_config`. They share the weights, and take turns.
     """
 
     def __init__(
         self,
         config: ServerConfig,
         engine: RolloutEngine,
+        jetstream_engine: RolloutEngine,
         weights: Weights,
         tokenizer: Tokenizer,
         load: LoadParams,
     ):
         self.config, self.engine, self._weights = config, engine, weights
+        self._jetstream_engine = jetstream_engine
         self._tokenizer, self._load = tokenizer, load
         self.port = 0  # that in use, once it has started
         sizes = engine.config
@@ -91,7 +94,8 @@ class Server:
                 config.metrics_port, addr=_bare(config.host)
             )
         prepare()
-        self.engine.compile(weights.params)
+        for engine in (self.engine, self._jetstream_engine):
+            engine.compile(weights.params)
         self.sampler = SamplerService(self.engine, weights, self._tokenizer)
         facts = {
             "model": config.model,
@@ -109,7 +113,7 @@ class Server:
             config.max_waiting,
         )
         self._driver = ServedDriver(
-            DoorEngine(self.engine, weights, self._tokenizer, config.jetstream),
+            DoorEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
             max_waiting=config.max_waiting,
             metrics_collector=JetstreamMetricsCollector() if config.metrics_port else None,
         )

@@ -21,6 +21,7 @@ from serving import (
     STOP_IDS,
     TOKENIZER,
     Serving,
+    door,
     engine,
     expected,
     expected_all,
@@ -65,7 +66,7 @@ def without_end(response):
 
 def engines():
     weights = Weights(weights_of(2), 0)
-    return [(engine(), weights.params), (DoorEngine(engine(), weights, TOKENIZER), weights)]
+    return [(door(), weights.params), (DoorEngine(door(), weights, TOKENIZER), weights)]
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["engine", "as served"])
@@ -139,7 +140,7 @@ def test_stock_driver_and_servicer(interleaved):
     text = "a" * 33  # padded to 48 by the engine
 
     async def run():
-        async with stock_server(engine(), weights_of(2), interleaved) as stub:
+        async with stock_server(door(), weights_of(2), interleaved) as stub:
             health = await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())
             assert health.is_live
             return await asyncio.gather(*(decoded(stub, ask(text)) for _ in range(5)))
@@ -158,7 +159,7 @@ def test_stock_driver_with_the_door_as_its_engine():
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        subject = DoorEngine(engine(), weights, TOKENIZER)
+        subject = DoorEngine(door(), weights, TOKENIZER)
         async with stock_server(subject, weights, True) as stub:
             return await asyncio.gather(*(decoded(stub, ask("x" * n)) for n in (1, 20, 48)))
 
@@ -171,7 +172,7 @@ def test_stock_orchestrator_without_grpc():
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        driver = stock_driver(DoorEngine(engine(), weights, TOKENIZER), weights, True)
+        driver = stock_driver(DoorEngine(door(), weights, TOKENIZER), weights, True)
         client = orchestrator.LLMOrchestrator(driver=driver)
         ids = []
         async for response in client.Decode(ask(PROMPT)):
@@ -371,7 +372,7 @@ def test_the_last_response_may_end_between_two_looks_at_the_slots():
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        driver = ServedDriver(Counting(engine(), weights, TOKENIZER), max_waiting=8)
+        driver = ServedDriver(Counting(door(), weights, TOKENIZER), max_waiting=8)
         slots = driver._generate_slots[0]
         look = slots.qsize
 

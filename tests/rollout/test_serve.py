@@ -253,6 +253,23 @@ def test_weights_are_swapped_under_running_requests(serving, client):
     client.load_weights("2", 2)
 
 
+def test_keys_and_values_can_be_computed_again(client):
+    """With the same weights that changes nothing but the versions."""
+    running = client.sample(prompt=PROMPT, uid=6, num_samples=10)
+    events = [next(running), next(running)]
+    client.load_weights("2", 3, cache="recompute")
+    events += running
+    versions = set()
+    for response in expected(PROMPT, uid=6, samples=10):
+        mine = [e for e in events[1:] if e["sample"] == response.sample]
+        ties = np.flatnonzero(response.margin < 1e-4)
+        end = ties[0] if len(ties) else None
+        assert [t for e in mine for t in e["tokens"]][:end] == response.tokens[:end].tolist()
+        versions |= {v for e in mine for v in e["version"]}
+    assert versions == {2, 3}
+    client.load_weights("2", 2)
+
+
 def test_weights_that_cannot_be_read_change_nothing(serving, client):
     with grpc.insecure_channel(serving.address) as channel:
         load = channel.unary_unary(f"/{SERVICE}/LoadWeights")
@@ -261,6 +278,7 @@ def test_weights_that_cannot_be_read_change_nothing(serving, client):
             ({}, grpc.StatusCode.INVALID_ARGUMENT, "path must name"),
             ({"path": 5}, grpc.StatusCode.INVALID_ARGUMENT, "path must name"),
             ({"path": "5", "version": -1}, grpc.StatusCode.INVALID_ARGUMENT, "version must be"),
+            ({"path": "5", "cache": 1}, grpc.StatusCode.INVALID_ARGUMENT, "cache must be"),
             ({"path": "5", "now": 1}, grpc.StatusCode.INVALID_ARGUMENT, "unknown field 'now'"),
         ]:
             assert sentence in refused(lambda m=message: load(encode(m)), code)

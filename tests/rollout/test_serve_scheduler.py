@@ -1,4 +1,4 @@
-"""Requests that come and go: what is drawn is what run_requests draws; versions, aborts, swaps."""
+"""What a server asks of a scheduler beside: tokens under way, and ends of single responses."""
 
 import numpy as np
 import pytest
@@ -6,29 +6,26 @@ from serving import engine, weights_of
 from tiny_model import TINY, prompt_of
 
 from distflow_jax.rollout.scheduler import GroupRequest, run_requests
-from distflow_jax.rollout.serve_scheduler import Scheduler
-
-K = 4  # tokens per call
+from distflow_jax.rollout.serve_scheduler import StreamingScheduler
 
 
-def requests():
-    rng = np.random.default_rng(0)
-    lengths, limits = (3, 16, 17, 48, 1, 9), (20, 40, 7, 200, 1, 33)
-    return [
-        GroupRequest(
-            prompt_of(i, rng.integers(0, TINY.vocab_size, length)), 5, limit, (1.0, 0.7, 0.0)[i % 3]
-        )
-        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
-    ]
+def group(uid, samples, limit=200):
+    tokens = np.random.default_rng(uid).integers(0, TINY.vocab_size, 20 + uid)
+    return GroupRequest(prompt_of(uid, tokens), samples, limit)
 
 
 @pytest.fixture(scope="module")
 def wanted():
     state = engine().init_decode_state()
-    return {
-        (r.prompt.counter, r.sample): r
-        for r in run_requests(engine(), weights_of(2), state, requests())[1]
-    }
+    requests = [group(0, 6), group(1, 6)]
+    responses = run_requests(engine(), weights_of(2), state, requests)[1]
+    return {(r.prompt.counter, r.sample): r for r in responses}
+
+
+def assert_begins(tokens, response):
+    ties = np.flatnonzero(response.margin < 1e-4)  # may fall otherwise in another batch
+    end = min(len(tokens), ties[0] if len(ties) else len(tokens))
+    np.testing.assert_array_equal(tokens[:end], response.tokens[:end])
 
 
 def drain(scheduler):
@@ -39,99 +36,44 @@ def drain(scheduler):
     return {(r.prompt.counter, r.sample): r for r in responses}
 
 
-def assert_same(got, want):
-    # both draw alike up to the first near-tie: another order makes other sums
-    ties = np.flatnonzero(want.margin < 1e-4)
-    end = ties[0] if len(ties) else len(want.tokens)
-    np.testing.assert_array_equal(got.tokens[:end], want.tokens[:end])
-    np.testing.assert_allclose(got.logp[:end], want.logp[:end], atol=1e-4)
-    if not len(ties):
-        assert len(got.tokens) == len(want.tokens) and got.finished == want.finished
-
-
-def test_draws_what_run_requests_draws_whenever_requests_come(wanted):
-    scheduler = Scheduler(engine(), weights_of(2), version=7)
-    responses, heard, pieces = {}, [], []
-    for request in requests():
-        scheduler.submit(request, heard.append, pieces.append)
-        for r in scheduler.step():
-            responses[r.prompt.counter, r.sample] = r
-    responses |= drain(scheduler)
-    assert responses.keys() == wanted.keys()
-    for uid, response in responses.items():
-        assert_same(response, wanted[uid])
-        assert (response.version == 7).all() and len(response.version) == len(response.tokens)
-    assert len(heard) == len(responses)
-    assert sum(len(p.tokens) for p in pieces) == sum(len(r.tokens) for r in responses.values())
-    assert sum(p.last for p in pieces) == len(responses)
-
-
-def test_abort_frees_slots_and_leaves_others_alone(wanted):
-    scheduler = Scheduler(engine(), weights_of(2))
-    ids = [scheduler.submit(r) for r in requests()[:4]]
+def test_tokens_under_way_are_the_start_of_the_response(wanted):
+    scheduler = StreamingScheduler(engine(), weights_of(2))
+    first = scheduler.submit(group(0, 4))
     scheduler.step()
-    partial = scheduler.abort(ids[0])
-    assert [r.sample for r in partial] == list(range(5)) and scheduler.free_slots == 5
-    assert not any(r.finished for r in partial)
-    for r in partial:
-        np.testing.assert_array_equal(r.tokens, wanted[0, r.sample].tokens[: len(r.tokens)])
-    assert [r.sample for r in scheduler.abort(ids[1], 2)] == [2]
-    assert scheduler.abort(ids[1], 4) == scheduler.abort(ids[2]) == []  # had not begun
-    assert scheduler.abort(ids[0]) == []
+    scheduler.step()
+    under_way = list(scheduler.under_way())
+    assert under_way and all(id == first for id, _ in under_way)
+    assert scheduler.free_slots == 8 - len(under_way)
+    for _, partial in under_way:
+        assert len(partial.tokens) == 8
+        assert_begins(partial.tokens, wanted[0, partial.sample])
+    drain(scheduler)
+    assert not list(scheduler.under_way())
+
+
+@pytest.mark.parametrize("put_back", [False, True])
+def test_one_response_ends_and_the_others_go_on(wanted, put_back):
+    scheduler = StreamingScheduler(engine(), weights_of(2))
+    ids = [scheduler.submit(group(uid, 6)) for uid in range(2)]
+    scheduler.step()
+    gone = [(p.request.prompt.counter, p.sample) for _, p in scheduler.under_way()][::3]
+    if put_back:  # they wait to be read again
+        scheduler.load(weights_of(2), 1, cache="recompute")
+    for uid, sample in gone:
+        scheduler.abort_sample(ids[uid], sample)
+        with pytest.raises(ValueError, match=f"response {sample} of request {ids[uid]} is not"):
+            scheduler.abort_sample(ids[uid], sample)
     responses = drain(scheduler)
-    assert responses.keys() == {(1, 0), (1, 1), (1, 3), *((3, s) for s in range(5))}
+    assert responses.keys() == wanted.keys() - set(gone)
     for uid, response in responses.items():
-        assert_same(response, wanted[uid])
+        assert_begins(response.tokens, wanted[uid])
 
 
-def test_an_aborted_slot_computes_no_more():
-    scheduler = Scheduler(engine(), weights_of(2))
-    id = scheduler.submit(requests()[3])
+def test_a_group_whose_last_response_is_given_up_is_over():
+    scheduler = StreamingScheduler(engine(), weights_of(2))
+    id = scheduler.submit(group(0, 1))
     scheduler.step()
-    scheduler.abort(id)
-    assert not np.asarray(scheduler._state.active).any()
-
-
-def test_versions_are_those_of_the_weights_that_computed_the_logits(wanted):
-    """The first token after a swap comes from logits that the weights before had computed."""
-    scheduler = Scheduler(engine(), weights_of(2), version=1)
-    scheduler.submit(requests()[1])
-    scheduler.step()
-    scheduler.step()
-    scheduler.load(weights_of(2), 9)  # the same ones: nothing else may change
-    responses = drain(scheduler)
-    assert max(len(r.tokens) for r in responses.values()) > 3 * K
-    for uid, response in responses.items():
-        assert_same(response, wanted[uid])
-        version = np.where(np.arange(len(response.tokens)) <= 2 * K, 1, 9)
-        np.testing.assert_array_equal(response.version, version)
-
-
-def test_other_weights_take_over_where_the_old_ones_stopped():
-    def first_calls(load):
-        scheduler = Scheduler(engine(), weights_of(2), version=0)
-        scheduler.submit(requests()[3])
-        scheduler.step()
-        if load:
-            scheduler.load(weights_of(5), 1)
-        return drain(scheduler)
-
-    old, swapped = first_calls(False), first_calls(True)
-    same = K + 1  # and one more: its logits were there
-    for uid, response in swapped.items():
-        np.testing.assert_array_equal(response.tokens[:same], old[uid].tokens[:same])
-    assert any(r.tokens.tolist() != old[uid].tokens.tolist() for uid, r in swapped.items())
-
-
-def test_a_group_that_has_not_begun_is_the_new_weights_alone():
-    scheduler = Scheduler(engine(), weights_of(2), version=0)
-    for request in requests()[2:4]:  # ten responses, eight slots
-        scheduler.submit(request)
-    scheduler.step()
-    scheduler.load(weights_of(5), 1)
-    responses = drain(scheduler)
-    state = engine().init_decode_state()
-    new = run_requests(engine(), weights_of(5), state, requests()[3:4])[1]
-    for sample in (3, 4):
-        assert_same(responses[3, sample], new[sample])
-        assert (responses[3, sample].version == 1).all()
+    scheduler.abort_sample(id, 0)
+    assert not scheduler.busy and scheduler.free_slots == 8 and scheduler.abort(id) == []
+    scheduler.submit(group(1, 6))
+    assert len(drain(scheduler)) == 6
