@@ -35,8 +35,8 @@ def weights_of(seed):
     return engine().load_params(random_params(TINY, seed))
 
 
-def make(config):
-    mesh = mesh_of(1, 1, names=("data", "tensor"))
+def make(config, axes=(1, 1)):
+    mesh = mesh_of(*axes, names=("data", "tensor"))
     return RolloutEngine(TINY, config, mesh, stop_ids=STOP_IDS, seed=3, tokenizer=TOKENIZER)
 
 
@@ -73,11 +73,12 @@ def expected_all(asked):
 class Serving:
     """A server in a thread of its own, until the `with` block ends."""
 
-    def __init__(self, **changes):
+    def __init__(self, engines=None, load=None, **changes):
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
-        self.server = Server(
-            config, engine(), door(), Weights(weights_of(2), 2), TOKENIZER, self.load
-        )
+        first, second = engines or (engine(), door())
+        load = load or self.load
+        self.weights = Weights(load("2")[0], 2)
+        self.server = Server(config, first, second, self.weights, TOKENIZER, load)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._stopped = False
