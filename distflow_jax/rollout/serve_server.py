@@ -1,4 +1,4 @@
-"""One gRPC server with two doors, JetStream's and ours, over one engine and one set of weights."""
+"""One gRPC server with two doors, JetStream's and ours, over one set of weights."""
 
 import asyncio
 import dataclasses
