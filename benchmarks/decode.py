@@ -26,11 +26,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import sys
+import time
 from typing import Any
 
+import jax
 import numpy as np
 from peers.decode_turns import Case, Side
 
@@ -278,7 +281,8 @@ class Report:
 
     def __init__(self, path: str, options: dict[str, Any]):
         self._path = pathlib.Path(path) if path else None
-        self._write({"record": "options", **options})
+        at = {"time": time.strftime("%FT%TZ", time.gmtime()), "cores": os.cpu_count()}
+        self._write({"record": "options", **at, "jax": jax.__version__, **options})
         print(HEADER, flush=True)
 
     def add(self, case: Case, records: dict[str, list[dict]]) -> dict[str, dict[str, Any]]:

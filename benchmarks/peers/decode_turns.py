@@ -73,7 +73,7 @@ class Decoder(Protocol):
         """What is measured next to a round, outside of its clock: ceilings, compilations."""
 
     def peak_gb(self) -> float:
-        """Peak memory in units of 2^30 bytes since the case began, where that can be told."""
+        """Peak memory in units of 2^30 bytes; on CPU since the round began."""
 
 
 def clocked(function: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -96,13 +96,14 @@ def _reset_peak() -> None:
     try:
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        print("the peak of memory cannot be reset here: it is that of all cases so far")
+        print("the peak of memory cannot be reset here: it is that of all so far")
 
 
 def play(decoder: Decoder, case: Case, vocab: int, turn: int) -> dict[str, Any]:
     """One round of a side: seconds, CPU-seconds, useful tokens, seconds to the first tokens."""
     ids = case.prompt_ids(vocab, turn)
-    record = decoder.measures()
+    record = decoder.measures() | {"load": os.getloadavg()[0]}
+    _reset_peak()
     if case.fixed:  # every response has its first token
         ones = (1,) * case.responses
         _, record["first_token_s"], _ = clocked(lambda: decoder.decode(ids, ones))
@@ -129,7 +130,6 @@ def serve(open_side: Callable[[dict[str, Any]], Callable[[Case], Decoder]]) -> N
         request = json.loads(line)
         if "case" in request:
             decoder = None  # the case before is freed first
-            _reset_peak()
             case = Case(**request["case"] | {"limits": tuple(request["case"]["limits"])})
             decoder = begin(case)
             decoder.warm_up(case.prompt_ids(vocab, 0))

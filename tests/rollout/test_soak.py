@@ -121,8 +121,9 @@ class Soak:
 
     def owner(self, counter: int) -> int:
         """The id of the one open request with this counter."""
-        (index,) = (i for i, a in self.asked.items() if a.request.prompt.counter == counter)
-        return index
+        found = [i for i, a in self.asked.items() if a.request.prompt.counter == counter]
+        assert len(found) == 1, f"{len(found)} requests with counter {counter} await responses"
+        return found[0]
 
     def step(self) -> list[Response]:
         """One step; every response that comes is checked and crossed off."""
