@@ -18,8 +18,8 @@ over rounds, each of a round's two neighbours. "Products" is the rate of the mod
 alone at the same batch, measured next to each round; the share is that of decode, without the time
 to the first token where that is known. "Roofline" is the least that decode must read (weights once
 a step, used cache) over the measured bandwidth of a copy (read plus written). CPU-seconds count all
-threads. The exit code is 1 if ours compiled something after its warm-up, or if the cost per token
-depends by more than 10 % on the size of the cache.
+threads. The exit code is 1 if ours compiled something after its warm-up, or if the larger cache
+makes a token cost more than 10 % more: CPU-seconds on CPU, seconds elsewhere.
 """
 
 import argparse
@@ -332,13 +332,19 @@ def compare_capacities(
     results = [report.add(case, {"ours": records[case.name]})["ours"] for case in cases]
     good = all(result["compilations"] == 0 for result in results)
     if len(cases) > 1:
-        pairs = zip(records[cases[0].name], records[cases[-1].name], strict=True)
-        extra = statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs) - 1
-        good &= extra <= MOST_EXTRA
+        pairs = list(zip(records[cases[0].name], records[cases[-1].name], strict=True))
+        extra = {
+            clock: statistics.median(large[clock] / small[clock] for small, large in pairs) - 1
+            for clock in ("seconds", "cpu_s")
+        }
+        # on a CPU that others use too, the seconds of a turn are partly theirs
+        judged = extra["cpu_s" if args.platform == "cpu" else "seconds"]
+        good &= judged <= MOST_EXTRA
         print(
-            f"a token costs {100 * extra:+.1f} % with a cache for {cases[-1].capacity} tokens per "
-            f"slot against {cases[0].capacity}; at most {100 * MOST_EXTRA:.0f} % is "
-            f"{'met' if extra <= MOST_EXTRA else 'MISSED'}"
+            f"a token costs {100 * extra['seconds']:+.1f} % seconds, {100 * extra['cpu_s']:+.1f} % "
+            f"CPU-seconds with a cache for {cases[-1].capacity} tokens per slot against "
+            f"{cases[0].capacity}; at most {100 * MOST_EXTRA:.0f} % is "
+            f"{'met' if judged <= MOST_EXTRA else 'MISSED'}"
         )
     return good
 
