@@ -303,6 +303,14 @@ def derive_sizes(
     samplers = machine.devices // config.mesh.rollout_tensor
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": samplers})
+    if rollout.environment and hosts > 1:
+        raise ValueError(
+            f"rollout.environment={rollout.environment!r} answers one host, and "
+            f"mesh.rollout_tensor={config.mesh.rollout_tensor} spreads a sampler over {hosts}; use "
+            f"at most {machine.local_devices}"
+        )
+    longest_response = max(rollout.max_response_length, config.eval.max_response_length)
+    longest_turn = 1 if rollout.environment else longest_response
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
@@ -314,8 +322,9 @@ def derive_sizes(
         packing=_packing(config, graph, mini_prompts, micro, mesh, roles),
         engine=EngineConfig(
             slots=rollout.num_slots // (machine.processes // hosts),
-            max_prompt=data.max_prompt_length,
-            max_response=max(rollout.max_response_length, config.eval.max_response_length),
+            # in turns, all of a response but its last token may be read again, as a prompt
+            max_prompt=data.max_prompt_length + longest_response - longest_turn,
+            max_response=longest_turn,
             tokens_per_call=rollout.tokens_per_call,
             cache_block=rollout.cache_block,
             group_size=max(rollout.num_samples, config.eval.num_samples),

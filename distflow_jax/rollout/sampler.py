@@ -1,7 +1,7 @@
 """One process's sampler: an engine, the weights it holds, and their version."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,13 @@ class RolloutConfig:
     num_slots: int = 64  # responses decoded side by side over all processes
     tokens_per_call: int = 16  # decode steps between two looks from the host
     cache_block: int = 64  # tokens per block of the key/value cache
+    # what a response talks to between its turns: calculator, tools, my_module:MyClass,
+    # file.py:MyClass; "": a response is one turn
+    environment: str = ""
+    environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for it
+    environment_seconds: float = 10.0  # one call of it; the response ends above that
+    max_turns: int = 4  # of the model in one response
+    turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
 
     def __post_init__(self):
         for name in (
@@ -32,6 +39,7 @@ class RolloutConfig:
             "num_slots",
             "tokens_per_call",
             "cache_block",
+            "max_turns",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
@@ -44,6 +52,21 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.top_k must be at least 0 and top_p in (0, 1], got {self.top_k} and "
                 f"{self.top_p}"
+            )
+        if self.environment_seconds <= 0:
+            raise ValueError(
+                f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
+            )
+        if not 0 <= self.turn_length <= self.max_response_length:
+            raise ValueError(
+                f"rollout.turn_length={self.turn_length} must be from 0 to "
+                f"rollout.max_response_length={self.max_response_length}, which holds all turns"
+            )
+        if not self.environment and (self.environment_kwargs or self.turn_length):
+            raise ValueError(
+                f"rollout.environment_kwargs={dict(self.environment_kwargs)} and "
+                f"rollout.turn_length={self.turn_length} have no effect without an environment: "
+                "name one in rollout.environment, or leave them"
             )
 
 
