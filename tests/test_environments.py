@@ -1,6 +1,7 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps."""
 
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 
 from configs import tiny
 from distflow_jax import run
+from distflow_jax.batch import Prompt
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.writers import read_metrics
+from distflow_jax.rollout.environments import Environments
 
 TURNS = [
     "rollout.environment=configs/examples/second_try.py:SecondTry",
@@ -134,3 +138,20 @@ def test_the_sampler_can_read_the_longest_response_again():
 def test_samplers_of_several_hosts_have_no_environments():
     with pytest.raises(ValueError, match="mesh.rollout_tensor=4 spreads a sampler over 2; use at"):
         derive_sizes(config_of("mesh.rollout_tensor=4"), MODEL, Machine(4, 8, 2, "cpu"))
+
+
+def test_the_environment_that_the_documentation_shows(tmp_path):
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "guess.py"
+    file.write_text(code)
+    tokenizer = Tokenizer.byte_level(300)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=5.0)
+    prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
+    environments.check(prompt)
+    guess = environments.make()
+    guess.reset(prompt)
+    told = environments.observed(guess.step(tokenizer.encode("5"), "5"))
+    assert tokenizer.decode(told.tokens) == "\nuser\nhigher\nassistant\n"
+    assert told.logged == {"hints": 1} and not told.done
+    assert environments.observed(guess.step(tokenizer.encode("7"), "7")).reward == 0.8

@@ -22,13 +22,13 @@ def fields(graph):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "online_dpo"])
 def test_scores_read_what_rollouts_write(name):
-    graph = with_environment_rewards(load_graph(name))
+    graph = with_environment_rewards(load_graph(name, Config()))
     assert fields(graph) == {"rollout": (None, FIELD), "reward": (FIELD, None)}
     assert with_environment_rewards(graph) == graph
 
 
 def test_each_sampler_has_its_own():
-    graph = with_environment_rewards(load_graph("remax"))
+    graph = with_environment_rewards(load_graph("remax", Config()))
     own, greedy = f"rollout_{FIELD}", f"greedy_rollout_{FIELD}"
     assert fields(graph) == {
         "rollout": (None, own),
