@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 from distflow_jax.parallel import processes
-from distflow_jax.rollout.multiturn import (
+from distflow_jax.rollout.episodes import (
     Episode,
-    TurnLimits,
     episode_metrics,
     episode_sums,
-    respond_in_turns,
     turn_columns,
 )
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import columns, respond
 from distflow_jax.stages.context import Stage, StageContext, own_part
 

@@ -17,13 +17,8 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
-from distflow_jax.rollout.multiturn import (
-    TurnLimits,
-    episode_metrics,
-    episode_sums,
-    respond_in_turns,
-    turn_columns,
-)
+from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_columns
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.rereading import HeldRequest, RereadingScheduler
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduler import GroupRequest, run_requests
