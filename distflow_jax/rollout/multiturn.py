@@ -12,6 +12,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,27 @@ def respond_in_turns(
     return dataclasses.replace(state, decode=scheduler.decode), episodes, scheduler.stats
 
 
+class _Part(NamedTuple):
+    """Tokens of a response that were sampled or observed together, [T] each."""
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    margin: np.ndarray
+    mask: np.ndarray
+
+    @classmethod
+    def of(cls, turn: Response) -> "_Part":
+        """What the model wrote."""
+        return cls(turn.tokens, turn.logp, turn.margin, np.ones(len(turn.tokens), bool))
+
+    @classmethod
+    def observed(cls, tokens: np.ndarray) -> "_Part":
+        """What it was told: no near-tie could have made it another."""
+        count = len(tokens)
+        logp, margin = np.zeros(count, np.float32), np.full(count, np.inf, np.float32)
+        return cls(tokens, logp, margin, np.zeros(count, bool))
+
+
 @dataclasses.dataclass(eq=False)
 class _Conversation:
     """A response at work. `failed` is set where its environment could not even be reset."""
@@ -82,12 +104,15 @@ class _Conversation:
     thread: EnvironmentThread
     first: Observed | None = None
     failed: str = ""
-    response: Response | None = None  # as the scheduler has it so far
-    mask: list[np.ndarray] = dataclasses.field(default_factory=list)
-    length: int = 0  # tokens of it, of which the last turn's are known too
+    parts: list["_Part"] = dataclasses.field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
     logged: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, observations included."""
+        return sum(len(part.tokens) for part in self.parts)
 
 
 @dataclasses.dataclass(eq=False)
@@ -190,21 +215,19 @@ class _Driver:
             if conversation.thread.deadline <= now:
                 self._too_late(conversation)
 
-    def turn_ended(self, response: Response) -> None:
+    def turn_ended(self, turn: Response) -> None:
         """The model has written a turn: its environment gets it, or the response ends."""
-        conversation = self._by_uid[response.prompt.counter, response.sample]
-        tokens = response.tokens[conversation.length :]
-        conversation.response, conversation.length = response, len(response.tokens)
-        conversation.mask.append(np.ones(len(tokens), bool))
+        conversation = self._by_uid[turn.prompt.counter, turn.sample]
+        conversation.parts.append(_Part.of(turn))
         conversation.turns += 1
-        if not response.finished:
-            full = len(conversation.group.observation) + conversation.length
-            reason = "response_length" if full >= self._limits.response else "turn_length"
+        if not turn.finished:
+            full = conversation.length >= self._limits.response
+            reason = "response_length" if full else "turn_length"
             self._end(conversation, conversation.failed or reason)
         elif conversation.failed:
             self._end(conversation, conversation.failed)
         else:
-            conversation.thread.step(tokens)
+            conversation.thread.step(turn.tokens)
 
     def close(self) -> None:
         """Ends all threads that are left; does not wait for them."""
@@ -248,18 +271,17 @@ class _Driver:
         conversation.reward += observed.reward
         for name, value in observed.logged.items():
             conversation.logged[name] = conversation.logged.get(name, 0.0) + value
-        room = self._limits.response - len(conversation.group.observation)
         length = conversation.length + len(observed.tokens)
         if observed.done:
             self._end(conversation, "done")
         elif conversation.turns == self._limits.turns:
             self._end(conversation, "max_turns")
-        elif length >= room:
+        elif length >= self._limits.response:
             self._end(conversation, "response_length")
         else:
-            conversation.length = length
-            conversation.mask.append(np.zeros(len(observed.tokens), bool))
-            limit = min(length + self._limits.turn, room)
+            conversation.parts.append(_Part.observed(observed.tokens))
+            limit = min(length + self._limits.turn, self._limits.response)
+            limit -= len(conversation.group.observation)
             self._scheduler.extend(
                 conversation.group.id, conversation.sample, observed.tokens, limit
             )
@@ -273,6 +295,8 @@ class _Driver:
             group.observation = self._common_observation(reset)
         request, first = group.request, group.observation
         if len(first):
+            for conversation in group.conversations:
+                conversation.parts.append(_Part.observed(first))
             tokens = np.concatenate([request.prompt.tokens, first])
             prompt = dataclasses.replace(request.prompt, tokens=tokens)
             limit = min(request.limit, self._limits.response - len(first))
@@ -302,23 +326,17 @@ class _Driver:
         return first
 
     def _end(self, conversation: _Conversation, reason: str) -> None:
-        group, response = conversation.group, conversation.response
-        if response.finished:
-            self._scheduler.release(group.id, conversation.sample)
+        group, sample = conversation.group, conversation.sample
+        self._scheduler.release(group.id, sample)
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
-        del self._by_uid[response.prompt.counter, response.sample]
-        first = len(group.observation)
-        whole = Response(
-            group.request.prompt,
-            response.sample,
-            np.concatenate([group.observation, response.tokens]),
-            np.concatenate([np.zeros(first, np.float32), response.logp]),
-            np.concatenate([np.full(first, np.inf, np.float32), response.margin]),
-            reason == "done",
+        del self._by_uid[group.request.prompt.counter, sample]
+        tokens, logp, margin, mask = (
+            np.concatenate(x) for x in zip(*conversation.parts, strict=True)
         )
-        mask = np.concatenate([np.zeros(first, bool), *conversation.mask])
-        self.done[group.index, conversation.sample] = Episode(
+        prompt = group.request.prompt
+        whole = Response(prompt, sample, tokens, logp, margin, reason == "done")
+        self.done[group.index, sample] = Episode(
             whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
         )
         if self._on_response is not None:

@@ -19,7 +19,7 @@ from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats
 
 @dataclasses.dataclass(frozen=True)
 class HeldRequest(GroupRequest):
-    """A GroupRequest; with `hold` a response that ended its turn by itself can be extended."""
+    """A GroupRequest; with `hold` a response that has ended its turn can be gone on with."""
 
     hold: bool = False
 
@@ -35,6 +35,7 @@ class _Sequence:
     tokens: np.ndarray
     logp: np.ndarray
     margin: np.ndarray
+    start: int = 0  # of the turn at work
 
     def add(self, tokens: np.ndarray, logp: np.ndarray, margin: np.ndarray) -> None:
         self.tokens = np.concatenate([self.tokens, tokens])
@@ -96,7 +97,7 @@ class RereadingScheduler:
             raise ValueError(
                 f"a limit of {limit} tokens leaves nothing to sample after {len(entry.tokens)}"
             )
-        entry.limit = limit
+        entry.limit, entry.start = limit, len(entry.tokens)
         self._returning.append(entry)
 
     def release(self, id: int, sample: int) -> None:
@@ -106,8 +107,8 @@ class RereadingScheduler:
     def step(self) -> list[Response]:
         """One round: free slots are filled, and one generate call follows. What ended in it.
 
-        A response holds all tokens so far, those of observations too; `finished` says that the
-        model ended its turn, and with a request's `hold` it is held then.
+        A response is what was sampled since it was last gone on with; `finished` says that the
+        model ended its turn. With a request's `hold` it is held then, cut or not.
         """
         engine = self._engine
         while self._free and self._returning:  # first: what has begun is nearer to its end
@@ -136,11 +137,10 @@ class RereadingScheduler:
         return ended
 
     def _end(self, entry: _Sequence, stopped: bool) -> Response:
-        if stopped and entry.request.hold:
+        if entry.request.hold:
             self._held[entry.id, entry.sample] = entry
-        response = Response(
-            entry.request.prompt, entry.sample, entry.tokens, entry.logp, entry.margin, stopped
-        )
+        turn = (x[entry.start :] for x in (entry.tokens, entry.logp, entry.margin))
+        response = Response(entry.request.prompt, entry.sample, *turn, stopped)
         listener = self._listeners[entry.id]
         if listener is not None:
             listener(response)
