@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL; 0: no reference")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--tied", action="store_true", help="tie embeddings")
-    parser.add_argument("--cache-block", type=int, default=32, help="tokens per cache block")
+    parser.add_argument("--page-size", type=int, default=32, help="tokens per page of the cache")
     parser.add_argument("--steps", type=int, default=12, help="steps, warm-up included")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
     parser.add_argument("--json", default="", help="file for the result")
@@ -130,7 +130,7 @@ def make_config(args: argparse.Namespace) -> Config:
             max_response_length=args.new_tokens,
             num_slots=args.slots,
             tokens_per_call=args.tokens_per_call,
-            cache_block=args.cache_block,
+            page_size=args.page_size,
         ),
         coordinator=CoordinatorConfig(overlap_rewards=False),
         training=TrainingConfig(

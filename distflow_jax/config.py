@@ -24,6 +24,7 @@ from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import num_params
 from distflow_jax.observe.watchdog import HealthConfig
+from distflow_jax.parallel.device_memory import device_memory_bytes
 from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.parallel.mesh import (
     MeshConfig,
@@ -34,8 +35,9 @@ from distflow_jax.parallel.mesh import (
     resolve_sizes,
 )
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.engine import EngineConfig
+from distflow_jax.rollout.decode_state import EngineConfig, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig
@@ -161,12 +163,17 @@ class Machine:
     devices: int
     local_devices: int
     platform: str
+    memory: int = 0  # bytes of one device, in whole GiB: 0 where it is not known
 
     @classmethod
     def current(cls) -> "Machine":
         """This job's."""
         return cls(
-            jax.process_count(), jax.device_count(), jax.local_device_count(), jax.default_backend()
+            jax.process_count(),
+            jax.device_count(),
+            jax.local_device_count(),
+            jax.default_backend(),
+            device_memory_bytes() >> 30 << 30,  # equal hosts differ by some MiB
         )
 
     def part(self, local_devices: int) -> "Machine":
@@ -193,6 +200,19 @@ class Sizes:
         """Mesh of a training role, or of one model of it."""
         return self.role_meshes.get(model or "", self.role_meshes.get(role, self.mesh))
 
+    def _slots(self, config: Config, model: DecoderConfig, machine: Machine) -> str:
+        ranks = machine.devices // self.rollout_tensor * self.sampler_hosts // machine.processes
+        size = cache_bytes(model, self.engine, ranks=ranks, tensor=self.rollout_tensor)
+        pages = num_pages(self.engine, ranks)
+        chosen = ""
+        if not config.rollout.num_slots:
+            share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.0f} GiB"
+            chosen = f", the most of use that fit into {share}"
+        return (
+            f"over all samplers; cache of a device {size / 2**20:,.0f} MiB: {pages} pages of "
+            f"{self.engine.page_size} tokens{chosen}"
+        )
+
     def table(self, config: Config, model: DecoderConfig, machine: Machine) -> list[tuple]:
         """(name, value, meaning) for people."""
         p, r = self.packing, config.rollout
@@ -209,6 +229,7 @@ class Sizes:
             ("training mesh", *self.mesh.describe()),
             *others,
             ("samplers", samplers, f"{hosts}, tensor {self.rollout_tensor}"),
+            ("decode slots", self.engine.slots * samplers, self._slots(config, model, machine)),
             ("compute dtype", self.forward.compute_dtype, "parameters are float32"),
             ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
             ("sequences per step", p.prompts_per_step * r.num_samples, ""),
@@ -221,7 +242,6 @@ class Sizes:
             ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
-            ("decode slots", self.engine.slots * samplers, "over all samplers"),
             *_offload_rows(config.training.offload, machine),
         ]
 
@@ -300,17 +320,13 @@ def derive_sizes(
     micro = _divides(
         "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
     )
-    samplers = machine.devices // config.mesh.rollout_tensor
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
-    _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": samplers})
     if rollout.environment and hosts > 1:
         raise ValueError(
             f"rollout.environment={rollout.environment!r} answers one host, and "
             f"mesh.rollout_tensor={config.mesh.rollout_tensor} spreads a sampler over {hosts}; use "
             f"at most {machine.local_devices}"
         )
-    longest_response = max(rollout.max_response_length, config.eval.max_response_length)
-    longest_turn = 1 if rollout.environment else longest_response
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
@@ -320,19 +336,50 @@ def derive_sizes(
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
         packing=_packing(config, graph, mini_prompts, micro, mesh, roles),
-        engine=EngineConfig(
-            slots=rollout.num_slots // (machine.processes // hosts),
-            # in turns, all of a response but its last token may be read again, as a prompt
-            max_prompt=data.max_prompt_length + longest_response - longest_turn,
-            max_response=longest_turn,
-            tokens_per_call=rollout.tokens_per_call,
-            cache_block=rollout.cache_block,
-            group_size=max(rollout.num_samples, config.eval.num_samples),
-            dtype=dtype,
-        ),
+        engine=_engine_config(config, model, machine, dtype, hosts),
         forward=ForwardConfig(dtype, training.logp_chunk, training.remat),
         micro_rows=micro,
     )
+
+
+def _engine_config(
+    config: Config, model: DecoderConfig, machine: Machine, dtype: str, hosts: int
+) -> EngineConfig:
+    """Sizes of one sampler, with as many slots as asked for or as fit."""
+    data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
+    samplers, ranks = machine.processes // hosts, machine.devices // tensor
+    response = max(rollout.max_response_length, config.eval.max_response_length)
+    engine = EngineConfig(
+        slots=0,
+        max_prompt=data.max_prompt_length,
+        max_response=response,
+        tokens_per_call=rollout.tokens_per_call,
+        page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
+        attention=rollout.attention,
+        cache_tokens=rollout.cache_tokens // samplers,
+        prefill_tokens=rollout.prefill_tokens,
+        # after a long observation, all of a response but its last token may be read again
+        max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
+        group_size=max(rollout.num_samples, config.eval.num_samples),
+        dtype=dtype,
+    )
+    if rollout.num_slots:
+        _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
+        return dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+    if not machine.memory:
+        raise ValueError(
+            "rollout.num_slots=0 asks for as many slots as fit, and this "
+            f"{machine.platform} does not tell how much memory it has; give a number"
+        )
+    slots = fitting_slots(
+        model,
+        engine,
+        ranks=ranks // samplers,
+        tensor=tensor,
+        budget=int(machine.memory * rollout.cache_fraction),
+        useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
+    )
+    return dataclasses.replace(engine, slots=slots)
 
 
 def _packing(

@@ -196,7 +196,7 @@ def make_plan(config: RunConfig, *, devices: int = 0) -> PlanView:
         raise ValueError(f"devices must not be negative, got {devices}")
     machine = Machine.current()
     if devices:
-        machine = Machine(1, devices, devices, machine.platform)
+        machine = dataclasses.replace(machine, processes=1, devices=devices, local_devices=devices)
     planned = plan_run(config.config, machine, config.chosen)
     return PlanView(planned.plan, size_table(planned.table()))
 

@@ -9,6 +9,7 @@ Every program of a device segment is compiled, which tells what it costs: FLOPs,
 and plan.mmd, a Mermaid flowchart.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -86,7 +87,12 @@ def wanted_machine() -> Machine:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", DEVICES.value)
     of_host = DEVICES.value // PROCESSES.value
-    return Machine(PROCESSES.value, DEVICES.value, of_host, jax.default_backend())
+    return dataclasses.replace(
+        Machine.current(),
+        processes=PROCESSES.value,
+        devices=DEVICES.value,
+        local_devices=of_host,
+    )
 
 
 def write_files(

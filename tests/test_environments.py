@@ -132,7 +132,7 @@ MODEL = DecoderConfig(
 
 def test_the_sampler_can_read_the_longest_response_again():
     engine = derive_sizes(config_of(), MODEL, Machine(1, 1, 1, "cpu")).engine
-    assert engine.max_prompt == 128 + 95 and engine.max_prompt + engine.max_response == 128 + 96
+    assert (engine.max_prompt, engine.max_response, engine.max_read) == (128, 96, 128 + 95)
 
 
 def test_samplers_of_several_hosts_have_no_environments():

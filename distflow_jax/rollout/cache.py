@@ -1,6 +1,12 @@
-"""The sampler's key/value cache: blocks of tokens, slot by slot.
+"""The sampler's key/value cache: pages of tokens, handed out as responses grow.
 
-C blocks, B slots, K key/value heads, H head dim, W tokens per block.
+D data ranks, S slots and P prompts of a rank, N pages of a rank, K key/value heads, H head dim, W
+tokens per page, C pages of the longest owner.
+
+Pages have owners: a slot, for what its response adds, or a prompt, kept once for all slots that
+answer it. Slots take the lowest free pages and prompts the highest, so that attention can walk
+through the pages as they lie, from 0 and from N, and its cost follows what is used. An owner that
+is gone gives its pages back when somebody asks for new ones.
 """
 
 import dataclasses
@@ -11,61 +17,140 @@ import jax.numpy as jnp
 
 from distflow_jax.models.config import DecoderConfig
 
-KEY_AXES = ("layers", "blocks", "batch", "kv_heads", "head_dim", "length")
-VALUE_AXES = ("layers", "blocks", "batch", "kv_heads", "length", "head_dim")
+KEY_AXES = ("layers", "batch", "blocks", "kv_heads", "head_dim", "length")
+VALUE_AXES = ("layers", "batch", "blocks", "kv_heads", "length", "head_dim")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
-    """Keys [layers, C, B, K, H, W] and values [layers, C, B, K, W, H].
+    """Keys, values, and whose they are. Owners of a rank: slots 0..S-1, prompts S..S+P-1."""
 
-    Block-major, so that attention over the used part reads whole contiguous blocks.
-    """
-
-    key: Any
-    value: Any
-
-
-def cache_shapes(
-    config: DecoderConfig, *, slots: int, tokens: int, block: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of keys and values for `tokens` per slot, rounded up to whole blocks."""
-    blocks = -(-tokens // block)
-    head = (config.num_layers, blocks, slots, config.num_kv_heads)
-    return (*head, config.head_dim, block), (*head, block, config.head_dim)
+    key: Any  # [layers, D, N, K, H, W]: head dim first, the score product is faster so on CPU
+    value: Any  # [layers, D, N, K, W, H]
+    owner: Any  # int32 [D, N]; S + P where free
+    rank: Any  # int32 [D, N]: which of its owner's pages it is
 
 
-def append(cache: Cache, key: jax.Array, value: jax.Array, position_B: jax.Array) -> Cache:
-    """Writes one token per slot. key, value [layers, B, K, H]; position_B where it goes.
-
-    A position beyond the cache is dropped: slots that are not active pass one.
-    """
-    block = cache.key.shape[-1]
-    which, within = position_B // block, position_B % block
-    slots = jnp.arange(position_B.shape[0], dtype=jnp.int32)
+def empty(
+    config: DecoderConfig, *, ranks: int, pages: int, page_size: int, owners: int, dtype: Any
+) -> Cache:
+    """A cache without an owner."""
+    head = (config.num_layers, ranks, pages, config.num_kv_heads)
     return Cache(
-        # advanced indices around slices put the slot dim first: [B, layers, K, H]
-        cache.key.at[:, which, slots, :, :, within].set(key.swapaxes(0, 1), mode="drop"),
-        cache.value.at[:, which, slots, :, within].set(value.swapaxes(0, 1), mode="drop"),
+        jnp.zeros((*head, config.head_dim, page_size), dtype),
+        jnp.zeros((*head, page_size, config.head_dim), dtype),
+        jnp.full((ranks, pages), owners, jnp.int32),
+        jnp.zeros((ranks, pages), jnp.int32),
     )
 
 
-def insert(cache: Cache, key: jax.Array, value: jax.Array, slots: jax.Array) -> Cache:
-    """Copies one prompt's keys and values [layers, T, K, H] into `slots` [n]; T whole blocks.
+def release(cache: Cache, alive: jax.Array) -> Cache:
+    """Takes back the pages of owners that are not `alive`, bool [D, S + P]."""
+    owners = alive.shape[1]
+    keeps = jnp.take_along_axis(alive, jnp.minimum(cache.owner, owners - 1), axis=1)
+    return dataclasses.replace(
+        cache, owner=jnp.where(keeps & (cache.owner < owners), cache.owner, owners)
+    )
 
-    Slots out of range are dropped, so that `n` can be static while fewer are filled.
+
+def free_pages(cache: Cache, owners: int) -> jax.Array:
+    """int32 [D]."""
+    return (cache.owner == owners).sum(1, dtype=jnp.int32)
+
+
+def take_low(
+    cache: Cache, need: jax.Array, which: jax.Array, owners: int
+) -> tuple[Cache, jax.Array]:
+    """The lowest free pages, one to each slot in `need`, bool [D, S], in the order of slots.
+
+    `which` int32 [D, S]: the number of that page among its slot's. Also returns who got one, bool
+    [D, S]: the last in order go without when there are not enough.
     """
-    block = cache.key.shape[-1]
+    slots, pages = need.shape[1], cache.owner.shape[1]
+
+    def of_rank(owner, rank, need, which):
+        found = jnp.nonzero(owner == owners, size=slots, fill_value=pages)[0].astype(jnp.int32)
+        nth = jnp.cumsum(need, dtype=jnp.int32) - 1
+        page = jnp.where(need, found[nth], pages)
+        slot = jnp.arange(slots, dtype=jnp.int32)
+        owner = owner.at[page].set(slot, mode="drop")
+        return owner, rank.at[page].set(which, mode="drop"), need & (page < pages)
+
+    owner, rank, got = jax.vmap(of_rank)(cache.owner, cache.rank, need, which)
+    return dataclasses.replace(cache, owner=owner, rank=rank), got
+
+
+def write_prompt(
+    cache: Cache,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    data_rank: jax.Array,
+    owner: jax.Array,
+    owners: int,
+    offset: jax.Array,
+    count: jax.Array,
+    first: jax.Array,
+) -> Cache:
+    """Copies `count` pages of key, value [layers, T, K, H] from page `offset` on to the highest
+    free pages of a rank, as the pages `first`, `first` + 1, ... of `owner`.
+
+    T is whole pages. There must be as many free pages: the caller counts them.
+    """
+    width, pages = cache.key.shape[-1], cache.owner.shape[1]
     layers, length, kv_heads, head_dim = key.shape
-    parts = length // block
-    shape = (layers, parts, block, kv_heads, head_dim)
-    k = key.reshape(shape).transpose(0, 1, 3, 4, 2)[:, :, None]
-    v = value.reshape(shape).transpose(0, 1, 3, 2, 4)[:, :, None]
-    wide = (layers, parts, slots.shape[0])
+    most = length // width
+    here = cache.owner[data_rank]
+    found = jnp.nonzero(here[::-1] == owners, size=most, fill_value=-1)[0].astype(jnp.int32)
+    nth = jnp.arange(most, dtype=jnp.int32)
+    page = jnp.where((nth < count) & (found >= 0), pages - 1 - found, pages)
+    shape = (layers, most, width, kv_heads, head_dim)
+    source = jnp.minimum(offset + nth, most - 1)
+    k = key.reshape(shape).transpose(0, 1, 3, 4, 2)[:, source].astype(cache.key.dtype)
+    v = value.reshape(shape).transpose(0, 1, 3, 2, 4)[:, source].astype(cache.value.dtype)
     return Cache(
-        cache.key.at[:, :parts, slots].set(jnp.broadcast_to(k, (*wide, *k.shape[3:])), mode="drop"),
-        cache.value.at[:, :parts, slots].set(
-            jnp.broadcast_to(v, (*wide, *v.shape[3:])), mode="drop"
-        ),
+        cache.key.at[:, data_rank, page].set(k, mode="drop"),
+        cache.value.at[:, data_rank, page].set(v, mode="drop"),
+        cache.owner.at[data_rank, page].set(owner, mode="drop"),
+        cache.rank.at[data_rank, page].set(first + nth, mode="drop"),
     )
+
+
+def place(cache: Cache, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where each slot's token goes: its page, N for none, and its place there, int32 [D, S].
+
+    `position` int32 [D, S]: of the token among its slot's own, negative for none.
+    """
+    width, pages = cache.key.shape[-1], cache.owner.shape[1]
+    slot = jnp.arange(position.shape[1], dtype=jnp.int32)[None, :, None]
+    hit = (cache.owner[:, None] == slot) & (cache.rank[:, None] == (position // width)[..., None])
+    found = (position >= 0) & hit.any(-1)
+    return jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), pages), position % width
+
+
+def append(
+    cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array
+) -> Cache:
+    """Writes one token per slot where `place` says: key, value [layers, D, S, K, H]."""
+    ranks = jnp.arange(page.shape[0], dtype=jnp.int32)[:, None]
+    data_rank = jnp.broadcast_to(ranks, page.shape)
+    # advanced indices around slices put the indexed dims first: [D, S, layers, K, H]
+    k = key.transpose(1, 2, 0, 3, 4).astype(cache.key.dtype)
+    v = value.transpose(1, 2, 0, 3, 4).astype(cache.value.dtype)
+    return dataclasses.replace(
+        cache,
+        key=cache.key.at[:, data_rank, page, :, :, within].set(k, mode="drop"),
+        value=cache.value.at[:, data_rank, page, :, within].set(v, mode="drop"),
+    )
+
+
+def tables(cache: Cache, *, first: int, count: int, longest: int) -> jax.Array:
+    """Page ids int32 [D, count, longest] of the owners first, first + 1, ...; N where none."""
+    ranks, pages = cache.owner.shape
+    page = jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), (ranks, pages))
+    data_rank = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32)[:, None], (ranks, pages))
+    owner = cache.owner - first
+    owner = jnp.where((owner >= 0) & (owner < count), owner, count)
+    table = jnp.full((ranks, count, longest), pages, jnp.int32)
+    return table.at[data_rank, owner, cache.rank].set(page, mode="drop")

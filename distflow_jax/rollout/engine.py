@@ -1,14 +1,12 @@
 """JetStream's Engine over the network that trains.
 
-B slots, T prompt bucket, K key/value heads, H head dim, V vocabulary, k tokens per generate call.
-
-A decode step draws a token from the slot's logits, writes it out, and only then, if somebody still
-needs it, runs the network: a response of n tokens costs n - 1 network steps, and the first token of
-every response of a group comes from one prefill.
+B slots, D data ranks, T tokens of a row of prompts, K key/value heads, H head dim, V vocabulary, k
+tokens per generate call.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,61 +16,18 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
-from distflow_jax.models.attention import cached_attention, masked_attention
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.models.transformer import Decoder, bind, param_shardings
-from distflow_jax.parallel.rules import sharding, use_mesh
-from distflow_jax.rollout import cache as cache_lib
+from distflow_jax.models.transformer import param_shardings
+from distflow_jax.rollout import decode, decode_state, prefill
+from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Static sizes of an engine."""
-
-    slots: int  # responses decoded side by side
-    max_prompt: int  # tokens
-    max_response: int  # tokens, the end token included
-    tokens_per_call: int = 16  # k: decode steps between two looks from the host
-    cache_block: int = 64  # tokens per cache block
-    group_size: int = 8  # slots filled by one insert at most
-    dtype: str = "float32"  # of weights, activations and cache
-
-
-@struct.dataclass
-class Prefix:
-    """A prompt that has been read: keys and values [layers, T, K, H], next-token logits [V]."""
-
-    key: Any
-    value: Any
-    logits: Any
-    length: Any  # int32 scalar
-
-
-@struct.dataclass
-class DecodeState:
-    """Everything a decode step reads and writes; B slots."""
-
-    cache: cache_lib.Cache
-    logits: Any  # float32 [B, V]: distribution of the next token
-    length: Any  # int32 [B]: tokens in the cache
-    emitted: Any  # int32 [B]: tokens of the response so far
-    limit: Any  # int32 [B]: longest response allowed
-    active: Any  # bool [B]
-    counter: Any  # int32 [B]: uid, first half
-    sample: Any  # int32 [B]: uid, second half
-    temperature: Any  # float32 [B]
-    top_k: Any  # int32 [B]
-    top_p: Any  # float32 [B]
-    seed: Any  # key of the run
-    exit_below: Any  # int32: generate returns early once this many or fewer slots are active
+from distflow_jax.rollout.prefill import Prefix
 
 
 @struct.dataclass
 class RolloutTokens(engine_api.ResultTokens):
-    """ResultTokens whose data also carries the log-probs (as float bits) and margins."""
+    """ResultTokens whose data also carries log-probs, margins (as float bits) and what is left."""
 
     logp_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
     margin_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
@@ -91,6 +46,14 @@ class RolloutTokens(engine_api.ResultTokens):
         start, stop = self.margin_idx
         return np.ascontiguousarray(self.data[:, start:stop]).view(np.float32)
 
+    def active(self) -> np.ndarray:
+        """Which slots go on, bool [B]."""
+        return self.data[:, -2] > 0
+
+    def free_pages(self) -> np.ndarray:
+        """Free pages of each slot's data rank, int [B]."""
+        return self.data[:, -1]
+
 
 @dataclasses.dataclass(frozen=True)
 class SlotRequest:
@@ -102,14 +65,27 @@ class SlotRequest:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    emitted: int = 0  # tokens that the prefix holds of the response already
+    keep: bool = False  # the slot's pages stay when the response has ended
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By the field of the decode state that each sets."""
+        named = dataclasses.asdict(self)
+        return named | {"kept": named.pop("keep")}
 
 
-def prefill_buckets(max_prompt: int, block: int) -> tuple[int, ...]:
-    """Prompt lengths that are compiled: block, 2 block, 4 block, ... up to max_prompt."""
-    buckets = [block]
-    while buckets[-1] < max_prompt:
-        buckets.append(min(2 * buckets[-1], -(-max_prompt // block) * block))
-    return tuple(buckets)
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Tokens that a slot is fed before it draws the next."""
+
+    slot: int
+    tokens: Sequence[int]
+    limit: int  # longest response allowed from now on
+    emitted: int  # tokens of the response with these
+
+
+_COLUMNS = {"temperature": np.float32, "top_p": np.float32, "kept": bool}  # others: int32
 
 
 class RolloutEngine(engine_api.Engine):
@@ -144,17 +120,38 @@ class RolloutEngine(engine_api.Engine):
                 f"model's {model.max_position} positions"
             )
         self.model, self.config, self._mesh = model, config, mesh
-        self.buckets = prefill_buckets(config.max_prompt, config.cache_block)
+        self.shapes = StateShapes(model, config, mesh)
+        self.buckets = prefill.buckets(config)
         self.stop_ids = tuple(int(i) for i in stop_ids)
-        self._seed = seed
         self._tokenizer = tokenizer
+        self._width = min(config.group_size, self.shapes.slots)
 
-        jit = functools.partial(jax.jit, static_argnums=0)
-        self._init = jax.jit(self._empty_state, out_shardings=self._state_shardings())
-        self._prefill = functools.partial(jit(RolloutEngine._prefill_program), self)
-        self._insert = functools.partial(jit(RolloutEngine._insert_program, donate_argnums=2), self)
-        self._generate = functools.partial(
-            jit(RolloutEngine._generate_program, donate_argnums=2), self
+        layout = self.shapes.shardings()
+        whole = NamedSharding(mesh, PartitionSpec())
+
+        def program(function, *, out=None, donate=(), bound=()):
+            # a state that changed its layout between two programs would recompile them
+            return jax.jit(
+                functools.partial(function, self.shapes, *bound),
+                out_shardings=out,
+                donate_argnums=donate,
+            )
+
+        self._init = jax.jit(functools.partial(self.shapes.empty, seed), out_shardings=layout)
+        self._row = program(prefill.read_row)
+        self._room = jax.jit(
+            functools.partial(prefill.no_tokens, self.shapes), static_argnums=0, out_shardings=whole
+        )
+        self._widen = jax.jit(
+            functools.partial(prefill.widen, self.shapes), static_argnums=3, out_shardings=whole
+        )
+        self._piece = program(prefill.read_piece, donate=(3, 4))
+        self._insert = program(_insert, out=(layout, whole), donate=0)
+        self._place = program(decode_state.place_prompt, out=(layout, whole), donate=0)
+        self._admit = program(decode_state.admit, out=layout, donate=0)
+        self._change = program(_change, out=layout, donate=0)
+        self._generate = program(
+            decode.generate, out=(layout, whole), donate=1, bound=(self.stop_ids,)
         )
 
     # -- what JetStream asks for ------------------------------------------------------------------
@@ -175,15 +172,15 @@ class RolloutEngine(engine_api.Engine):
     ) -> Prefix:
         """Reads one prompt, the first `true_length` >= 1 of `padded_tokens` int [T].
 
-        Whatever T the caller pads to (JetStream has lengths of its own), the prompt is padded anew
-        to one of `buckets`. A prompt that was cut to its last T tokens is read as these.
+        Whatever T the caller pads to (JetStream has lengths of its own), the prompt is laid out
+        anew. With `existing_prefix` the tokens go on from there: the two together are the prompt.
         """
-        if existing_prefix is not None:
-            raise ValueError(
-                "this engine reads a prompt in one piece: existing_prefix must be None"
-            )
-        tokens, length = self.pad(np.asarray(padded_tokens, np.int32)[: int(true_length)])
-        return self._prefill(params, tokens, np.int32(length))
+        tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
+        before = 0 if existing_prefix is None else int(existing_prefix.length)
+        self.check_length(before + len(tokens), decode_state.longest_read(self.config))
+        if existing_prefix is None and len(tokens) <= self.buckets[-1]:
+            return self.prefill_row(params, [tokens])[0]
+        return self._prefill_pieces(params, tokens, existing_prefix)
 
     def insert(
         self,
@@ -203,25 +200,11 @@ class RolloutEngine(engine_api.Engine):
         slots: list[int],
         requests: list[SlotRequest],
     ) -> DecodeState:
-        """Starts up to `group_size` responses to one prompt, all from one prefill."""
-        width = self.config.group_size
-        if not 0 < len(slots) <= width or len(slots) != len(requests):
-            raise ValueError(f"insert takes 1 to {width} slots with a request each")
+        """Starts up to `group_size` responses to one prompt in slots of one data rank.
 
-        def column(values, dtype, empty=0):
-            return np.array([*values, *[empty] * (width - len(slots))], dtype)
-
-        return self._insert(
-            prefix,
-            decode_state,
-            column(slots, np.int32, empty=self.config.slots),  # out of range: dropped
-            column([r.counter for r in requests], np.int32),
-            column([r.sample for r in requests], np.int32),
-            column([r.limit for r in requests], np.int32),
-            column([r.temperature for r in requests], np.float32),
-            column([r.top_k for r in requests], np.int32),
-            column([r.top_p for r in requests], np.float32),
-        )
+        They share the prompt's keys and values.
+        """
+        return self.start(prefix, decode_state, slots, requests)[0]
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, RolloutTokens]:
         """Up to k tokens for every active slot. Donates decode_state.
@@ -287,222 +270,188 @@ class RolloutEngine(engine_api.Engine):
         """Not used."""
         return None
 
-    # -- beyond JetStream -------------------------------------------------------------------------
+    # -- beyond JetStream: what the scheduler needs -----------------------------------------------
 
-    def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
-        """(prompt padded to its bucket, true length). ValueError beyond max_prompt."""
-        if not 0 < len(tokens) <= self.config.max_prompt:
-            raise ValueError(
-                f"a prompt must have 1 to {self.config.max_prompt} tokens, got {len(tokens)}"
-            )
-        bucket = next(b for b in self.buckets if b >= len(tokens))
-        return np.pad(np.asarray(tokens, np.int32), (0, bucket - len(tokens))), len(tokens)
+    @property
+    def width(self) -> int:
+        """Slots that can share a prompt."""
+        return self._width
 
-    def set_exit_below(self, decode_state: DecodeState, count: int) -> DecodeState:
-        """Sets when `generate` comes back early."""
-        # not device_put: where several hosts share the mesh, it would ask all processes of the job
-        value = jax.make_array_from_callback(
-            (), decode_state.exit_below.sharding, lambda _: np.int32(count), dtype=np.int32
+    def check_length(self, length: int, most: int | None = None) -> None:
+        """ValueError for a prompt that is empty or longer than `max_prompt` (or `most`)."""
+        most = most or self.config.max_prompt
+        if not 0 < length <= most:
+            raise ValueError(f"a prompt must have 1 to {most} tokens, got {length}")
+
+    def prefill_row(self, params: Any, prompts: Sequence[np.ndarray]) -> list[Prefix]:
+        """Reads several prompts at once. In whole pages they fit the largest of `buckets`."""
+        row = prefill.pack(prompts, self.config)
+        key, value, logits = self._row(params, row.tokens, row.segment, row.position, row.last)
+        return [
+            Prefix(key, value, logits, np.int32(i), np.int32(offset), np.int32(len(prompt)))
+            for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
+        ]
+
+    def start(
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        slots: Sequence[int],
+        requests: Sequence[SlotRequest],
+        *,
+        entry: int = -1,
+        members: Sequence[int] | None = None,
+        hold: bool = False,
+    ) -> tuple[DecodeState, jax.Array]:
+        """Makes a prompt resident and starts responses to it. Donates the state.
+
+        `entry`: as which of its data rank's prompts, -1 for one that is free; `members`: the
+        number of each response among those that share the prompt, below `width`; `hold`: the prompt
+        stays though nobody answers it. Returns the entry too. There must be pages for it.
+        """
+        rank, columns = self._columns(slots, requests, members)
+        return self._insert(
+            state,
+            prefix.key,
+            prefix.value,
+            prefix.offset,
+            prefix.length,
+            rank,
+            np.int32(entry),
+            prefix.logits,
+            prefix.row,
+            np.bool_(hold),
+            columns,
         )
-        return decode_state.replace(exit_below=value)
+
+    def join(
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        slots: Sequence[int],
+        requests: Sequence[SlotRequest],
+        *,
+        entry: int,
+        members: Sequence[int],
+        hold: bool,
+    ) -> DecodeState:
+        """Starts more responses to a resident prompt: see `start`. Of `prefix` only the logits are
+        used."""
+        rank, columns = self._columns(slots, requests, members)
+        entry, hold = np.int32(entry), np.bool_(hold)
+        return self._admit(state, prefix.logits, prefix.row, rank, entry, hold, columns)
+
+    def change(
+        self,
+        state: DecodeState,
+        *,
+        drop: Sequence[int] = (),
+        unhold: Sequence[tuple[int, int]] = (),
+        give: Sequence[Given] = (),
+        exit_below: int = 0,
+    ) -> DecodeState:
+        """Ends slots, whose pages fall free, and feeds others. Donates the state.
+
+        `unhold`: (data rank, entry) of prompts that nobody waits for; `exit_below`: when `generate`
+        comes back early.
+        """
+        b, width = self.config.slots, self.config.max_forced
+        ends, given, limit, emitted = np.zeros(b, bool), *np.zeros((3, b), np.int32)
+        forced = np.zeros((b, width), np.int32)
+        free = np.zeros((self.shapes.ranks, self.shapes.slots), bool)
+        ends[list(drop)] = True
+        for rank, entry in unhold:
+            free[rank, entry] = True
+        for one in give:
+            if not 0 < len(one.tokens) <= width:
+                raise ValueError(f"a slot can be given 1 to {width} tokens, got {len(one.tokens)}")
+            forced[one.slot, width - len(one.tokens) :] = one.tokens
+            given[one.slot], limit[one.slot] = len(one.tokens), one.limit
+            emitted[one.slot] = one.emitted
+        exit_below = np.int32(exit_below)
+        return self._change(state, ends, free, forced, given, limit, emitted, exit_below)
 
     def compile(self, params: Any) -> None:
         """Runs every program once, so that nothing compiles after the first request."""
-        state = self.init_decode_state()
+        state, request = self.init_decode_state(), SlotRequest(0, 0, 1)
         for bucket in self.buckets:
-            tokens = np.zeros(min(bucket, self.config.max_prompt), np.int32)
-            prefix = self.prefill(params=params, padded_tokens=tokens, true_length=len(tokens))
-            state = self.insert(prefix, state, 0, SlotRequest(0, 0, 1))
-        state = self.set_exit_below(state, 0)
+            (prefix,) = self.prefill_row(params, [np.zeros(bucket, np.int32)])
+            state, _ = self.start(prefix, state, [0], [request])
+            state = self.join(prefix, state, [0], [request], entry=0, members=[0], hold=False)
+        if decode_state.longest_read(self.config) > self.buckets[-1]:
+            token = np.zeros(1, np.int32)
+            prefix = self._prefill_pieces(params, token, None)
+            state, _ = self.start(prefix, state, [0], [request])
+            state = self.join(prefix, state, [0], [request], entry=0, members=[0], hold=False)
+            for bucket in self.buckets:
+                (read,) = self.prefill_row(params, [np.zeros(bucket, np.int32)])
+                self._prefill_pieces(params, token, read)
+            self._prefill_pieces(params, token, prefix)
+        state = self.change(state)
         _, result = self.generate(params, state)
         result.convert_to_numpy()
 
-    # -- programs ---------------------------------------------------------------------------------
-
-    def _state_shardings(self) -> DecodeState:
-        key_shape, value_shape = self._cache_shapes()
-        b = self.config.slots
-
-        def layout(axes, shape):
-            return sharding(self._mesh, axes, shape)
-
-        slot = layout(("batch",), (b,))
-        whole = layout((), ())
-        names = [f.name for f in dataclasses.fields(DecodeState)]
-        return DecodeState(**dict.fromkeys(names, slot)).replace(
-            cache=cache_lib.Cache(
-                layout(cache_lib.KEY_AXES, key_shape), layout(cache_lib.VALUE_AXES, value_shape)
-            ),
-            logits=layout(("batch", "logits"), (b, self.model.vocab_size)),
-            seed=whole,
-            exit_below=whole,
-        )
-
-    def _cache_shapes(self):
-        c = self.config
-        tokens = c.max_prompt + c.max_response
-        return cache_lib.cache_shapes(self.model, slots=c.slots, tokens=tokens, block=c.cache_block)
-
-    def _empty_state(self) -> DecodeState:
-        c, b = self.config, self.config.slots
-        key_shape, value_shape = self._cache_shapes()
-        return DecodeState(
-            cache=cache_lib.Cache(jnp.zeros(key_shape, c.dtype), jnp.zeros(value_shape, c.dtype)),
-            logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
-            length=jnp.zeros(b, jnp.int32),
-            emitted=jnp.zeros(b, jnp.int32),
-            limit=jnp.zeros(b, jnp.int32),
-            active=jnp.zeros(b, bool),
-            counter=jnp.zeros(b, jnp.int32),
-            sample=jnp.zeros(b, jnp.int32),
-            temperature=jnp.ones(b, jnp.float32),
-            top_k=jnp.zeros(b, jnp.int32),
-            top_p=jnp.ones(b, jnp.float32),
-            seed=jax.random.key(self._seed),
-            exit_below=jnp.zeros((), jnp.int32),
-        )
-
-    def _pinned(self, state: DecodeState) -> DecodeState:
-        # a state that changed its layout between two programs would recompile them
-        return jax.lax.with_sharding_constraint(state, self._state_shardings())
-
-    def _logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
-        weight = decoder.head_weight(self.config.dtype)
-        return jnp.einsum("BD,VD->BV", hidden, weight, preferred_element_type=jnp.float32)
-
-    def _prefill_program(self, params, tokens_T, true_length):
-        with use_mesh(self._mesh):
-            decoder = bind(self.model, params)
-            length = tokens_T.shape[0]
-            position = jnp.arange(length, dtype=jnp.int32)[None]
-            mask = jnp.tril(jnp.ones((length, length), bool))[None]
-
-            def attend(q, k, v, _):
-                return masked_attention(q, k, v, mask), (k[0], v[0])
-
-            hidden, (key, value) = decoder.hidden(
-                tokens_T[None], position, attend, dtype=jnp.dtype(self.config.dtype)
+    def _columns(self, slots, requests, members):
+        width, size = self._width, self.shapes.slots
+        if not 0 < len(slots) <= width or len(slots) != len(requests):
+            raise ValueError(f"insert takes 1 to {width} slots with a request each")
+        if len({slot // size for slot in slots}) != 1:
+            raise ValueError(
+                f"slots {list(slots)} lie on several data ranks of {size} slots each: a prompt is "
+                "shared within one"
             )
-            last = jax.lax.dynamic_slice_in_dim(hidden[0], true_length - 1, 1, axis=0)
-            return Prefix(key, value, self._logits(decoder, last)[0], true_length)
+        empty = width - len(slots)
+        members = range(len(slots)) if members is None else members
+        columns = {
+            # out of range: dropped
+            "slot": np.array([*slots, *[self.config.slots] * empty], np.int32),
+            "member": np.array([*members, *[0] * empty], np.int32),
+        }
+        values = [r.values for r in requests]
+        for name in values[0]:
+            dtype = _COLUMNS.get(name, np.int32)
+            columns[name] = np.array([*(v[name] for v in values), *[0] * empty], dtype)
+        return np.int32(slots[0] // size), columns
 
-    def _insert_program(
-        self, prefix, state, slots, counter, sample, limit, temperature, top_k, top_p
-    ):
-        def put(column, values):
-            return column.at[slots].set(values, mode="drop")
-
-        count = slots.shape[0]
-        return self._pinned(
-            state.replace(
-                cache=cache_lib.insert(state.cache, prefix.key, prefix.value, slots),
-                logits=put(
-                    state.logits,
-                    jnp.broadcast_to(prefix.logits[None], (count, *prefix.logits.shape)),
-                ),
-                length=put(state.length, jnp.full(count, prefix.length)),
-                emitted=put(state.emitted, jnp.zeros(count, jnp.int32)),
-                limit=put(state.limit, limit),
-                active=put(state.active, limit > 0),
-                counter=put(state.counter, counter),
-                sample=put(state.sample, sample),
-                temperature=put(state.temperature, temperature),
-                top_k=put(state.top_k, top_k),
-                top_p=put(state.top_p, top_p),
+    def _prefill_pieces(self, params, tokens, existing: Prefix | None) -> Prefix:
+        size = self.buckets[-1]
+        room = decode_state.longest_read(self.config) + size
+        room = self.config.page_size * decode_state.pages_of(room, self.config.page_size)
+        before = 0 if existing is None else int(existing.length)
+        if existing is None:
+            key, value = self._room(room)
+        else:
+            key, value = self._widen(existing.key, existing.value, existing.offset, room)
+        for at in range(0, len(tokens), size):
+            piece = tokens[at : at + size]
+            padded = np.pad(piece, (0, size - len(piece)))
+            key, value, logits = self._piece(
+                params, padded, np.int32(len(piece)), key, value, np.int32(before)
             )
-        )
+            before += len(piece)
+        return Prefix(key, value, logits, np.int32(0), np.int32(0), np.int32(before))
 
-    def _decode_network(self, decoder: Decoder, state: DecodeState, token_B) -> DecodeState:
-        """Feeds one token per slot; slots that are not active compute along and keep nothing."""
-        block = self.config.cache_block
-        used = jnp.max(jnp.where(state.active, state.length, 0))
-        used_blocks = (used + block - 1) // block
 
-        def attend(q, k, v, layer):
-            out = cached_attention(
-                q[:, 0],
-                k[:, 0],
-                v[:, 0],
-                state.cache.key,
-                state.cache.value,
-                layer,
-                state.length,
-                used_blocks,
-            )
-            return out[:, None], (k[:, 0], v[:, 0])
+def _insert(
+    shapes, state, key, value, offset, length, rank, entry, logits, row, hold, columns
+) -> tuple[DecodeState, jax.Array]:
+    zero = jnp.int32(0)
+    state, entry = decode_state.place_prompt(
+        shapes, state, key, value, offset, length, zero, rank, entry
+    )
+    state = decode_state.admit(shapes, state, logits, row, rank, entry, hold, columns)
+    return state, entry
 
-        hidden, (key, value) = decoder.hidden(
-            token_B[:, None],
-            state.length[:, None],
-            attend,
-            layer_inputs=jnp.arange(self.model.num_layers, dtype=jnp.int32),
-            dtype=jnp.dtype(self.config.dtype),
-        )
-        beyond = state.cache.key.shape[1] * block
-        where = jnp.where(state.active, state.length, beyond)
-        return state.replace(
-            cache=cache_lib.append(state.cache, key, value, where),
-            logits=self._logits(decoder, hidden[:, 0]),
-            length=jnp.where(state.active, state.length + 1, state.length),
-        )
 
-    def _generate_program(self, params, state):
-        with use_mesh(self._mesh):
-            decoder = bind(self.model, params)
-            k, slots = self.config.tokens_per_call, self.config.slots
-            keys = jax.vmap(sample_key, in_axes=(None, 0, 0))(
-                state.seed, state.counter, state.sample
-            )
-            stop = jnp.asarray(self.stop_ids, jnp.int32)
-
-            def go_on(carry):
-                step, state, *_ = carry
-                running = state.active.sum(dtype=jnp.int32)
-                # the first step always runs: a caller that asks for tokens gets some
-                return (step < k) & (running > jnp.where(step == 0, 0, state.exit_below))
-
-            def decode(carry):
-                step, state, tokens, valid, logp, margin = carry
-                params_B = SamplingParams(state.temperature, state.top_k, state.top_p)
-                drawn = draw(state.logits, keys, state.emitted, params_B)
-                was_active = state.active
-
-                def write(buffer, column):
-                    return jax.lax.dynamic_update_slice_in_dim(
-                        buffer, column[:, None], step, axis=1
-                    )
-
-                emitted = state.emitted + was_active.astype(jnp.int32)
-                stopped = jnp.any(drawn.token[:, None] == stop[None], axis=1)
-                state = state.replace(
-                    emitted=emitted, active=was_active & ~stopped & (emitted < state.limit)
-                )
-                state = jax.lax.cond(
-                    jnp.any(state.active),
-                    lambda s: self._decode_network(decoder, s, drawn.token),
-                    lambda s: s,
-                    state,
-                )
-                return (
-                    step + 1,
-                    state,
-                    write(tokens, drawn.token),
-                    write(valid, was_active.astype(jnp.int32)),
-                    write(logp, drawn.logp),
-                    write(margin, drawn.margin),
-                )
-
-            ints = jnp.zeros((slots, k), jnp.int32)
-            floats = jnp.zeros((slots, k), jnp.float32)
-            start = (jnp.int32(0), state, ints, ints, floats, floats)
-            _, state, tokens, valid, logp, margin = jax.lax.while_loop(go_on, decode, start)
-
-            def bits(x):
-                return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-            data = jnp.concatenate(
-                [tokens, valid, state.emitted[:, None], bits(logp), bits(margin)], axis=1
-            )
-            # whole on every device: each host of the mesh reads its own copy
-            whole = NamedSharding(self._mesh, PartitionSpec())
-            return self._pinned(state), jax.lax.with_sharding_constraint(data, whole)
+def _change(shapes, state, ends, free, forced, given, limit, emitted, exit_below) -> DecodeState:
+    wakes = given > 0
+    return state.replace(
+        active=(state.active | wakes) & ~ends,
+        kept=state.kept & ~ends,
+        forced=jnp.where(wakes[:, None], forced, state.forced),
+        forced_left=jnp.where(wakes, given, state.forced_left),
+        limit=jnp.where(wakes, limit, state.limit),
+        emitted=jnp.where(wakes, emitted, state.emitted),
+        prompt_held=state.prompt_held & ~free,
+        exit_below=exit_below,
+    )

@@ -26,9 +26,8 @@ from distflow_jax.rollout.environments import (
     Observed,
 )
 from distflow_jax.rollout.episodes import Episode
-from distflow_jax.rollout.rereading import HeldRequest, RereadingScheduler
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
-from distflow_jax.rollout.scheduler import Response, RolloutStats
+from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +62,15 @@ def respond_in_turns(
     `on_response` is called in this thread as soon as a response ends.
     """
     requests = [
-        HeldRequest(p, num_samples, limits.turn, temperature, top_k, top_p, hold=True)
+        GroupRequest(p, num_samples, limits.turn, temperature, top_k, top_p, hold=True)
         for p in prompts
     ]
-    scheduler = RereadingScheduler(engine, state.params, state.decode)
-    most = 2 * engine.max_concurrent_decodes  # so that slots stay filled while environments work
+    scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)
+    most = engine.max_concurrent_decodes  # one that waits for its environment keeps its slot
     episodes = run_turns(
         scheduler, requests, environments, limits, most=most, on_response=on_response
     )
-    return dataclasses.replace(state, decode=scheduler.decode), episodes, scheduler.stats
+    return dataclasses.replace(state, decode=scheduler.close()), episodes, scheduler.stats
 
 
 class _Part(NamedTuple):
@@ -80,19 +79,22 @@ class _Part(NamedTuple):
     tokens: np.ndarray
     logp: np.ndarray
     margin: np.ndarray
+    version: np.ndarray
     mask: np.ndarray
 
     @classmethod
     def of(cls, turn: Response) -> "_Part":
         """What the model wrote."""
-        return cls(turn.tokens, turn.logp, turn.margin, np.ones(len(turn.tokens), bool))
+        mask = np.ones(len(turn.tokens), bool)
+        return cls(turn.tokens, turn.logp, turn.margin, turn.version, mask)
 
     @classmethod
     def observed(cls, tokens: np.ndarray) -> "_Part":
         """What it was told: no near-tie could have made it another."""
         count = len(tokens)
         logp, margin = np.zeros(count, np.float32), np.full(count, np.inf, np.float32)
-        return cls(tokens, logp, margin, np.zeros(count, bool))
+        version = np.zeros(count, np.int32)
+        return cls(tokens, logp, margin, version, np.zeros(count, bool))
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,15 +126,15 @@ class _Group:
     """
 
     index: int
-    request: HeldRequest
+    request: GroupRequest
     conversations: list[_Conversation] = dataclasses.field(default_factory=list)
     observation: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     id: int | None = None
 
 
 def run_turns(
-    scheduler: RereadingScheduler,
-    requests: Sequence[HeldRequest],
+    scheduler: Scheduler,
+    requests: Sequence[GroupRequest],
     environments: Environments,
     limits: TurnLimits,
     *,
@@ -168,7 +170,7 @@ class _Driver:
 
     def __init__(
         self,
-        scheduler: RereadingScheduler,
+        scheduler: Scheduler,
         environments: Environments,
         limits: TurnLimits,
         on_response: Callable[[Response], None] | None,
@@ -185,7 +187,7 @@ class _Driver:
         """Responses that have begun and not ended."""
         return len(self._by_thread)
 
-    def begin(self, index: int, request: HeldRequest) -> None:
+    def begin(self, index: int, request: GroupRequest) -> None:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)
         for sample in range(request.num_samples):
@@ -306,10 +308,12 @@ class _Driver:
     def _common_observation(self, reset: list[_Conversation]) -> np.ndarray:
         """What responses to one prompt begin with; those that would begin otherwise fail."""
         first = reset[0].first.tokens
-        if len(first) >= self._limits.response:
+        room = self._scheduler.engine.config.max_prompt
+        room = min(self._limits.response - 1, room - len(reset[0].group.request.prompt.tokens))
+        if len(first) > room:
             what = (
-                f"the first observation has {len(first)} tokens and leaves nothing to sample of "
-                f"rollout.max_response_length={self._limits.response}"
+                f"the first observation has {len(first)} tokens, more than the {room} that "
+                "data.max_prompt_length and rollout.max_response_length leave to it"
             )
             self._environments.log_once("first observation too long", what)
             for conversation in reset:
@@ -331,11 +335,11 @@ class _Driver:
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
         del self._by_uid[group.request.prompt.counter, sample]
-        tokens, logp, margin, mask = (
+        tokens, logp, margin, version, mask = (
             np.concatenate(x) for x in zip(*conversation.parts, strict=True)
         )
         prompt = group.request.prompt
-        whole = Response(prompt, sample, tokens, logp, margin, reason == "done")
+        whole = Response(prompt, sample, tokens, logp, margin, reason == "done", version)
         self.done[group.index, sample] = Episode(
             whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
         )

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.engine import DecodeState, RolloutEngine
+from distflow_jax.rollout.decode_state import DecodeState
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, run_requests
 
 
@@ -21,9 +22,13 @@ class RolloutConfig:
     temperature: float = 1.0  # the trainer's log-probs use the same one
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    num_slots: int = 64  # responses decoded side by side over all processes
+    num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
+    cache_fraction: float = 0.3  # of a device's memory for the cache, where num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
-    cache_block: int = 64  # tokens per block of the key/value cache
+    attention: str = "auto"  # the platform's: "pages" on CPU, the kernels "gpu" and "tpu" there
+    page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
+    cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
     # what a response talks to between its turns: calculator, tools, my_module:MyClass,
     # file.py:MyClass; "": a response is one turn
     environment: str = ""
@@ -36,13 +41,19 @@ class RolloutConfig:
         for name in (
             "num_samples",
             "max_response_length",
-            "num_slots",
             "tokens_per_call",
-            "cache_block",
             "max_turns",
+            "prefill_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_slots", "cache_tokens", "page_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.cache_fraction < 1:
+            raise ValueError(
+                f"rollout.cache_fraction must be between 0 and 1, got {self.cache_fraction}"
+            )
         if self.temperature <= 0:
             raise ValueError(
                 f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
@@ -94,7 +105,12 @@ def respond(
     """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order."""
     requests = [GroupRequest(p, num_samples, limit, temperature, top_k, top_p) for p in prompts]
     decode, responses, stats = run_requests(
-        engine, state.params, state.decode, requests, on_response=on_response
+        engine,
+        state.params,
+        state.decode,
+        requests,
+        version=state.version,
+        on_response=on_response,
     )
     return dataclasses.replace(state, decode=decode), responses, stats
 

@@ -1,17 +1,21 @@
 """Continuous batching: which response runs in which slot, and when a slot is refilled.
 
-The order depends on the requests and on what was sampled, never on time: a rerun schedules alike.
+The order depends on what was submitted when, and on what was sampled, never on time: a rerun, and
+every process that shares an engine, schedules alike.
 """
 
-import collections
 import dataclasses
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.engine import DecodeState, Prefix, RolloutEngine, SlotRequest
+from distflow_jax.rollout.decode_state import DecodeState, longest_read, pages_of
+from distflow_jax.rollout.engine import Given, RolloutEngine, SlotRequest
+from distflow_jax.rollout.prefill import Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +28,12 @@ class GroupRequest:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
 
 
 @dataclasses.dataclass
 class Response:
-    """One finished response. Arrays are [T]."""
+    """What was sampled for one response, since it was last gone on with. Arrays are [T]."""
 
     prompt: Prompt
     sample: int
@@ -36,6 +41,7 @@ class Response:
     logp: np.ndarray  # float32, of the distribution that was sampled
     margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
     finished: bool  # False: cut by the limit
+    version: np.ndarray  # int32: of the weights that each token was sampled by
 
 
 @dataclasses.dataclass
@@ -43,16 +49,561 @@ class RolloutStats:
     """What a rollout cost."""
 
     generate_calls: int = 0
-    prefills: int = 0
-    tokens: int = 0
+    prefills: int = 0  # rows of prompts, or pieces of one
+    prompts: int = 0  # read, one for all responses to it
+    tokens: int = 0  # sampled
+    preempted: int = 0  # responses put back because the cache was full
 
 
 @dataclasses.dataclass
-class _Running:
-    index: int  # of the request
-    prompt: Prompt
+class Partial:
+    """A response that is under way, or has not begun: what `restore` needs to go on with it."""
+
+    request: GroupRequest
     sample: int
-    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    fed: np.ndarray  # int32: what the response holds before `parts`: earlier turns, tools' answers
+    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The response so far, int32 [T]."""
+        return np.concatenate([self.fed, *(part[0] for part in self.parts)])
+
+    def response(self, stops: frozenset[int]) -> Response:
+        """What has been sampled since it was last gone on with."""
+        columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
+        tokens, logp, margin, version = (
+            np.concatenate([empty, *(part[i] for part in self.parts)])
+            for i, empty in enumerate(columns)
+        )
+        finished = len(tokens) > 0 and int(tokens[-1]) in stops
+        prompt = self.request.prompt
+        return Response(prompt, self.sample, tokens, logp, margin, finished, version)
+
+
+@dataclasses.dataclass
+class _Resident:
+    """A prompt in the cache of one data rank."""
+
+    rank: int
+    entry: int
+    members: list[int]  # numbers that no slot has, the next one last
+    held: bool = False  # also without a slot: responses to it wait
+    live: int = 0  # slots that answer it
+
+
+@dataclasses.dataclass
+class _Group:
+    """A request's responses that wait for a slot, and where its prompt is."""
+
+    id: int
+    request: GroupRequest
+    waiting: list[int]  # samples, the next one last
+    on_response: Callable[[Response], None] | None = None
+    prefix: Prefix | None = None  # read, and needed while responses wait
+    residents: dict[int, _Resident] = dataclasses.field(default_factory=dict)  # by data rank
+    left: int = 0  # responses that wait or are in slots
+
+
+@dataclasses.dataclass
+class _Slot:
+    """Who is in a slot."""
+
+    group: _Group
+    partial: Partial
+    resident: _Resident
+    member: int
+    order: int  # of admission: the last one in is the first to be put back
+    ended: bool = False  # and kept
+
+
+class Scheduler:
+    """Drives one engine: submit requests, call `step` until nothing is `busy`.
+
+    One thread at a time. Where several processes share the engine all make the same calls.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        params: Any,
+        *,
+        version: int = 0,
+        state: DecodeState | None = None,
+    ):
+        """`state`: all slots free; a new one by default. It is donated."""
+        self.engine, self.version, self.stats = engine, version, RolloutStats()
+        self._params = params
+        self._state = engine.init_decode_state() if state is None else state
+        self._stops = frozenset(engine.stop_ids)
+        self._groups: dict[int, _Group] = {}
+        self._heap: list[tuple[Any, ...]] = []  # groups with responses that wait, in their order
+        self._resumed: list[tuple[_Group, Partial]] = []  # before all that is new; the next last
+        self._running: dict[int, _Slot] = {}
+        self._next_id = self._order = 0
+        self._paused = False
+        ranks, slots = engine.shapes.ranks, engine.shapes.slots
+        self._free = [list(range((r + 1) * slots - 1, r * slots - 1, -1)) for r in range(ranks)]
+        self._entries = [list(range(slots - 1, -1, -1)) for _ in range(ranks)]
+        self._pages = [engine.shapes.pages] * ranks
+        # what the engine is to be told before its next call
+        self._drop: list[int] = []
+        self._unhold: list[tuple[int, int]] = []
+        self._give: list[Given] = []
+        self._exit_below = 0
+
+    # -- what is wanted ---------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a response waits or runs; those that ended and are held do not count."""
+        return bool(self._heap or self._resumed or any(not s.ended for s in self._running.values()))
+
+    def submit(
+        self, request: GroupRequest, on_response: Callable[[Response], None] | None = None
+    ) -> int:
+        """Adds a request; returns its id. ValueError for one that no slot can take.
+
+        `on_response` is called as soon as a response has ended.
+        """
+        self._check(request)
+        samples = list(range(request.num_samples - 1, -1, -1))
+        group = self._new_group(request, samples, on_response)
+        self._push(group)
+        return group.id
+
+    def step(self) -> list[Response]:
+        """One round: reads prompts for free slots, fills these, decodes; returns what has ended.
+
+        While responses run, at most one row (or piece) of prompts is read in a round, so that they
+        do not wait long.
+        """
+        if self._paused or not self.busy:
+            return []
+        self._tell()
+        self._fill()
+        # with work waiting, come back as soon as enough slots for a group are free
+        waits = bool(self._heap or self._resumed)
+        low = self.engine.max_concurrent_decodes - self.engine.width if waits else 0
+        self._tell(max(0, low))
+        return self._decode()
+
+    def abort(self, group_id: int) -> list[Response]:
+        """Gives up what waits and runs of a request; returns what was sampled of it."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return []
+        cut = [p.response(self._stops) for g, p in reversed(self._resumed) if g is group]
+        self._resumed = [entry for entry in self._resumed if entry[0] is not group]
+        for slot, held in sorted(self._running.items()):
+            if held.group is group:
+                if not held.ended:
+                    cut.append(held.partial.response(self._stops))
+                self._leave(slot)
+        self._drop_waiting(group)
+        group.left = 0
+        self._settle(group)
+        return cut
+
+    def pause(self) -> None:
+        """`step` does nothing until `resume`; caches are kept."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+
+    def export(self) -> list[Partial]:
+        """Everything that waits or runs, in its order, with what was sampled so far.
+
+        The scheduler is empty then, but for responses that have ended and are held.
+        """
+        partials = []
+        for slot, held in sorted(self._running.items(), key=lambda item: item[1].order):
+            if not held.ended:
+                partials.append(held.partial)
+                self._leave(slot)
+                self._end(held.group)
+        for group, partial in reversed(self._resumed):
+            partials.append(partial)
+            self._end(group)
+        self._resumed.clear()
+        nothing = np.zeros(0, np.int32)
+        for group in [entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])]:
+            partials += [Partial(group.request, s, nothing) for s in reversed(group.waiting)]
+            group.left -= len(group.waiting)
+            self._drop_waiting(group)
+            self._settle(group)
+        return partials
+
+    def restore(
+        self, partials: Sequence[Partial], on_response: Callable[[Response], None] | None = None
+    ) -> None:
+        """Goes on with exported responses, before everything else: their tokens are read again."""
+        for partial in partials:
+            self._check(partial.request, len(partial.tokens))
+        for partial in reversed(partials):
+            group = self._new_group(partial.request, [], on_response)
+            group.left = 1
+            self._resumed.append((group, partial))
+
+    def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
+        """Swaps the weights between two calls.
+
+        `cache`: "keep" the keys and values of responses under way, or "recompute" them.
+        """
+        if cache not in ("keep", "recompute"):
+            raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
+        self._params, self.version = params, version
+        if cache == "recompute":
+            for slot, held in sorted(self._running.items(), key=lambda item: -item[1].order):
+                if not held.ended:
+                    self._put_back(slot)
+        for group in self._groups.values():
+            if cache == "recompute" or not group.residents:
+                self._unload(group)  # and read again, by the new weights, when needed
+
+    def close(self) -> DecodeState:
+        """Gives up everything; returns the state, all of it free, for another scheduler."""
+        for group_id in list(self._groups):
+            self.abort(group_id)
+        self._tell(0)
+        return self._state
+
+    # -- responses that are gone on with ----------------------------------------------------------
+
+    def extend(self, group_id: int, sample: int, tokens: Sequence[int], limit: int) -> None:
+        """Adds `tokens` (a tool's answer) to a held response and goes on with it.
+
+        `limit`: longest response allowed, all that it holds included. ValueError where it is not
+        held or nothing would be left to sample.
+        """
+        slot, held = self._held(group_id, sample)
+        before = held.partial.tokens
+        fed = np.concatenate([before, np.asarray(tokens, np.int32)])
+        if len(fed) >= limit or limit > self.engine.config.max_response:
+            raise ValueError(
+                f"a response of {len(before)} tokens with {len(tokens)} more leaves nothing to "
+                f"sample: limit {limit}, and the engine's {self.engine.config.max_response}"
+            )
+        request = dataclasses.replace(held.partial.request, limit=limit)
+        held.partial = Partial(request, sample, fed)
+        # the last token sampled has not been fed yet
+        queue = [int(before[-1]), *map(int, tokens)] if len(before) else [*map(int, tokens)]
+        if 0 < len(queue) <= self.engine.config.max_forced:
+            held.ended = False
+            self._give.append(Given(slot, queue, limit, len(fed)))
+        else:
+            self._put_back(slot)
+
+    def release(self, group_id: int, sample: int) -> None:
+        """Frees the slot of a held response."""
+        slot, held = self._held(group_id, sample)
+        self._leave(slot)
+        self._end(held.group)
+
+    def _held(self, group_id: int, sample: int) -> tuple[int, _Slot]:
+        for slot, held in self._running.items():
+            if held.group.id == group_id and held.partial.sample == sample and held.ended:
+                return slot, held
+        raise ValueError(f"response {sample} of request {group_id} is not held")
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def _check(self, request: GroupRequest, done: int = 0) -> None:
+        config = self.engine.config
+        self.engine.check_length(len(request.prompt.tokens))
+        if done:
+            self.engine.check_length(len(request.prompt.tokens) + done, longest_read(config))
+        if not 1 <= request.limit <= config.max_response:
+            raise ValueError(
+                f"a response must be allowed 1 to {config.max_response} tokens, got {request.limit}"
+            )
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {request.num_samples}")
+        if not request.temperature >= 0 or request.top_k < 0 or not 0 < request.top_p <= 1:
+            raise ValueError(
+                "temperature and top_k must be at least 0 and top_p in (0, 1], got "
+                f"{request.temperature}, {request.top_k} and {request.top_p}"
+            )
+
+    def _new_group(self, request, waiting, on_response) -> _Group:
+        group = _Group(self._next_id, request, waiting, on_response, left=len(waiting))
+        self._groups[group.id] = group
+        self._next_id += 1
+        return group
+
+    def _push(self, group: _Group) -> None:
+        request = group.request
+        order = (-request.prompt.expected_length, -request.limit, group.id)
+        heapq.heappush(self._heap, (*order, group))
+
+    def _drop_waiting(self, group: _Group) -> None:
+        group.waiting.clear()
+        self._heap = [entry for entry in self._heap if entry[-1] is not group]
+        heapq.heapify(self._heap)
+        self._unload(group)
+
+    def _end(self, group: _Group) -> None:
+        """One of the group's responses is done with."""
+        group.left -= 1
+        self._settle(group)
+
+    def _settle(self, group: _Group) -> None:
+        if group.left == 0:
+            self._unload(group)
+            self._groups.pop(group.id, None)
+
+    def _unload(self, group: _Group) -> None:
+        """Forgets where the group's prompt is; it is read again when needed."""
+        for resident in group.residents.values():
+            if resident.held:
+                resident.held = False
+                self._unhold.append((resident.rank, resident.entry))
+            self._free_entry(resident)
+        group.residents, group.prefix = {}, None
+
+    def _free_entry(self, resident: _Resident) -> None:
+        if not (resident.live or resident.held):
+            self._entries[resident.rank].append(resident.entry)
+            self._entries[resident.rank].sort(reverse=True)
+            resident.entry = -1
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def _leave(self, slot: int, *, alive: bool = True) -> None:
+        """Empties a slot. `alive`: the engine has still to be told."""
+        held = self._running.pop(slot)
+        resident = held.resident
+        resident.live -= 1
+        resident.members.append(held.member)
+        if resident.entry >= 0:
+            self._free_entry(resident)
+            if resident.entry < 0:
+                held.group.residents = {
+                    rank: r for rank, r in held.group.residents.items() if r is not resident
+                }
+        if alive:
+            self._drop.append(slot)
+        self._give = [given for given in self._give if given.slot != slot]
+        self._free[resident.rank].append(slot)
+        self._free[resident.rank].sort(reverse=True)
+
+    def _put_back(self, slot: int) -> None:
+        """Empties a slot whose response goes on later, before all that is new."""
+        held = self._running[slot]
+        self._leave(slot)
+        self._resumed.append((held.group, held.partial))
+
+    def _tell(self, exit_below: int | None = None) -> None:
+        """Hands the engine what has changed."""
+        exit_below = self._exit_below if exit_below is None else exit_below
+        if self._drop or self._unhold or self._give or exit_below != self._exit_below:
+            self._state = self.engine.change(
+                self._state,
+                drop=self._drop,
+                unhold=self._unhold,
+                give=self._give,
+                exit_below=exit_below,
+            )
+            self._drop, self._unhold, self._give = [], [], []
+            self._exit_below = exit_below
+
+    def _fill(self) -> None:
+        """Puts waiting responses into slots while there are slots, pages and tokens to read."""
+        # nothing runs: nobody waits for us to be done with reading
+        rows = 1 if any(not s.ended for s in self._running.values()) else math.inf
+        while any(self._free):
+            if self._resumed:
+                group, partial = self._resumed[-1]
+                if rows <= 0 or not self._start_partial(group, partial):
+                    return
+                self._resumed.pop()
+                rows -= 1
+                continue
+            if not self._heap:
+                return
+            group = self._heap[0][-1]
+            if group.prefix is None:
+                if rows <= 0:
+                    return
+                self._read()
+                rows -= 1
+            if not self._start_group(group):
+                return
+            if not group.waiting:
+                heapq.heappop(self._heap)
+                group.prefix = None
+
+    def _read(self) -> None:
+        """Reads the prompt of the next group, and of those after it that fit into the row."""
+        config, most = self.engine.config, self.engine.buckets[-1] // self.engine.config.page_size
+        tokens = self._heap[0][-1].request.prompt.tokens
+        self.stats.prefills += 1
+        if pages_of(len(tokens), config.page_size) > most:
+            group = self._heap[0][-1]
+            self.stats.prompts += 1
+            group.prefix = self.engine.prefill(
+                params=self._params, padded_tokens=tokens, true_length=len(tokens)
+            )
+            return
+        slots, row, pages = sum(map(len, self._free)), [], 0
+        for group in (entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])):
+            need = pages_of(len(group.request.prompt.tokens), config.page_size)
+            if group.prefix is not None:
+                continue
+            if pages + need > most or slots <= 0:
+                break
+            row.append(group)
+            pages, slots = pages + need, slots - len(group.waiting)
+        self.stats.prompts += len(row)
+        prompts = [group.request.prompt.tokens for group in row]
+        for group, prefix in zip(row, self.engine.prefill_row(self._params, prompts), strict=True):
+            group.prefix = prefix
+
+    def _room(self, rank: int, tokens: int, slots: int) -> bool:
+        """Whether a data rank has pages for so many tokens of a prompt and slots that answer it.
+
+        Every slot may soon want one more; if it does and there is none, the last in is put back.
+        """
+        running = sum(1 for s in self._running.values() if s.resident.rank == rank)
+        if not running:
+            return True  # the cache holds one of any size
+        need = pages_of(tokens, self.engine.config.page_size) + slots + running
+        return self._pages[rank] >= need
+
+    def _start_group(self, group: _Group) -> bool:
+        """Starts responses of a group on the data rank with the most free slots, or says no."""
+        order = sorted(range(len(self._free)), key=lambda r: (-len(self._free[r]), r))
+        for rank in order:
+            resident = group.residents.get(rank)
+            places = self.engine.width if resident is None else len(resident.members)
+            count = min(len(group.waiting), len(self._free[rank]), places)
+            length = 0 if resident else len(group.request.prompt.tokens)
+            while count and not self._room(rank, length, count):
+                count -= 1
+            if count:
+                partials = [
+                    Partial(group.request, group.waiting.pop(), np.zeros(0, np.int32))
+                    for _ in range(count)
+                ]
+                self._admit(group, group.prefix, rank, partials, shared=True)
+                return True
+        return False
+
+    def _start_partial(self, group: _Group, partial: Partial) -> bool:
+        """Reads what a response has so far and goes on with it."""
+        tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
+        order = sorted(range(len(self._free)), key=lambda r: (-len(self._free[r]), r))
+        for rank in order:
+            if self._free[rank] and self._room(rank, len(tokens), 1):
+                prefix = self.engine.prefill(
+                    params=self._params, padded_tokens=tokens, true_length=len(tokens)
+                )
+                self.stats.prefills += 1
+                self.stats.prompts += 1
+                self._admit(group, prefix, rank, [partial], shared=False)
+                return True
+        return False
+
+    def _admit(
+        self,
+        group: _Group,
+        prefix: Prefix,
+        rank: int,
+        partials: Sequence[Partial],
+        *,
+        shared: bool,
+    ) -> None:
+        if self._unhold:  # of an entry that may be taken now
+            self._tell()
+        resident = group.residents.get(rank) if shared else None
+        new = resident is None
+        if resident is None:
+            members = list(range(self.engine.width - 1, -1, -1))
+            resident = _Resident(rank, self._entries[rank].pop(), members)
+            self._pages[rank] -= pages_of(int(prefix.length), self.engine.config.page_size)
+        slots, members, requests = [], [], []
+        for partial in partials:
+            request, slot, member = partial.request, self._free[rank].pop(), resident.members.pop()
+            slots.append(slot)
+            members.append(member)
+            requests.append(
+                SlotRequest(
+                    request.prompt.counter,
+                    partial.sample,
+                    request.limit,
+                    request.temperature,
+                    request.top_k,
+                    request.top_p,
+                    emitted=len(partial.tokens),
+                    keep=request.hold,
+                )
+            )
+            self._running[slot] = _Slot(group, partial, resident, member, self._order)
+            self._order += 1
+        resident.live += len(slots)
+        resident.held = shared and bool(group.waiting)
+        if shared:
+            group.residents[rank] = resident
+        options = {"entry": resident.entry, "members": members, "hold": resident.held}
+        if new:
+            self._state, _ = self.engine.start(prefix, self._state, slots, requests, **options)
+        else:
+            self._state = self.engine.join(prefix, self._state, slots, requests, **options)
+        if not resident.held and shared:
+            for other in group.residents.values():
+                if other.held:  # its last responses went elsewhere
+                    other.held = False
+                    self._unhold.append((other.rank, other.entry))
+
+    def _decode(self) -> list[Response]:
+        """One generate call; takes out what has ended."""
+        self._state, result = self.engine.generate(self._params, self._state)
+        self.stats.generate_calls += 1
+        host = result.convert_to_numpy()
+        logp, margin, goes_on = host.logp(), host.margin(), host.active()
+        free, ranks = host.free_pages(), self.engine.shapes.ranks
+        self._pages = [int(free[r * self.engine.shapes.slots]) for r in range(ranks)]
+        responses, moved = [], set()
+        for slot in sorted(self._running):
+            held = self._running[slot]
+            if held.ended:
+                continue
+            data = host.get_result_at_slot(slot)
+            count = int(data.valid[0].sum())
+            self.stats.tokens += count
+            if count:
+                version = np.full(count, self.version, np.int32)
+                part = (data.tokens[0, :count], logp[slot, :count], margin[slot, :count], version)
+                held.partial.parts.append(part)
+            if count or not goes_on[slot]:
+                moved.add(held.resident.rank)
+            if not goes_on[slot]:
+                response = held.partial.response(self._stops)
+                responses.append((held.group, response))
+                if held.partial.request.hold:
+                    held.ended = True
+                else:
+                    self._leave(slot, alive=False)
+                    self._end(held.group)
+        for rank in range(ranks):
+            self._unblock(rank, moved)
+        for group, response in responses:
+            if group.on_response is not None:
+                group.on_response(response)
+        return [response for _, response in responses]
+
+    def _unblock(self, rank: int, moved: set[int]) -> None:
+        """Puts the last response in back where all of a rank wait for a page."""
+        stuck = [
+            (held.order, slot)
+            for slot, held in self._running.items()
+            if held.resident.rank == rank and not held.ended
+        ]
+        if stuck and rank not in moved and self._pages[rank] == 0:
+            self.stats.preempted += 1
+            self._put_back(max(stuck)[1])
 
 
 def run_requests(
@@ -61,83 +612,25 @@ def run_requests(
     state: DecodeState,
     requests: Sequence[GroupRequest],
     *,
+    version: int = 0,
     on_response: Callable[[Response], None] | None = None,
 ) -> tuple[DecodeState, list[Response], RolloutStats]:
     """Decodes all requests; responses come back ordered by (request, sample).
 
-    All slots of `state` must be free; it is donated and comes back free. A prompt is prefilled
-    once, when the first slot for it is free, and its responses take slots as they fall free,
-    longest expected first, then longest limit. `on_response` is called as soon as a response ends.
+    All slots of `state` must be free; it is donated and comes back free. Responses take slots as
+    they fall free, longest expected first, then longest limit. `on_response` is called as soon as a
+    response ends.
     """
-    order = sorted(
-        range(len(requests)),
-        key=lambda i: (-requests[i].prompt.expected_length, -requests[i].limit, i),
-    )
-    waiting = collections.deque(
-        (index, sample) for index in order for sample in range(requests[index].num_samples)
-    )
-    free = list(range(engine.max_concurrent_decodes - 1, -1, -1))
-    running: dict[int, _Running] = {}
-    prefixes: dict[int, Prefix] = {}
+    scheduler = Scheduler(engine, params, version=version, state=state)
     done: dict[tuple[int, int], Response] = {}
-    stats = RolloutStats()
-    stops = set(engine.stop_ids)
 
-    while waiting or running:
-        while waiting and free:
-            state = _fill(engine, params, state, requests, waiting, free, running, prefixes, stats)
-        # with work waiting, come back as soon as enough slots for a group are free
-        low = engine.max_concurrent_decodes - engine.config.group_size if waiting else 0
-        state = engine.set_exit_below(state, max(0, low))
-        state, result = engine.generate(params, state)
-        stats.generate_calls += 1
-        host = result.convert_to_numpy()
-        logp, margin = host.logp(), host.margin()
-        for slot in sorted(running):
-            data = host.get_result_at_slot(slot)
-            count = int(data.valid[0].sum())
-            entry = running[slot]
-            entry.parts.append((data.tokens[0, :count], logp[slot, :count], margin[slot, :count]))
-            stats.tokens += count
-            request = requests[entry.index]
-            ended = count > 0 and int(data.tokens[0, count - 1]) in stops
-            if ended or int(data.lengths[0]) >= request.limit:
-                tokens, logps, margins = (np.concatenate(x) for x in zip(*entry.parts, strict=True))
-                response = Response(entry.prompt, entry.sample, tokens, logps, margins, ended)
-                done[entry.index, entry.sample] = response
-                del running[slot]
-                free.append(slot)
-                if on_response is not None:
-                    on_response(response)
-        free.sort(reverse=True)
-    return state, [done[key] for key in sorted(done)], stats
+    def keep(index, response):
+        done[index, response.sample] = response
+        if on_response is not None:
+            on_response(response)
 
-
-def _fill(engine, params, state, requests, waiting, free, running, prefixes, stats):
-    """Starts the next request's waiting responses in free slots; returns the new state."""
-    index = waiting[0][0]
-    request = requests[index]
-    if index not in prefixes:
-        tokens, length = engine.pad(request.prompt.tokens)
-        prefixes[index] = engine.prefill(params=params, padded_tokens=tokens, true_length=length)
-        stats.prefills += 1
-    slots, slot_requests = [], []
-    while waiting and waiting[0][0] == index and free and len(slots) < engine.config.group_size:
-        _, sample = waiting.popleft()
-        slot = free.pop()
-        slots.append(slot)
-        slot_requests.append(
-            SlotRequest(
-                request.prompt.counter,
-                sample,
-                request.limit,
-                request.temperature,
-                request.top_k,
-                request.top_p,
-            )
-        )
-        running[slot] = _Running(index, request.prompt, sample)
-    state = engine.bulk_insert(prefixes[index], state, slots, slot_requests)
-    if not waiting or waiting[0][0] != index:
-        del prefixes[index]
-    return state
+    for index, request in enumerate(requests):
+        scheduler.submit(request, lambda response, index=index: keep(index, response))
+    while scheduler.busy:
+        scheduler.step()
+    return scheduler.close(), [done[key] for key in sorted(done)], scheduler.stats

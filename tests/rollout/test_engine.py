@@ -27,7 +27,7 @@ PARAMS = random_params(TINY, 2)
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
 STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
 CONFIG = EngineConfig(
-    slots=8, max_prompt=32, max_response=20, tokens_per_call=4, cache_block=16, group_size=4
+    slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
 )
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 
@@ -166,8 +166,7 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
 def test_result_at_slot(sampler):
     """Tokens at the front, as many as are valid, and the length so far."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
-    padded, length = engine.pad(REQUESTS[0].prompt.tokens)
-    prefix = engine.prefill(params=sampler.params, padded_tokens=padded, true_length=length)
+    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
     state = engine.insert(prefix, state, 4, SlotRequest(0, 0, limit=6))
     counts = []
     for _ in range(3):
@@ -237,7 +236,7 @@ def test_greedy_samples_are_equal_and_others_are_not(responses):
 def test_slots_are_refilled(sampler):
     got = sampler.run(make_requests(1))
     assert len(got) == 24 > sampler.engine.max_concurrent_decodes
-    assert sampler.stats.prefills == 6  # one per prompt, not per sample
+    assert sampler.stats.prompts == 6  # each once, not once per sample
     assert sampler.stats.tokens == sum(len(r.tokens) for r in got)
     # 24 responses of up to 20 tokens one after another in 3 fillings would take 15 calls
     assert sampler.stats.generate_calls <= 15
@@ -254,8 +253,7 @@ def test_used_slots_are_as_good_as_new(sampler, responses):
 
 def test_one_prefix_in_many_slots(sampler):
     engine = sampler.engine
-    padded, length = engine.pad(REQUESTS[2].prompt.tokens)
-    prefix = engine.prefill(params=sampler.params, padded_tokens=padded, true_length=length)
+    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[2].prompt.tokens])
     slots, requests = [1, 3, 6], [SlotRequest(2, s, 20, 0.9) for s in range(3)]
     together = engine.bulk_insert(prefix, engine.init_decode_state(), slots, requests)
     apart = engine.init_decode_state()
@@ -263,7 +261,10 @@ def test_one_prefix_in_many_slots(sampler):
         apart = engine.insert(prefix, apart, slot, request)
     together, one = engine.generate(sampler.params, together)
     apart, other = engine.generate(sampler.params, apart)
-    np.testing.assert_array_equal(one.data, other.data)
+    # all but the free pages: apart, the prompt lies there three times
+    np.testing.assert_array_equal(one.data[:, :-1], other.data[:, :-1])
+    used = [np.asarray(state.cache.owner) < 16 for state in (together, apart)]
+    assert used[1].sum() - used[0].sum() == 2 * 2  # of two pages
     assert np.asarray(one.data)[slots, : CONFIG.tokens_per_call].any(axis=1).all()
     free = [0, 2, 4, 5, 7]
     assert not one.convert_to_numpy().data[free, CONFIG.tokens_per_call : 8].any()
@@ -284,16 +285,24 @@ def test_who_shares_the_batch(sampler, responses):
 
 
 def test_number_of_slots_and_tokens_per_call(responses):
-    other = Sampler(slots=3, tokens_per_call=7, cache_block=64, group_size=2)
+    other = Sampler(slots=3, tokens_per_call=7, page_size=64, group_size=2)
+    assert_agree(other.run(REQUESTS), responses)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+def test_kernels_give_what_pages_give(responses, axes):
+    """The way to the kernels, with the plain form in their place: tables, and a mesh of shards."""
+    other = Sampler(axes, attention="reference")
     assert_agree(other.run(REQUESTS), responses)
 
 
 def test_devices(responses):
     """Slots over 4 data ranks, heads over 2; and its programs, too, are all compiled before."""
-    other = Sampler((4, 2), cache_block=32)
+    other = Sampler((4, 2), page_size=32)
     assert len(other.params["layers"]["query"].sharding.device_set) == 8
     assert other.params["layers"]["query"].addressable_shards[0].data.shape[2] == 2
-    assert len(other.state.cache.key.addressable_shards[0].data[0, 0]) == 2  # slots of a device
+    ranks, pages = other.state.cache.key.addressable_shards[0].data.shape[1:3]
+    assert (ranks, pages) == (1, other.engine.shapes.pages)  # a device's own slots and prompts
     counter = Compilations()
     got = other.run(REQUESTS)
     assert counter.take() == 0, counter.names()
@@ -316,23 +325,19 @@ def test_compile_leaves_nothing_to_compile(sampler):
 
 
 def test_prompts_that_do_not_fit_are_refused(sampler):
+    engine, params = sampler.engine, sampler.params
     for length in (0, 33):
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
-            sampler.engine.pad(np.zeros(length, np.int32))
-    with pytest.raises(ValueError, match="1 to 32 tokens, got 33"):
-        sampler.engine.prefill(
-            params=sampler.params, padded_tokens=np.zeros(64, np.int32), true_length=33
-        )
+            engine.prefill(params=params, padded_tokens=np.zeros(64, np.int32), true_length=length)
+        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), 1, 20)
+        with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
+            sampler.run([request])
 
 
 def test_inserts_that_do_not_fit_are_refused(sampler):
     requests = [SlotRequest(0, i, 4) for i in range(5)]
     with pytest.raises(ValueError, match="1 to 4 slots with a request each"):
         sampler.engine.bulk_insert(None, sampler.state, list(range(5)), requests)
-    with pytest.raises(ValueError, match="existing_prefix must be None"):
-        sampler.engine.prefill(
-            params=None, existing_prefix=1, padded_tokens=np.zeros(16), true_length=1
-        )
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -345,5 +350,7 @@ def test_sizes_that_do_not_fit_are_refused():
         engine(slots=6)
     with pytest.raises(ValueError, match="prompt 32 . response 300 tokens exceed.*256 positions"):
         engine(max_response=300)
+    with pytest.raises(ValueError, match="attention must be one of auto, .*got 'flash'"):
+        engine(attention="flash")
     with pytest.raises(ValueError, match="without a tokenizer"):
         engine().build_tokenizer(None)

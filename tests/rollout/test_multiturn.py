@@ -14,12 +14,12 @@ from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_columns
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
-from distflow_jax.rollout.rereading import HeldRequest, RereadingScheduler
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduler import GroupRequest, run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -29,7 +29,13 @@ TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
 STOP_IDS = (258, *range(16))  # a turn ends after some ten tokens
 LIMITS = TurnLimits(response=90, turn=40, turns=4)
 CONFIG = EngineConfig(
-    slots=8, max_prompt=32 + 89, max_response=1, tokens_per_call=4, cache_block=16, group_size=4
+    slots=8,
+    max_prompt=36,
+    max_response=90,
+    max_read=32 + 89,
+    tokens_per_call=4,
+    page_size=16,
+    group_size=4,
 )
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 PROMPTS = [
@@ -281,7 +287,7 @@ def test_when_environments_answer(sampler, episodes, seed):
 
 
 def test_number_of_slots_and_tokens_per_call(episodes):
-    other = Sampler(slots=3, tokens_per_call=7, cache_block=64, group_size=2)
+    other = Sampler(slots=3, tokens_per_call=7, page_size=32, group_size=2)
     assert_agree(other.run("Parrot"), episodes)
 
 
@@ -413,7 +419,7 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     assert reasons[:4] == ["error"] * 4  # longer than a response may get
     assert reasons[4] in ("done", "turn_length") and reasons[5:] == ["error"] * 3
     messages = " ".join(r.getMessage() for r in caplog.records)
-    assert "100 tokens and leaves nothing to sample" in messages
+    assert "100 tokens, more than the 20 that" in messages
     assert "different first observations" in messages
 
 
@@ -450,52 +456,3 @@ def test_environments_are_tried_before_the_run():
         check(f"{__name__}:Sampler")
     with pytest.raises(ValueError, match="unknown rollout.environment 'calcuator'; did you mean"):
         check("calcuator")
-
-
-# -- the scheduler alone ---------------------------------------------------------------------------
-
-
-def test_a_held_response_that_is_extended_at_once_or_late_goes_on_alike(sampler):
-    """Others that decode meanwhile, and in other slots, change nothing."""
-
-    def run(late):
-        scheduler = RereadingScheduler(sampler.engine, sampler.state.params, sampler.state.decode)
-        id = scheduler.submit(HeldRequest(PROMPTS[0], 4, 20, hold=True))
-        held, ends = [], {}
-        while scheduler.busy:
-            for r in scheduler.step():
-                ends[r.sample] = r
-                if r.finished:
-                    held.append(r.sample)
-        if late:
-            scheduler.submit(HeldRequest(PROMPTS[1], 4, 20))
-            scheduler.step()
-        for sample in held if not late else held[::-1]:
-            scheduler.extend(id, sample, np.arange(20, 25), 60)
-        while scheduler.busy:
-            for r in scheduler.step():
-                if r.prompt.counter == 0:
-                    ends[r.sample] = r
-                    if r.finished:
-                        scheduler.release(id, r.sample)
-        sampler.state = dataclasses.replace(sampler.state, decode=scheduler.decode)
-        assert held
-        return ends
-
-    soon, late = run(False), run(True)
-    for sample, response in soon.items():
-        ties = np.flatnonzero(response.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else None
-        np.testing.assert_array_equal(response.tokens[:end], late[sample].tokens[:end])
-
-
-def test_an_extension_must_leave_something_to_sample(sampler):
-    scheduler = RereadingScheduler(sampler.engine, sampler.state.params, sampler.state.decode)
-    id = scheduler.submit(HeldRequest(PROMPTS[0], 4, 40, hold=True))
-    held = []
-    while scheduler.busy:
-        held += [r for r in scheduler.step() if r.finished]
-    sampler.state = dataclasses.replace(sampler.state, decode=scheduler.decode)
-    length = len(held[0].tokens) + 3
-    with pytest.raises(ValueError, match=f"a limit of {length} tokens leaves nothing"):
-        scheduler.extend(id, held[0].sample, np.arange(3), length)

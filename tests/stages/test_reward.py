@@ -50,7 +50,8 @@ def scores_of(config, responses, *, early=False):
         for sample in reversed(range(len(responses)) if early else ()):
             tokens = np.array(TOKENIZER.encode(responses[sample]), np.int32)
             none = np.zeros(len(tokens), np.float32)
-            listener(Response(prompt, sample, tokens, none, none, True))
+            version = np.zeros(len(tokens), np.int32)
+            listener(Response(prompt, sample, tokens, none, none, True, version))
         fields = {
             "prompt": [prompt] * len(responses),
             "response": [TOKENIZER.encode(text) for text in responses],

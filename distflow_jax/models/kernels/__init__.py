@@ -1,0 +1,1 @@
+"""Kernels for accelerators, each beside the plain jax.numpy form that states what it computes."""

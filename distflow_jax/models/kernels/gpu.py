@@ -1,0 +1,189 @@
+"""Decode attention over pages for GPUs: a Pallas kernel for Triton.
+
+One program reads a range of one owner's tokens for one key/value head and up to 64 query rows; the
+ranges of an owner are merged afterwards (flash-decoding, Dao et al. 2023,
+crfm.stanford.edu/2023/10/12/flashdecoding.html), so that few long owners still fill the GPU.
+Letters as in reference.py; T tokens per step of a program.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from distflow_jax.models.kernels.merge import Part, merge_stacked
+from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precision
+
+MIN_ROWS = 16  # Triton's products need 16 rows; fewer are padded
+# More would spill registers: a further program reads the pages again (from L2). float32 is not for
+# tensor cores, and its products keep far more in registers.
+MAX_ROWS = {"bfloat16": 64, "float32": 16}
+TARGET_PROGRAMS = 512  # about four per multiprocessor of an A100 or H100
+MAX_SPLITS = 32
+
+
+def check_gpu(q: jax.Array, key_pages: jax.Array) -> None:
+    """Shapes the kernel can run; ValueError with what would work otherwise."""
+    head_dim, width = key_pages.shape[-2:]
+    if not (_is_power_of_two(head_dim) and 16 <= head_dim <= 256):
+        raise ValueError(
+            f"the GPU kernel takes a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers"
+            f' of two), got {head_dim}: use implementation="reference"'
+        )
+    if not _is_power_of_two(width):
+        raise ValueError(
+            "the GPU kernel takes pages of a power of two of tokens, got "
+            f"{width}: use {2 ** round(math.log2(width))}"
+        )
+    if key_pages.dtype == jnp.int8 and 2**31 < key_pages.size <= 2**32:
+        # Pallas counts with 32 bits up to 4 GiB, and Triton reads them as signed
+        fitting = 2**31 * len(key_pages) // key_pages.size
+        raise ValueError(
+            f"the GPU kernel takes int8 pages of at most {2**31} elements, or more than {2**32}, "
+            f"got {key_pages.size}: use {fitting} pages per call instead of {len(key_pages)}"
+        )
+
+
+def gpu_attention(
+    q_OKRH: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    table_OC: jax.Array,
+    length_O: jax.Array,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    *,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> Part:
+    """`partial_attention` on a GPU; `splits` programs share an owner's tokens (None: chosen)."""
+    check_gpu(q_OKRH, key_pages)
+    owners, kv_heads, rows, head_dim = q_OKRH.shape
+    width, slots = key_pages.shape[-1], table_OC.shape[1]
+    dtype = dot_dtype(q_OKRH, key_pages)
+    block = min(MAX_ROWS[dtype.name], max(MIN_ROWS, _power_of_two_from(rows)))
+    row_blocks = -(-rows // block)
+    # keys of one step are 16 KiB: more would spill registers in float32
+    step = max(16, min(128, 16384 // (head_dim * dtype.itemsize)))
+    if splits is None:
+        wanted = _power_of_two_from(-(-TARGET_PROGRAMS // (owners * kv_heads * row_blocks)))
+        splits = min(MAX_SPLITS, wanted, max(1, slots * width // step))
+    padding = row_blocks * block - rows
+    q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    scales = () if key_scale is None else (key_scale, value_scale)
+    kernel = functools.partial(_kernel, block=block, step=step, width=width, splits=splits)
+    out, lse = pl.pallas_call(
+        kernel,
+        # owners first: the first dim of a grid is the one without the limit of 65,535
+        grid=(owners, kv_heads, row_blocks * splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((splits, *q.shape), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *q.shape[:-1]), jnp.float32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(q, length_O, table_OC, key_pages, value_pages, *scales)
+    out, lse = merge_stacked(out, lse) if splits > 1 else (out[0], lse[0])
+    return out[:, :, :rows], lse[:, :, :rows]
+
+
+def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step, width, splits):
+    *scale_refs, out_ref, lse_ref = refs
+    key_scale_ref, value_scale_ref = scale_refs or (None, None)
+    head_dim, slots = q_ref.shape[-1], table_ref.shape[1]
+    owner, head = pl.program_id(0), pl.program_id(1)
+    row_block, split = pl.program_id(2) // splits, pl.program_id(2) % splits
+    rows = pl.ds(row_block * block, block)
+    length = length_ref[owner]
+    q = q_ref[owner, head, rows, :]
+    precision = dot_precision(q.dtype)
+    # exp2 is one instruction, exp is that and a product
+    scale = head_dim**-0.5 * math.log2(math.e)
+    used = pl.cdiv(length, width)
+    steps = pl.cdiv(length, step)
+    share = pl.cdiv(steps, splits)
+    part = min(step, width)  # tokens of one page in a step
+    within = jnp.arange(part, dtype=jnp.int32)
+    channel = jnp.arange(head_dim, dtype=jnp.int32)
+
+    def body(index, carry):
+        top, total, out = carry
+        first = index * step
+        # div and rem of lax: floor division's signs would hide from Triton that first is a multiple
+        # of step, and with it that tokens side by side can be read as one
+        slot, offset = jax.lax.div(first, width), jax.lax.rem(first, width)
+        valid = first + jnp.arange(step, dtype=jnp.int32) < length
+        if part == step:  # the step lies within one page
+            page = table_ref[owner, slot]
+            token = pl.multiple_of(offset, step) + within
+            key_index = (page, head, channel[:, None], token[None, :])
+            value_index = (page, head, token[:, None], channel[None, :])
+            scale_index = (page, head, token)
+            key_mask = scale_mask = None
+            value_mask = valid[:, None]
+        else:  # the step takes several whole pages
+            slots_taken = slot + jnp.arange(step // width, dtype=jnp.int32)
+            # beyond the used entries the table is undefined: neither read nor followed
+            exists = slots_taken < used
+            entry = table_ref.at[owner, jnp.minimum(slots_taken, slots - 1)]
+            page = plgpu.load(entry, mask=exists, other=0)
+            key_index = (page[None, :, None], head, channel[:, None, None], within[None, None, :])
+            value_index = (page[:, None, None], head, within[None, :, None], channel[None, None, :])
+            scale_index = (page[:, None], head, within[None, :])
+            key_mask, scale_mask = exists[None, :, None], exists[:, None]
+            value_mask = valid.reshape(step // width, width)[:, :, None]
+
+        # Keys and scales of a page are read to its end and what lies beyond the length is dropped
+        # afterwards: a mask by length would make Triton read token by token. Along values' tokens
+        # there is nothing to lose.
+        key = _read(key_ref, key_index, key_mask).reshape(head_dim, step)
+        score = plgpu.dot(q, key.astype(q.dtype), precision=precision) * scale
+        if key_scale_ref is not None:
+            score *= _read(key_scale_ref, scale_index, scale_mask).reshape(1, step)
+        score = jnp.where(valid[None, :], score, LOWEST)
+        new_top = jnp.maximum(top, score.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weight = jnp.exp2(score - new_top[:, None])
+        total = total * shrink + weight.sum(axis=1)
+        if value_scale_ref is not None:
+            value_scale = _read(value_scale_ref, scale_index, scale_mask)
+            weight *= jnp.where(valid, value_scale.reshape(step), 0.0)[None, :]
+        value = _read(value_ref, value_index, value_mask).reshape(step, head_dim)
+        part_out = plgpu.dot(weight.astype(q.dtype), value.astype(q.dtype), precision=precision)
+        return new_top, total, out * shrink[:, None] + part_out
+
+    start = (
+        jnp.full((block,), LOWEST, jnp.float32),
+        jnp.zeros((block,), jnp.float32),
+        jnp.zeros((block, head_dim), jnp.float32),
+    )
+    # every step taken has a valid token, so the top is a score from the first step on
+    stop = jnp.minimum((split + 1) * share, steps)
+    top, total, out = jax.lax.fori_loop(split * share, stop, body, start)
+    some = total > 0
+    divisor = jnp.where(some, total, 1.0)
+    out_ref[split, owner, head, rows, :] = out / divisor[:, None]
+    lse = top * math.log(2) + jnp.log(divisor)
+    lse_ref[split, owner, head, rows] = jnp.where(some, lse, -jnp.inf)
+
+
+def _read(ref, index, mask):
+    """The elements at `index` (scalars and arrays that broadcast), 0 where masked."""
+    if mask is None:
+        return ref[index]
+    shape = jnp.broadcast_shapes(*[i.shape for i in index if i.ndim])
+    return plgpu.load(
+        ref.at[index], mask=jnp.broadcast_to(mask, shape), other=jnp.zeros((), ref.dtype)
+    )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << (number - 1).bit_length()

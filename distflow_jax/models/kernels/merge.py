@@ -1,0 +1,45 @@
+"""Attention over disjoint sets of keys, put together by the log-sum-exps of their scores.
+
+A part is (out [..., H], lse [...]): the softmax-weighted values over its own keys, normalised, and
+the log of the sum of exponentials of its scores. A part without keys is (0, -inf).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+Part = tuple[jax.Array, jax.Array]
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """Attention over the union of the parts' keys, float32. Dao et al. 2022, section 3.1.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (arxiv.org/abs/2205.14135;
+    over parts computed apart: arxiv.org/abs/2311.01282). Where every part is empty: (0, -inf).
+    """
+    if not parts:
+        raise ValueError("merge needs at least one (out, lse), got none")
+    shapes = [(out.shape, lse.shape) for out, lse in parts]
+    for out_shape, lse_shape in shapes:
+        if (out_shape, lse_shape) != shapes[0] or out_shape[:-1] != lse_shape:
+            raise ValueError(
+                "merge takes parts of one shape, out [..., H] and lse [...], got "
+                + ", ".join(f"out {list(o)} lse {list(s)}" for o, s in shapes)
+            )
+    return merge_stacked(
+        jnp.stack([out.astype(jnp.float32) for out, _ in parts]),
+        jnp.stack([lse.astype(jnp.float32) for _, lse in parts]),
+    )
+
+
+def merge_stacked(out: jax.Array, lse: jax.Array) -> Part:
+    """`merge` of parts along the first dim: out float32 [P, ..., H], lse float32 [P, ...]."""
+    top = lse.max(axis=0)
+    # with every part empty top is -inf, and -inf - -inf would be nan
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(lse - base[None])
+    total = weight.sum(axis=0)
+    merged = (weight[..., None] * out).sum(axis=0)
+    merged = merged / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return merged, base + jnp.log(total)

@@ -1,0 +1,83 @@
+"""Decode attention over pages in plain jax.numpy: what the kernels compute, and what a CPU runs.
+
+O owners, K key/value heads, R query rows per key/value head, H head dim, N pages of W tokens,
+C table entries per owner.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.models.kernels.merge import Part
+
+LOWEST = -1e30  # finite, so that no difference of two scores is nan
+
+
+def dot_dtype(q: jax.Array, pages: jax.Array) -> jnp.dtype:
+    """What the products multiply in: the pages' own type, or the queries' for int8 pages."""
+    return jnp.dtype(q.dtype if pages.dtype == jnp.int8 else pages.dtype)
+
+
+def dot_precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """float32 stays float32: the default is TF32 on GPUs and bfloat16 passes on TPUs."""
+    exact = dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+
+
+def reference_attention(
+    q_OKRH: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    table_OC: jax.Array,
+    length_O: jax.Array,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+) -> Part:
+    """`partial_attention` by a loop over page slots, one page of every owner at a time.
+
+    The loop ends at the longest length in use, so that cost follows it and not C. An owner that
+    has ended reads page 0 meanwhile and discards it.
+    """
+    owners, kv_heads, rows, head_dim = q_OKRH.shape
+    width = key_pages.shape[-1]
+    dtype = dot_dtype(q_OKRH, key_pages)
+    precision = dot_precision(dtype)
+    q = q_OKRH.astype(dtype)
+    used_O = -(-length_O // width)
+
+    def page(slot, carry):
+        top, total, out = carry
+        index = jnp.where(slot < used_O, table_OC[:, slot], 0)
+        position = slot * width + jnp.arange(width, dtype=jnp.int32)
+        valid = (position[None] < length_O[:, None])[:, None, None]
+        key = key_pages[index].astype(dtype)
+        # pages hold anything beyond an owner's length, nan too, and 0 * nan is nan
+        value = jnp.where(valid[:, 0, :, :, None], value_pages[index], 0).astype(dtype)
+        score = jnp.einsum(
+            "OKRH,OKHW->OKRW", q, key, precision=precision, preferred_element_type=jnp.float32
+        )
+        if key_scale is not None:
+            score = score * key_scale[index][:, :, None]
+        score = jnp.where(valid, score * head_dim**-0.5, LOWEST)
+        new_top = jnp.maximum(top, score.max(-1))
+        shrink = jnp.exp(top - new_top)
+        weight = jnp.where(valid, jnp.exp(score - new_top[..., None]), 0.0)
+        total = total * shrink + weight.sum(-1)
+        if value_scale is not None:
+            weight = weight * jnp.where(valid, value_scale[index][:, :, None], 0.0)
+        part = jnp.einsum(
+            "OKRW,OKWH->OKRH",
+            weight.astype(dtype),
+            value,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total, out * shrink[..., None] + part
+
+    start = (
+        jnp.full((owners, kv_heads, rows), LOWEST, jnp.float32),
+        jnp.zeros((owners, kv_heads, rows), jnp.float32),
+        jnp.zeros((owners, kv_heads, rows, head_dim), jnp.float32),
+    )
+    top, total, out = jax.lax.fori_loop(0, used_O.max(), page, start)
+    lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    return out / jnp.where(total > 0, total, 1.0)[..., None], lse

@@ -1,0 +1,214 @@
+"""Decode attention over pages for TPUs: a Pallas kernel for Mosaic.
+
+The grid is a list of the pages in use, owner by owner, made on the device just before: its length
+is the traced number of such pages, its block indices go through the list. So the pipeline of Pallas
+fetches exactly the used pages, all key/value heads of one in one copy, the next (of whichever owner
+it is) while this one is computed. Letters as in reference.py; L pages in use.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from distflow_jax.models.kernels.merge import Part
+from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precision
+
+LANES = 128
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
+MAX_LISTED = 2**16  # three int32 per page: 768 KiB of the 1 MiB of scalar memory
+
+
+def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
+    """Shapes the kernel can run; ValueError with what would work otherwise."""
+    head_dim, width = key_pages.shape[-2:]
+    if width % LANES:
+        raise ValueError(
+            f"the TPU kernel takes pages of a multiple of {LANES} tokens (a vector's lanes), got "
+            f"{width}: use {-(-width // LANES) * LANES}"
+        )
+    if head_dim % 16:
+        raise ValueError(
+            f"the TPU kernel takes a head dim that is a multiple of 16, got {head_dim}: use "
+            'implementation="reference"'
+        )
+    vmem = _vmem_bytes(q, key_pages)
+    if vmem > VMEM_BYTES:
+        raise ValueError(
+            f"the TPU kernel would hold {vmem} bytes of queries {list(q.shape[1:])} and pages "
+            f"{list(key_pages.shape[1:])}, and {VMEM_BYTES} fit: give fewer of the {q.shape[2]} "
+            f"query rows per call, or pages shorter than {width} tokens"
+        )
+    if table.size > MAX_LISTED:
+        raise ValueError(
+            f"the TPU kernel lists at most {MAX_LISTED} pages, and a table of "
+            f"{list(table.shape)} may hold {table.size}: use pages longer than {width} tokens, or "
+            "fewer owners per call"
+        )
+
+
+def _vmem_bytes(q: jax.Array, key_pages: jax.Array) -> int:
+    _, kv_heads, rows, head_dim = q.shape
+    width, lanes = key_pages.shape[-1], -(-head_dim // LANES) * LANES
+    # everything but the running sums twice: one computed while the other is copied
+    pages = 2 * kv_heads * width * (head_dim + lanes) * key_pages.dtype.itemsize
+    per_row = 2 * lanes * (dot_dtype(q, key_pages).itemsize + 4) + 2 * LANES * 4
+    sums = (lanes + 2 * LANES) * 4
+    return pages + kv_heads * (-(-rows // 16) * 16) * (per_row + sums)
+
+
+def tpu_attention(
+    q_OKRH: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    table_OC: jax.Array,
+    length_O: jax.Array,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> Part:
+    """`partial_attention` on a TPU core."""
+    check_tpu(q_OKRH, key_pages, table_OC)
+    owners, kv_heads, rows, head_dim = q_OKRH.shape
+    width = key_pages.shape[-1]
+    dtype = dot_dtype(q_OKRH, key_pages)
+    padding = -rows % 16  # a tile of bfloat16 has 16 rows
+    q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    padded = rows + padding
+    owner_L, first_L, page_L, count = used_pages(table_OC, length_O, width)
+    # XLA keeps [W, 64] with W along the lanes, since 64 of 128 lanes would be padding. Taken so,
+    # pages reach the kernel as they lie; taken as [W, 64], all N are copied before every call.
+    transposed = head_dim % LANES != 0
+    if transposed:
+        value_pages = value_pages.swapaxes(2, 3)
+
+    def of_owner(step, owner, first, page, length):
+        return owner[step], 0, 0, 0
+
+    def of_page(step, owner, first, page, length):
+        return page[step], 0, 0, 0
+
+    def scale_of_page(step, owner, first, page, length):
+        return page[step], 0, 0
+
+    scales = () if key_scale is None else (key_scale, value_scale)
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, transposed=transposed),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(count,),
+            in_specs=[
+                pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
+                pl.BlockSpec((1, kv_heads, head_dim, width), of_page),
+                pl.BlockSpec((1, *value_pages.shape[1:]), of_page),
+                *[pl.BlockSpec((1, kv_heads, width), scale_of_page) for _ in scales],
+            ],
+            out_specs=(
+                pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
+                pl.BlockSpec((1, kv_heads, padded, 1), of_owner),
+            ),
+            scratch_shapes=[
+                pltpu.VMEM((kv_heads, padded, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, padded, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, padded, head_dim), jnp.float32),
+            ],
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((owners, kv_heads, padded, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((owners, kv_heads, padded, 1), jnp.float32),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(owner_L, first_L, page_L, length_O, q, key_pages, value_pages, *scales)
+    # an owner without tokens is in no step, and its block is never written
+    some = (length_O > 0)[:, None, None]
+    lse = jnp.where(some, lse[:, :, :rows, 0], -jnp.inf)
+    return jnp.where(some[..., None], out[:, :, :rows], 0.0), lse
+
+
+def used_pages(
+    table_OC: jax.Array, length_O: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The pages in use, owner by owner: owner, first position and page id int32 [O C], and count.
+
+    Entries at and beyond `count` (at least 1, since a grid has a step) are owner and page 0.
+    """
+    owners, slots = table_OC.shape
+    used_O = -(-length_O // width)
+    end_O = jnp.cumsum(used_O)
+    index = jnp.arange(owners * slots, dtype=jnp.int32)
+    # how many owners end at or before it: one pass, where a binary search would be a loop
+    owner = (end_O[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
+    listed = index < end_O[-1]
+    owner = jnp.where(listed, owner, 0)
+    slot = jnp.where(listed, index - (end_O - used_O)[owner], 0)
+    page = jnp.where(listed, table_OC[owner, slot], 0)
+    return owner, slot * width, page, jnp.maximum(end_O[-1], 1)
+
+
+def _kernel(
+    owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_ref, *refs, transposed
+):
+    *scale_refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
+    key_scale_ref, value_scale_ref = scale_refs or (None, None)
+    step = pl.program_id(0)
+    first, length = first_ref[step], length_ref[owner_ref[step]]
+    _, kv_heads, rows, head_dim = q_ref.shape
+    width = key_ref.shape[-1]
+    dtype = q_ref.dtype
+    precision = dot_precision(dtype)
+
+    @pl.when(first == 0)
+    def _():
+        top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+    valid = first + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1) < length
+    value_shape, token_dim = ((head_dim, width), 1) if transposed else ((width, head_dim), 0)
+    value_valid = first + jax.lax.broadcasted_iota(jnp.int32, value_shape, token_dim) < length
+
+    # head by head: products of matrices, which Mosaic knows best
+    for head in range(kv_heads):
+        score = jnp.dot(
+            q_ref[0, head],
+            key_ref[0, head].astype(dtype),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        score *= head_dim**-0.5
+        if key_scale_ref is not None:
+            score *= key_scale_ref[0, head : head + 1, :]
+        score = jnp.where(valid, score, LOWEST)
+        top = top_ref[head, :, :1]
+        new_top = jnp.maximum(top, score.max(axis=1, keepdims=True))
+        shrink = jnp.exp(top - new_top)
+        # where: in the one step of a call without tokens every score is LOWEST
+        weight = jnp.where(valid, jnp.exp(score - new_top), 0.0)
+        total = total_ref[head, :, :1] * shrink + weight.sum(axis=1, keepdims=True)
+        if value_scale_ref is not None:
+            weight = jnp.where(valid, weight * value_scale_ref[0, head : head + 1, :], 0.0)
+        # selected in float32: not every TPU selects in 16 or 8 bits
+        value = jnp.where(value_valid, value_ref[0, head].astype(jnp.float32), 0.0)
+        part = jax.lax.dot_general(
+            weight.astype(dtype),
+            value.astype(dtype),
+            (((1,), (token_dim,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        top_ref[head] = jnp.broadcast_to(new_top, (rows, LANES))
+        total_ref[head] = jnp.broadcast_to(total, (rows, LANES))
+        sum_ref[head] = sum_ref[head] * shrink + part
+
+    @pl.when(first + width >= length)
+    def _():
+        for head in range(kv_heads):
+            total = total_ref[head, :, :1]
+            divisor = jnp.where(total > 0.0, total, 1.0)
+            out_ref[0, head] = sum_ref[head] / divisor
+            lse_ref[0, head] = top_ref[head, :, :1] + jnp.log(divisor)

@@ -1,0 +1,273 @@
+"""Everything a decode step reads and writes, and how responses get into slots.
+
+B slots in all, D data ranks, S = B / D slots and P = S prompts of a rank, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.kernels.paged_attention import implementation_for
+from distflow_jax.parallel.rules import sharding
+from distflow_jax.rollout import cache as cache_lib
+
+ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Static sizes of an engine."""
+
+    slots: int  # responses decoded side by side
+    max_prompt: int  # tokens
+    max_response: int  # tokens, the end token included
+    tokens_per_call: int = 16  # k: decode steps between two looks from the host
+    page_size: int = 64  # tokens per page of the cache
+    group_size: int = 8  # slots that share one prompt at most
+    cache_tokens: int = 0  # room of the cache; 0: for full slots, see `default_pages`
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
+    max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
+    max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
+    dtype: str = "float32"  # of weights, activations and cache
+    attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
+
+
+@struct.dataclass
+class DecodeState:
+    """Slots, their cache and what is sampled how."""
+
+    cache: cache_lib.Cache
+    logits: Any  # float32 [B, V]: distribution of the next token
+    length: Any  # int32 [B]: tokens in the cache, the prompt's included
+    own: Any  # int32 [B]: of these, in the slot's own pages
+    prompt: Any  # int32 [B]: which prompt of its rank the slot answers; P: none
+    member: Any  # int32 [B]: its number among the slots that answer it
+    emitted: Any  # int32 [B]: tokens of the response so far
+    limit: Any  # int32 [B]: longest response allowed
+    active: Any  # bool [B]: goes on
+    kept: Any  # bool [B]: keeps its pages also when it has ended
+    counter: Any  # int32 [B]: uid, first half
+    sample: Any  # int32 [B]: uid, second half
+    temperature: Any  # float32 [B]
+    top_k: Any  # int32 [B]
+    top_p: Any  # float32 [B]
+    forced: Any  # int32 [B, F]: tokens to be fed before the next one is drawn
+    forced_left: Any  # int32 [B]: how many of them, the last ones of the row
+    prompt_length: Any  # int32 [D, P]: tokens
+    prompt_held: Any  # bool [D, P]: kept though no slot answers it now
+    seed: Any  # key of the run
+    exit_below: Any  # int32: generate returns early once this many or fewer slots are active
+
+
+def longest_read(config: EngineConfig) -> int:
+    """Tokens of the longest prompt, or of one with a part of its response."""
+    return max(config.max_prompt, config.max_read)
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens`."""
+    return -(-tokens // page_size)
+
+
+def default_pages(config: EngineConfig, ranks: int) -> int:
+    """Pages of a rank: every slot with its longest response, and the prompts that these answer.
+
+    Prompts: those of full groups, and as many again for groups of which a few responses are left.
+    """
+    slots = config.slots // ranks
+    groups = min(slots, 2 * -(-slots // config.group_size) + 1)
+    response = pages_of(config.max_response, config.page_size)
+    return slots * response + groups * pages_of(config.max_prompt, config.page_size)
+
+
+def num_pages(config: EngineConfig, ranks: int) -> int:
+    """Pages of a rank: as configured, in whole chunks of attention.
+
+    Raises ValueError where one full slot and its prompt would not fit.
+    """
+    size = config.page_size
+    one = pages_of(longest_read(config), size) + pages_of(config.max_response, size)
+    pages = max(one, default_pages(config, ranks))
+    if config.cache_tokens:
+        pages = config.cache_tokens // (ranks * size)
+        if pages < one:
+            raise ValueError(
+                f"rollout.cache_tokens {config.cache_tokens} leaves {pages * size} tokens to each "
+                f"of {ranks} data ranks, and one prompt of {longest_read(config)} with a response "
+                f"of {config.max_response} takes {one * size}: use at least {one * size * ranks}"
+            )
+    chunk = 32
+    return pages if pages <= chunk else -(-pages // chunk) * chunk
+
+
+def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:
+    """How attention runs on the mesh. ValueError for what its platform cannot run."""
+    if config.attention not in ATTENTIONS:
+        raise ValueError(
+            f"rollout.attention must be one of {', '.join(ATTENTIONS)}, got {config.attention!r}"
+        )
+    if config.attention != "auto":
+        return config.attention
+    kernel = implementation_for(mesh.devices.flat[0].platform)
+    return "pages" if kernel == "reference" else kernel
+
+
+class StateShapes:
+    """Shapes and layouts of a decode state on a mesh with axes ("data", "tensor")."""
+
+    def __init__(self, model: DecoderConfig, config: EngineConfig, mesh: Mesh):
+        self.model, self.config, self.mesh = model, config, mesh
+        self.ranks = mesh.shape["data"]
+        self.slots = config.slots // self.ranks
+        self.owners = 2 * self.slots
+        self.pages = num_pages(config, self.ranks)
+        self.attention = attention_for(config, model, mesh)
+
+    def empty(self, seed: int) -> DecodeState:
+        """All slots free."""
+        c, b = self.config, self.config.slots
+        none = jnp.zeros(b, jnp.int32)
+        off = jnp.zeros(b, bool)
+        return DecodeState(
+            cache=cache_lib.empty(
+                self.model,
+                ranks=self.ranks,
+                pages=self.pages,
+                page_size=c.page_size,
+                owners=self.owners,
+                dtype=c.dtype,
+            ),
+            logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
+            length=none,
+            own=none,
+            prompt=none + self.slots,
+            member=none,
+            emitted=none,
+            limit=none,
+            active=off,
+            kept=off,
+            counter=none,
+            sample=none,
+            temperature=jnp.ones(b, jnp.float32),
+            top_k=none,
+            top_p=jnp.ones(b, jnp.float32),
+            forced=jnp.zeros((b, c.max_forced), jnp.int32),
+            forced_left=none,
+            prompt_length=jnp.zeros((self.ranks, self.slots), jnp.int32),
+            prompt_held=jnp.zeros((self.ranks, self.slots), bool),
+            seed=jax.random.key(seed),
+            exit_below=jnp.zeros((), jnp.int32),
+        )
+
+    def shardings(self) -> DecodeState:
+        """Slots and pages over data, heads over tensor."""
+        shapes = jax.eval_shape(lambda: self.empty(0))
+
+        def layout(x, *axes):
+            axes = axes + (None,) * (x.ndim - len(axes))
+            names = tuple(a or "activation" for a in axes)
+            return sharding(self.mesh, names, x.shape)
+
+        whole = {"seed", "exit_below"}
+        fields = {
+            f.name: jax.tree.map(
+                lambda x, name=f.name: layout(x) if name in whole else layout(x, "batch"),
+                getattr(shapes, f.name),
+            )
+            for f in dataclasses.fields(DecodeState)
+        }
+        cache = shapes.cache
+        fields["cache"] = cache_lib.Cache(
+            layout(cache.key, *cache_lib.KEY_AXES),
+            layout(cache.value, *cache_lib.VALUE_AXES),
+            layout(cache.owner, "batch"),
+            layout(cache.rank, "batch"),
+        )
+        return DecodeState(**fields)
+
+    def by_rank(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [D, S, ...]."""
+        return x.reshape(self.ranks, self.slots, *x.shape[1:])
+
+    def alive(self, state: DecodeState) -> jax.Array:
+        """Owners whose pages are needed, bool [D, S + P]."""
+        slots = self.by_rank(state.active | state.kept)
+        entries = jnp.arange(self.slots, dtype=jnp.int32)[None, None]
+        answers = self.by_rank(state.prompt)[..., None] == entries
+        prompts = (answers & slots[..., None]).any(1) | state.prompt_held
+        return jnp.concatenate([slots, prompts], axis=1)
+
+    def released(self, state: DecodeState) -> DecodeState:
+        """The state without the pages of owners that are gone."""
+        return state.replace(cache=cache_lib.release(state.cache, self.alive(state)))
+
+
+def place_prompt(
+    shapes: StateShapes, state: DecodeState, key, value, offset, length, first, data_rank, entry
+) -> tuple[DecodeState, jax.Array]:
+    """Makes tokens `first` .. `first` + `length` of a prompt resident as `entry` of a data rank.
+
+    key, value [layers, T, K, H] hold them from page `offset` on; `first` is whole pages. entry < 0:
+    the lowest that is free. The prompt is held until `admit` says otherwise. Returns the entry too.
+    """
+    state = shapes.released(state)
+    used = shapes.alive(state)[data_rank, shapes.slots :]
+    entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
+    size = shapes.config.page_size
+    cache = cache_lib.write_prompt(
+        state.cache,
+        key,
+        value,
+        data_rank=data_rank,
+        owner=shapes.slots + entry,
+        owners=shapes.owners,
+        offset=offset,
+        count=(length + size - 1) // size,
+        first=first // size,
+    )
+    state = state.replace(
+        cache=cache,
+        prompt_length=state.prompt_length.at[data_rank, entry].set(first + length),
+        prompt_held=state.prompt_held.at[data_rank, entry].set(True),
+    )
+    return state, entry
+
+
+def admit(
+    shapes: StateShapes, state: DecodeState, logits, row, data_rank, entry, hold, columns
+) -> DecodeState:
+    """Starts responses to a resident prompt.
+
+    logits [G, V], of which `row` is the prompt's; `columns`: arrays [n] by the name of the field
+    that they set, with "slot", out of range to leave one out. `hold` keeps the prompt though
+    nobody answers it.
+    """
+    state, slot = shapes.released(state), columns["slot"]
+
+    def put(column, value):
+        return column.at[slot].set(value, mode="drop")
+
+    length = state.prompt_length[data_rank, entry]
+    fields = {
+        name: put(getattr(state, name), columns[name])
+        for name in (
+            *("member", "counter", "sample", "limit", "emitted", "kept"),
+            *("temperature", "top_k", "top_p"),
+        )
+    }
+    first = jax.lax.dynamic_index_in_dim(logits, row, keepdims=False)
+    return state.replace(
+        **fields,
+        logits=put(state.logits, jnp.broadcast_to(first[None], (len(slot), *first.shape))),
+        length=put(state.length, length),
+        own=put(state.own, 0),
+        prompt=put(state.prompt, entry),
+        active=put(state.active, columns["limit"] > columns["emitted"]),
+        forced_left=put(state.forced_left, 0),
+        prompt_held=state.prompt_held.at[data_rank, entry].set(hold),
+    )

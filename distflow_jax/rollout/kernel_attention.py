@@ -1,0 +1,106 @@
+"""Attention and appending by the kernels of models/kernels, on each device's own pages.
+
+D data ranks, O owners of a rank, S slots of a rank, K key/value heads, R query rows of one, H head
+dim, N pages of a rank, W tokens per page, C pages of the longest owner.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from distflow_jax.models.kernels.paged_attention import partial_attention
+from distflow_jax.rollout.cache import Cache
+from distflow_jax.rollout.part import NEVER, Part
+
+
+def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
+    """[D, `before` dims, K, `after` dims]: ranks over data, heads over tensor where they divide."""
+    over = "tensor" if heads % mesh.shape["tensor"] == 0 else None
+    return PartitionSpec("data", *[None] * before, over, *[None] * after)
+
+
+def over_table(
+    q: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    table: jax.Array,
+    length: jax.Array,
+    *,
+    mesh: Mesh,
+    implementation: str,
+    interpret: bool = False,
+) -> Part:
+    """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
+
+    `length` int32 [D, O]: tokens of each owner that count.
+    """
+    heads = q.shape[2]
+
+    def local(q, key, value, layer, table, length):
+        layers, _, pages = key.shape[:3]
+        # layers are not sliced: a kernel's operand would be a copy of the layer
+        flat = (x.reshape(layers * pages, *x.shape[3:]) for x in (key, value))
+        out, lse = partial_attention(
+            q[0],
+            *flat,
+            table[0] + layer * pages,
+            length[0],
+            implementation=implementation,
+            interpret=interpret,
+        )
+        none = lse == -jnp.inf
+        part = Part(jnp.where(none, NEVER, lse), jnp.where(none, 0.0, 1.0), out)
+        return jax.tree.map(lambda x: x[None], part)
+
+    row = _spec(heads, mesh, 1, 2)
+    pages = PartitionSpec(None, *_spec(heads, mesh, 1, 2))
+    ranks = PartitionSpec("data")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(row, pages, pages, PartitionSpec(), ranks, ranks),
+        out_specs=Part(_spec(heads, mesh, 1, 1), _spec(heads, mesh, 1, 1), row),
+        check_vma=False,  # the kernels do not say how their results vary over the mesh
+    )(q, cache.key, cache.value, layer, table, length)
+
+
+def append_pages(
+    cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array, mesh: Mesh
+) -> tuple[jax.Array, jax.Array]:
+    """Writes one token per slot, page by page: key, value [layers, D, S, K, H].
+
+    `page` int32 [D, S], N to drop it; `within` int32 [D, S]: its place there. On TPUs a scatter
+    into the cache makes XLA copy all of it; a page that is read, changed and written back does not.
+    """
+    heads = key.shape[3]
+
+    def local(keys, values, key, value, page, within):
+        pages, width = keys.shape[2], keys.shape[-1]
+
+        def put(slot, buffers):
+            here = jnp.arange(width, dtype=jnp.int32) == within[0, slot]
+            at = jnp.minimum(page[0, slot], pages - 1)
+            here &= page[0, slot] < pages
+
+            def change(buffer, new, axis):
+                old = jax.lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
+                new = jnp.expand_dims(new[:, :, slot][:, :, None], axis)
+                shape = [1] * old.ndim
+                shape[axis] = width
+                changed = jnp.where(here.reshape(shape), new.astype(old.dtype), old)
+                return jax.lax.dynamic_update_slice_in_dim(buffer, changed, at, axis=2)
+
+            return change(buffers[0], key, 5), change(buffers[1], value, 4)
+
+        return jax.lax.fori_loop(0, page.shape[1], put, (keys, values))
+
+    pages = PartitionSpec(None, *_spec(heads, mesh, 1, 2))
+    token = PartitionSpec(None, *_spec(heads, mesh, 1, 1))
+    ranks = PartitionSpec("data")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(pages, pages, token, token, ranks, ranks),
+        out_specs=(pages, pages),
+        check_vma=False,
+    )(cache.key, cache.value, key, value, page, within)

@@ -1,0 +1,136 @@
+"""Reading prompts: several short ones in one row, a long one in pieces.
+
+T tokens of a row, X tokens read before, G prompts of a row at most, K key/value heads, H head dim,
+V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.transformer import bind
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.rollout.decode import head_logits
+from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, pages_of
+
+
+@struct.dataclass
+class Prefix:
+    """A prompt that has been read; it may share its arrays with others of its row.
+
+    The prompt's keys and values start at page `offset`.
+    """
+
+    key: Any  # [layers, T, K, H]
+    value: Any  # [layers, T, K, H]
+    logits: Any  # float32 [G, V]: of the next token
+    row: Any  # int32: which of them
+    offset: Any  # int32, pages
+    length: Any  # int32, tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPrompts:
+    """A row of whole prompts, each at the start of a page."""
+
+    tokens: np.ndarray  # int32 [T]
+    segment: np.ndarray  # int32 [T]: number of the prompt from 1 on, 0 between prompts
+    position: np.ndarray  # int32 [T]
+    last: np.ndarray  # int32 [G]: where each prompt ends
+    offsets: tuple[int, ...]  # pages
+
+
+def buckets(config: EngineConfig) -> tuple[int, ...]:
+    """Row lengths that are compiled: one page, twice as much, ... up to `prefill_tokens`."""
+    size = config.page_size
+    most = size * pages_of(min(config.prefill_tokens, row_limit(config)), size)
+    found = [size]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return tuple(found)
+
+
+def row_limit(config: EngineConfig) -> int:
+    """The longest row that can be useful: a full load of the longest prompts."""
+    return max(config.page_size, config.slots * config.max_prompt)
+
+
+def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
+    """Lays prompts of one row out; together they fit the largest bucket."""
+    size = config.page_size
+    starts = np.cumsum([0, *(pages_of(len(p), size) for p in prompts)])
+    length = next(b for b in buckets(config) if b >= starts[-1] * size)
+    tokens, segment, position = (np.zeros(length, np.int32) for _ in range(3))
+    last = np.zeros(length // size, np.int32)
+    for number, (prompt, start) in enumerate(zip(prompts, starts * size, strict=False)):
+        here = slice(start, start + len(prompt))
+        tokens[here], segment[here] = prompt, number + 1
+        position[here] = np.arange(len(prompt))
+        last[number] = start + len(prompt) - 1
+    return PackedPrompts(tokens, segment, position, last, tuple(map(int, starts[:-1])))
+
+
+def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G):
+    """Keys, values [layers, T, K, H] and next-token logits [G, V] of a row of prompts."""
+    with use_mesh(shapes.mesh):
+        decoder = bind(shapes.model, params)
+        here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
+        mask = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
+
+        def attend(q, k, v, _):
+            return masked_attention(q, k, v, mask[None]), (k[0], v[0])
+
+        hidden, (key, value) = decoder.hidden(
+            tokens_T[None], position_T[None], attend, dtype=jnp.dtype(shapes.config.dtype)
+        )
+        return key, value, head_logits(decoder, hidden[0][last_G], shapes.config.dtype)
+
+
+def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before):
+    """Reads `length` tokens after the `before` that key, value [layers, X, K, H] hold.
+
+    Returns these with the piece added, and logits [1, V]. X has room for T more.
+    """
+    with use_mesh(shapes.mesh):
+        decoder = bind(shapes.model, params)
+        size = tokens_T.shape[0]
+        here = before + jnp.arange(size, dtype=jnp.int32)
+        seen = jnp.arange(key.shape[1], dtype=jnp.int32)
+        mask = seen[None] <= here[:, None]
+
+        def attend(q, k, v, cached):
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(old, new[0], before, axis=0)
+                for old, new in zip(cached, (k, v), strict=True)
+            )
+            return masked_attention(q, keys[None], values[None], mask[None]), (keys, values)
+
+        hidden, (key, value) = decoder.hidden(
+            tokens_T[None],
+            here[None],
+            attend,
+            layer_inputs=(key, value),
+            dtype=jnp.dtype(shapes.config.dtype),
+        )
+        last = jax.lax.dynamic_slice_in_dim(hidden[0], length - 1, 1, axis=0)
+        return key, value, head_logits(decoder, last, shapes.config.dtype)
+
+
+def no_tokens(shapes: StateShapes, room: int):
+    """Keys and values [layers, room, K, H] of a prompt of which nothing has been read."""
+    c = shapes.model
+    empty = jnp.zeros((c.num_layers, room, c.num_kv_heads, c.head_dim), shapes.config.dtype)
+    return empty, empty + 0
+
+
+def widen(shapes: StateShapes, key, value, offset, room: int):
+    """key, value from page `offset` on, with room for what comes after: [layers, room, K, H]."""
+    at = offset * shapes.config.page_size + jnp.arange(room, dtype=jnp.int32)
+    at = jnp.minimum(at, key.shape[1] - 1)
+    return key[:, at], value[:, at]

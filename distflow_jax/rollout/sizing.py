@@ -1,0 +1,50 @@
+"""How many slots a sampler has, and what its cache takes."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.rollout.decode_state import EngineConfig, num_pages
+
+
+def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
+    """Bytes of one page on one of `tensor` devices: keys and values of all layers."""
+    heads = model.num_kv_heads
+    heads = heads // tensor if heads % tensor == 0 else heads  # few heads are copied
+    item = 2 if config.dtype == "bfloat16" else np.dtype(config.dtype).itemsize
+    return 2 * model.num_layers * heads * model.head_dim * config.page_size * item
+
+
+def cache_bytes(model: DecoderConfig, config: EngineConfig, *, ranks: int, tensor: int) -> int:
+    """Bytes of the cache on one device of a sampler with `ranks` data ranks."""
+    return num_pages(config, ranks) * page_bytes(model, config, tensor)
+
+
+def fitting_slots(
+    model: DecoderConfig,
+    config: EngineConfig,
+    *,
+    ranks: int,
+    tensor: int,
+    budget: int,
+    useful: int,
+) -> int:
+    """Slots of a sampler whose cache stays below `budget` bytes on each device.
+
+    A multiple of `ranks`, at most as many as are `useful` (the responses of a step, rounded up).
+    Raises ValueError where not one slot of a rank fits.
+    """
+    for slots in range(math.ceil(useful / ranks), 0, -1):
+        trial = dataclasses.replace(config, slots=slots * ranks)
+        if cache_bytes(model, trial, ranks=ranks, tensor=tensor) <= budget:
+            return slots * ranks
+    one = dataclasses.replace(config, slots=ranks)
+    need = cache_bytes(model, one, ranks=ranks, tensor=tensor)
+    raise ValueError(
+        f"rollout.num_slots=0 (as many as fit): a response of {config.max_response} tokens and its "
+        f"prompt of {config.max_prompt} take {need / 2**20:.0f} MiB of a device, and "
+        f"rollout.cache_fraction leaves {budget / 2**20:.0f} MiB; raise it, or shorten them, or "
+        "widen mesh.rollout_tensor"
+    )
