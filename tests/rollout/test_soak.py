@@ -276,21 +276,16 @@ def soak_for(seconds: float) -> None:
 needs_proc = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="resident memory is read from /proc"
 )
-needs_scheduler = pytest.mark.skipif(
-    not hasattr(scheduler_lib, "Scheduler"), reason="drives rollout.scheduler.Scheduler"
-)
 
 
 @pytest.mark.slow
 @needs_proc
-@needs_scheduler
 def test_two_minutes():
     soak_for(120)
 
 
 @pytest.mark.soak
 @needs_proc
-@needs_scheduler
 def test_an_hour():
     """Or as many seconds as DISTFLOW_SOAK_SECONDS says."""
     soak_for(SOAK_SECONDS)
