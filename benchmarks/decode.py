@@ -186,7 +186,7 @@ def side_options(args: argparse.Namespace) -> dict[str, Any]:
         "platform": args.platform,
         "dtype": args.dtype,
         "tokens_per_call": args.tokens_per_call,
-        "cache_block": args.cache_block,
+        "page_size": args.page_size,
     }
 
 

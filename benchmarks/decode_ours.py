@@ -172,7 +172,7 @@ class Engine:
             max_prompt=case.prompt_length,
             max_response=response,
             tokens_per_call=options["tokens_per_call"],
-            cache_block=options["cache_block"],
+            page_size=options["page_size"],
             group_size=case.samples,
             dtype=options["dtype"],
         )

@@ -255,6 +255,12 @@ class Scheduler:
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
+        if cache == "recompute" and not self._reads_again:
+            config = self.engine.config
+            raise ValueError(
+                'cache="recompute" reads responses again with their prompts: make the engine with '
+                f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
+            )
         self._params, self.version = params, version
         if cache == "recompute":
             for slot, held in sorted(self._running.items(), key=lambda item: -item[1].order):
@@ -287,11 +293,15 @@ class Scheduler:
                 f"a response of {len(before)} tokens with {len(tokens)} more leaves nothing to "
                 f"sample: limit {limit}, and the engine's {self.engine.config.max_response}"
             )
+        # the last token sampled has not been fed yet
+        queue = [*map(int, before[-1:]), *map(int, tokens)]
+        feeds = 0 < len(queue) <= self.engine.config.max_forced
+        if not feeds:
+            whole = len(held.partial.request.prompt.tokens) + len(fed)
+            self.engine.check_length(whole, longest_read(self.engine.config))
         request = dataclasses.replace(held.partial.request, limit=limit)
         held.partial = Partial(request, sample, fed)
-        # the last token sampled has not been fed yet
-        queue = [int(before[-1]), *map(int, tokens)] if len(before) else [*map(int, tokens)]
-        if 0 < len(queue) <= self.engine.config.max_forced:
+        if feeds:
             held.ended = False
             self._give.append(Given(slot, queue, limit, len(fed)))
         else:
@@ -463,6 +473,12 @@ class Scheduler:
         for group, prefix in zip(row, self.engine.prefill_row(self._params, prompts), strict=True):
             group.prefix = prefix
 
+    @property
+    def _reads_again(self) -> bool:
+        """Whether any response can be put back and gone on with."""
+        config = self.engine.config
+        return config.max_read >= config.max_prompt + config.max_response
+
     def _room(self, rank: int, tokens: int, slots: int, limit: int) -> bool:
         """Whether a data rank has pages for so many tokens of a prompt and slots that answer it.
 
@@ -474,7 +490,7 @@ class Scheduler:
         if not running and slots == 1:
             return True  # the cache holds one of any size
         need = pages_of(tokens, size)
-        if config.max_read >= config.max_prompt + config.max_response:
+        if self._reads_again:
             return self._pages[rank] >= need + slots + len(running)
         for held in running:
             own = len(held.partial.tokens) - held.admitted
