@@ -485,7 +485,7 @@ class Scheduler:
         Where responses can be read again, for a page of every slot: if one wants another and there
         is none, the last in is put back. Else for the longest that they may become.
         """
-        config, size = self.engine.config, self.engine.config.page_size
+        size = self.engine.config.page_size
         running = [s for s in self._running.values() if s.resident.rank == rank]
         if not running and slots == 1:
             return True  # the cache holds one of any size

@@ -20,7 +20,13 @@ from distflow_jax.rollout.scheduler import GroupRequest, Response
 SOAK_SECONDS = float(os.environ.get("DISTFLOW_SOAK_SECONDS", "3600"))
 STOP_IDS = (258, *range(8))
 CONFIG = EngineConfig(
-    slots=8, max_prompt=32, max_response=24, tokens_per_call=4, page_size=16, group_size=4, max_read=56
+    slots=8,
+    max_prompt=32,
+    max_response=24,
+    tokens_per_call=4,
+    page_size=16,
+    group_size=4,
+    max_read=56,
 )
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 MOST_GROWTH = 0.02  # of resident memory
