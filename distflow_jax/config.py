@@ -347,6 +347,8 @@ def _engine_config(
         max_prompt=data.max_prompt_length,
         max_response=max(rollout.max_response_length, config.eval.max_response_length),
         tokens_per_call=rollout.tokens_per_call,
+        speculative_tokens=rollout.speculative_tokens,
+        speculative_ngram=rollout.speculative_ngram,
         page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
         attention=rollout.attention,
         cache_tokens=rollout.cache_tokens // samplers,

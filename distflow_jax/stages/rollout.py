@@ -37,6 +37,9 @@ def build_rollout(context: StageContext) -> Stage:
             answer = dict(zip((p.counter for p in unique), responses, strict=True))
             responses = [answer[p.counter] for p in prompts]
         metrics = {f"{context.prefix}perf/generate_calls": stats.generate_calls}
+        if engine.config.speculative_tokens:
+            share = stats.accepted / max(stats.proposed, 1)
+            metrics[f"{context.prefix}rollout/speculation/accepted_share"] = share
         written = columns(responses, state.version)
         return state, {name: written[name] for name in node.writes}, metrics
 
