@@ -35,7 +35,7 @@ from distflow_jax.parallel.mesh import (
     resolve_sizes,
 )
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.decode_state import EngineConfig, num_pages
+from distflow_jax.rollout.decode_state import EngineConfig, check_speculation, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
 from distflow_jax.stages.evaluate import EvalConfig
@@ -356,6 +356,7 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
     )
+    check_speculation(engine)
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         return dataclasses.replace(engine, slots=rollout.num_slots // samplers)
