@@ -26,7 +26,17 @@ MODEL_AND_MACHINE = DecoderConfig(max_position=2048), Machine(1, 1, 1, "cpu")
 class Sampler:
     """An engine with d guesses a step, with weights and slots, all compiled."""
 
-    def __init__(self, d=0, ngram=1, *, axes=(1, 1), model=SMALL, params=PARAMS, **changes):
+    def __init__(
+        self,
+        d=0,
+        ngram=1,
+        *,
+        axes=(1, 1),
+        model=SMALL,
+        params=PARAMS,
+        stop_ids=STOP_IDS,
+        **changes,
+    ):
         config = dataclasses.replace(
             CONFIG,
             **{"max_response": 40, "max_forced": 6} | changes,
@@ -34,7 +44,7 @@ class Sampler:
             speculative_ngram=ngram,
         )
         mesh = mesh_of(*axes, names=("data", "tensor"))
-        self.engine = RolloutEngine(model, config, mesh, stop_ids=STOP_IDS, seed=3)
+        self.engine = RolloutEngine(model, config, mesh, stop_ids=stop_ids, seed=3)
         self.params = self.engine.load_params(params)
         self.engine.compile(self.params)
         self.state = self.engine.init_decode_state()
@@ -128,7 +138,6 @@ def test_what_is_written_lies_where_it_was_put():
         (7, 1, {"page_size": 8, "tokens_per_call": 2}),  # most guesses cross the end of a page
         (4, 1, {"attention": "reference", "tokens_per_call": 1}),
         (3, 1, {"axes": (4, 2)}),
-        (6, 1, {"cache_tokens": 128, "max_read": 72}),
         (3, 1, {"prefill_tokens": 16}),  # most prompts are read in pieces
     ],
 )
@@ -141,8 +150,18 @@ def test_tokens_are_those_of_plain_decoding(responses, d, ngram, changes):
     assert_agree(got, responses)
     assert 0 < other.stats.accepted < other.stats.proposed
     assert other.stats.tokens == sum(len(r.tokens) for r in got)
-    assert (other.stats.preempted > 0) == ("cache_tokens" in changes)
     assert {r.finished for r in got} == {True, False}
+
+
+def test_a_cache_that_is_too_small_for_all_slots():
+    """Guesses take what room there is; who finds none waits, and the last one in is put back."""
+    requests = [dataclasses.replace(REQUESTS[i], limit=40) for i in (0, 2)]
+    wanted = Sampler(stop_ids=()).run(requests)
+    least = Sampler(6, stop_ids=(), max_read=72, cache_tokens=128)
+    got = least.run(requests)
+    assert least.stats.preempted > 0 and least.stats.accepted > 0
+    assert {len(r.tokens) for r in got} == {40}
+    assert_agree(got, wanted)
 
 
 def test_used_slots_are_as_good_as_new(sampler, responses):
@@ -192,7 +211,7 @@ def test_frequencies_are_those_of_the_distribution():
     """Chi-square of 20,000 responses of three tokens against their probabilities."""
     model = dataclasses.replace(SMALL, vocab_size=4)
     other = Sampler(
-        3, model=model, params=random_params(model, 4), slots=64, group_size=8, max_response=4
+        3, model=model, params=random_params(model, 4), slots=16, group_size=16, max_response=4
     )
     prompt = prompt_of(0, np.random.default_rng(1).integers(0, 4, 20))
     number = 20_000
