@@ -188,6 +188,7 @@ def build(
         loader=None,
         eval_prompts=[],
         rewards=None,
+        environments=None,
     )
     machinery = machinery_lib.build(setup, Spans())
     machinery.compile()

@@ -321,6 +321,12 @@ def derive_sizes(
         "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
     )
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
+    if rollout.environment and hosts > 1:
+        raise ValueError(
+            f"rollout.environment={rollout.environment!r} answers one host, and "
+            f"mesh.rollout_tensor={config.mesh.rollout_tensor} spreads a sampler over {hosts}; use "
+            f"at most {machine.local_devices}"
+        )
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
@@ -342,10 +348,11 @@ def _engine_config(
     """Sizes of one sampler, with as many slots as asked for or as fit."""
     data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
     samplers, ranks = machine.processes // hosts, machine.devices // tensor
+    response = max(rollout.max_response_length, config.eval.max_response_length)
     engine = EngineConfig(
         slots=0,
         max_prompt=data.max_prompt_length,
-        max_response=max(rollout.max_response_length, config.eval.max_response_length),
+        max_response=response,
         tokens_per_call=rollout.tokens_per_call,
         speculative_tokens=rollout.speculative_tokens,
         speculative_ngram=rollout.speculative_ngram,
@@ -353,6 +360,8 @@ def _engine_config(
         attention=rollout.attention,
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
+        # after a long observation, all of a response but its last token may be read again
+        max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
     )

@@ -1,7 +1,9 @@
 """A model that answers, without training: what evaluate.py and generate.py share."""
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from distflow_jax.models.transformer import init_params, param_shardings, place_
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.training.state import sharded_params
@@ -41,6 +44,41 @@ def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answere
 
     Raises FileNotFoundError if that folder holds no checkpoint.
     """
+    weights, step = read_weights(config, source, run)
+    engine = make_engine(config, source)
+    return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
+
+
+def make_engine(
+    config: Config,
+    source: ModelSource,
+    change: Callable[[EngineConfig], EngineConfig] = lambda sizes: sizes,
+) -> RolloutEngine:
+    """A sampler of the source's model; `change` may alter the sizes that follow from the config."""
+    sizes = derive_sizes(config, source.config, Machine.current())
+    return RolloutEngine(
+        source.config,
+        change(sizes.engine),
+        mesh_lib.sampler_mesh(sizes.rollout_tensor),
+        stop_ids=source.tokenizer.stop_ids,
+        seed=config.seed,
+        tokenizer=source.tokenizer,
+    )
+
+
+def read_weights(
+    config: Config,
+    source: ModelSource,
+    run: str = "",
+    turn: contextlib.AbstractContextManager | None = None,
+) -> tuple[Any, int]:
+    """(weights in the sampler's layout and dtype, training step) of `source`, or of `run`.
+
+    `run` is the folder of a run (its newest checkpoint) or RUN/checkpoints/STEP. `turn` is held
+    around the program that reshards: where others run programs on these devices meanwhile, all
+    devices must get them in one order. FileNotFoundError if there is no such checkpoint, ValueError
+    if it is of another model.
+    """
     sizes = derive_sizes(config, source.config, Machine.current())
     mesh = mesh_lib.role_mesh(sizes.mesh)
     step = 0
@@ -50,28 +88,23 @@ def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answere
         params = load_or_init_params(source, config.seed, mesh)
     local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
     replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
-    engine = RolloutEngine(
-        source.config,
-        sizes.engine,
-        local,
-        stop_ids=source.tokenizer.stop_ids,
-        seed=config.seed,
-        tokenizer=source.tokenizer,
-    )
-    weights = WeightSync(replica, local, sizes.engine.dtype)(params)
-    return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
+    with turn or contextlib.nullcontext():
+        weights = WeightSync(replica, local, sizes.engine.dtype)(params)
+        return jax.block_until_ready(weights), step
 
 
 def _trained_params(
     config: Config, source: ModelSource, mesh: jax.sharding.Mesh, run: pathlib.Path
 ) -> tuple[int, Any]:
-    folder = run / "checkpoints"
+    folder, step = run / "checkpoints", None
     if not folder.is_dir():
-        raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
+        if not (run.name.isdigit() and run.is_dir()):
+            raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
+        folder, step = run.parent, int(run.name)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     wanted = {"actor": {"params": sharded_params(source.config, mesh)}}
     try:
-        step, arrays, _ = checkpointer.restore(None, wanted, partial=True)
+        step, arrays, _ = checkpointer.restore(step, wanted, partial=True)
     finally:
         checkpointer.close()
     return step, arrays["actor"]["params"]

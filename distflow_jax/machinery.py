@@ -24,6 +24,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.environments import Environments
 from distflow_jax.setup import Planned, Setup, sampler_layout
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
 from distflow_jax.stages.table import first_state_of, resolve
@@ -65,7 +66,13 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     engine = make_engine(setup.source, config, sizes) if setup.samplers else None
     member = processes.process_index() % sizes.sampler_hosts
     contexts = _Contexts(
-        setup, meshes, engine=engine, rewards=setup.rewards, member=member, record=spans.add
+        setup,
+        meshes,
+        engine=engine,
+        environments=setup.environments,
+        rewards=setup.rewards,
+        member=member,
+        record=spans.add,
     )
     sync = None
     if engine is not None:
@@ -103,11 +110,13 @@ class _Contexts:
         meshes: Mapping[Layout, jax.sharding.Mesh],
         *,
         engine: RolloutEngine | None = None,
+        environments: Environments | None = None,
         rewards: RewardPool | None = None,
         member: int = 0,
         record: Callable[[str, int, int], None] = lambda name, start, end: None,
     ):
         self._planned, self._meshes, self._engine = planned, meshes, engine
+        self._environments = environments
         self._rewards, self._member, self._record = rewards, member, record
         self._on_response = ResponseListener()
         self._kinds = collections.Counter(_stage_name(t.node) for t in planned.plan.tasks)
@@ -142,6 +151,7 @@ class _Contexts:
             schedule=schedule,
             rollout=config.rollout,
             engine=self._engine,
+            environments=self._environments,
             value=config.critic.loss,
             preference=config.preference,
             reward_model=config.reward_model,

@@ -323,6 +323,8 @@ class Run:
                 limit=config.rollout.max_response_length,
                 member=self.machinery.member,
                 hosts=self.machinery.hosts,
+                environments=self.setup.environments,
+                rollout=config.rollout,
             )
             metrics = validation_metrics(scored, config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))

@@ -16,6 +16,7 @@ from distflow_jax.coordinator.dataset import open_dataset
 from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.loader import Loader, SamplerShare
 from distflow_jax.coordinator.rounds import UNTIL, Until
+from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.plan import Plan
@@ -27,6 +28,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rollout.environments import Environments
 from distflow_jax.settings import with_settings
 from distflow_jax.stages.table import Demands, resolve, wanted_reads
 from distflow_jax.states import ModelOfRun, models_of, samplers_of
@@ -44,6 +46,8 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
     config = with_settings(config, graph.settings, chosen=chosen)
     graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
+    if config.rollout.environment:
+        graph = with_environment_rewards(graph)
     updates = config.training.mini_batches * config.training.epochs
     with _named(config.dag):
         wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
@@ -148,6 +152,7 @@ class Setup(Planned):
     loader: Loader
     eval_prompts: list[Prompt]
     rewards: RewardPool
+    environments: Environments | None  # None: a response is one turn
 
 
 def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> Planned:
@@ -194,6 +199,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
     eval_prompts = load_eval_prompts(config, source, sizes, machine)
+    environments = open_environments(config, source, loader.prompt(0))
     rewards = RewardPool(config.reward)
     try:
         rewards.check(trial_request(loader.prompt(0)))
@@ -214,6 +220,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
         loader=loader,
         eval_prompts=eval_prompts,
         rewards=rewards,
+        environments=environments,
     )
 
 
@@ -264,6 +271,24 @@ def trial_request(prompt: Prompt) -> RewardRequest:
         prompt=prompt.text,
         response_length=1,
     )
+
+
+def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:
+    """What the config's responses talk to, tried on one prompt; None where they are one turn.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    rollout = config.rollout
+    if not rollout.environment:
+        return None
+    environments = Environments(
+        rollout.environment,
+        rollout.environment_kwargs,
+        source.tokenizer,
+        seconds=rollout.environment_seconds,
+    )
+    environments.check(prompt)
+    return environments
 
 
 def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:

@@ -24,7 +24,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.writers import write_atomic
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.pool import RewardPool
-from distflow_jax.setup import load_eval_prompts, trial_request
+from distflow_jax.setup import load_eval_prompts, open_environments, trial_request
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     prompts = load_eval_prompts(config, source, sizes, machine)
     with RewardPool(config.reward) as rewards:
         rewards.check(trial_request(prompts[0]))
+        environments = open_environments(config, source, prompts[0])
         model = open_answerer(config, source, RUN.value)
         _, scored = evaluate(
             model.engine,
@@ -59,6 +60,8 @@ def main(argv: list[str]) -> int:
             limit=config.rollout.max_response_length,
             member=processes.process_index() % sizes.sampler_hosts,
             hosts=sizes.sampler_hosts,
+            environments=environments,
+            rollout=config.rollout,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)
     for name, value in metrics.items():

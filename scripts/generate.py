@@ -4,7 +4,8 @@ Examples:
   python scripts/generate.py --config=configs/grpo_smollm2.py --prompt="What is 12 + 35?"
   python scripts/generate.py --config=configs/grpo_smollm2.py --run=runs/first --file=questions.txt
 
-Each prompt goes through the model's chat template as a user's message, unless --raw.
+Each prompt goes through the model's chat template as a user's message, unless --raw. Where the
+config names an environment (rollout.environment), the answer is in turns with it.
 """
 
 import pathlib
@@ -19,7 +20,9 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import respond
+from distflow_jax.setup import open_environments
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
@@ -52,16 +55,20 @@ def main(argv: list[str]) -> int:
                 f"{config.data.max_prompt_length}; raise that, or shorten it"
             )
         prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
+    environments = open_environments(config, source, prompts[0])
     model = open_answerer(config, source, RUN.value)
-    _, responses, _ = respond(
-        model.engine,
-        model.state,
-        prompts,
-        num_samples=SAMPLES.value,
-        limit=config.rollout.max_response_length,
-        temperature=TEMPERATURE.value,
-        top_p=TOP_P.value,
-    )
+    limits = TurnLimits.of(config.rollout, config.rollout.max_response_length)
+    sampling = {
+        "num_samples": SAMPLES.value,
+        "temperature": TEMPERATURE.value,
+        "top_p": TOP_P.value,
+    }
+    engine, state = model.engine, model.state
+    if environments is None:
+        _, responses, _ = respond(engine, state, prompts, limit=limits.response, **sampling)
+    else:
+        _, episodes, _ = respond_in_turns(engine, state, prompts, environments, limits, **sampling)
+        responses = [episode.response for episode in episodes]
     for response in responses:
         if len(responses) > 1:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")

@@ -57,6 +57,31 @@ def nonsense(x, y):
     return 1.0
 """
 
+GAME = """
+import time
+
+class Game:
+    def __init__(self, tokenizer, *, level=1):
+        self.level = level
+
+    def reset(self, prompt):
+        return 1 / (9 - self.level) and ""
+
+    def step(self, tokens, text):
+        pass
+
+class Slow(Game):
+    def reset(self, prompt):
+        time.sleep(1)
+
+class Half:
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        pass
+"""
+
 QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
 DATA = {
     "good.jsonl": QUESTION * 40,
@@ -108,6 +133,7 @@ def folder(tmp_path_factory):
     until = "name: odd\nbase: dapo\nnodes: []\nregions:\n- {nodes: [rollout, reward], "
     (path / "until.yaml").write_text(until + "until: informativ, max_rounds: 2}\n")
     (path / "rewards.py").write_text(REWARDS)
+    (path / "game.py").write_text(GAME)
     (path / "imports.py").write_text("\nimport surely_not_installed_anywhere\n")
     (path / "syntax.py").write_text("def f(:\n    pass\n")
     write_model(path / "misfit")
@@ -181,6 +207,43 @@ KEYS_AND_TYPES = [
     ("data.overlong=dropp", "must be one of error, drop, truncate_left, got 'dropp'"),
     ("reward.timeout_seconds=0", "reward.timeout_seconds must be positive, got 0.0"),
     ("checkpoint.every=0", "checkpoint.every must be at least 1 step, got 0"),
+]
+
+ENVIRONMENTS = [
+    (
+        "rollout.environment=calculater",
+        "unknown rollout.environment 'calculater'; did you mean calculator?",
+    ),
+    ("rollout.environment={dir}/game.py:Gam", "has no 'Gam'; did you mean 'Game'?"),
+    ("rollout.environment={dir}/gme.py:Game", "environment: file {dir}/gme.py does not exist; did"),
+    (
+        "rollout.environment={dir}/game.py:Half",
+        "{dir}/game.py:Half' has no method 'step': it needs",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Game ; rollout.environment_kwargs={'lvel': 1}",
+        "rollout.environment_kwargs={'lvel': 1} do not fit {dir}/game.py:Game(tokenizer, *, level",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Game ; rollout.environment_kwargs={'level': 9}",
+        "failed on the first row: ZeroDivisionError: ",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Slow ; rollout.environment_seconds=0.2",
+        "was not reset within rollout.environment_seconds=0.2 on the first row; mend it, or raise",
+    ),
+    ("rollout.environment_kwargs={'level': 9}", "have no effect without an environment: name one"),
+    ("rollout.turn_length=8", "have no effect without an environment: name one"),
+    (
+        "rollout.environment=calculator ; rollout.turn_length=17",
+        "rollout.turn_length=17 must be from 0 to rollout.max_response_length=16",
+    ),
+    ("rollout.max_turns=0", "rollout.max_turns must be at least 1, got 0"),
+    ("rollout.environment_seconds=0", "rollout.environment_seconds must be positive, got 0.0"),
+    (
+        "rollout.environment=tools ; rollout.environment_kwargs={'tools': {'a': 'calclator'}}",
+        "unknown tool 'calclator'; did you mean calculator?",
+    ),
 ]
 
 SIZES = [
@@ -403,7 +466,15 @@ REWARD_CASES = [
 
 @pytest.mark.parametrize(
     "assignments, message",
-    [*KEYS_AND_TYPES, *SIZES, *GRAPH_CASES, *DATA_CASES, *MODEL_CASES, *REWARD_CASES],
+    [
+        *KEYS_AND_TYPES,
+        *ENVIRONMENTS,
+        *SIZES,
+        *GRAPH_CASES,
+        *DATA_CASES,
+        *MODEL_CASES,
+        *REWARD_CASES,
+    ],
 )
 def test_it_is_said_in_one_line(folder, compiled, assignments, message):
     assert message in refusal(assignments, folder, compiled)

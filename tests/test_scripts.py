@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 import shlex
+import socket
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ import haste
 import pytest
 
 from distflow_jax.observe.writers import read_metrics
+from distflow_jax.rollout.serve_client import SamplerClient
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("scripts/*.py"))
@@ -165,6 +167,33 @@ def test_generate_samples_repeat_themselves_and_differ(place, first_run):
     assert len(answers) == 4 and len(set(answers)) > 1
 
 
+@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/serve.py"], ids=" ".join)
+def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = probe.getsockname()[1]
+    free = ["--port=0"]  # those that are shown may be in use
+    if any(argument.startswith("--metrics_port") for argument in command):
+        free.append(f"--metrics_port={metrics}")
+    process = start(place, *command, *FLAGS, *free)
+    ready = process.stdout.readline()
+    assert ready.startswith("ready: random:llama"), ready + process.stderr.read()
+    (address,) = re.findall(r" on (127.0.0.1:\d+),", ready)
+    with SamplerClient(address) as client:
+        version = 1 if "--run=runs/first" in command else 0
+        assert client.status()["version"] == version
+        (answer,) = client.responses(prompt="What is 12 + 35?", uid=0, temperature=0)
+        assert answer["version"] == [version] * len(answer["tokens"])
+        # by the step's folder, and by the run's
+        for path in ("runs/first/checkpoints/1", "runs/first"):
+            assert client.load_weights(path) == {"version": 1, "step": 1}
+        (again,) = client.responses(prompt="What is 12 + 35?", uid=0, temperature=0)
+        assert set(again["version"]) == {1}
+        assert (again["logp"] == answer["logp"]) == (version == 1)
+    process.terminate()
+    assert finish(process) == "stopped\n"
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "command", [c for c in SHOWN if c[0] == "scripts/launch_local.py"], ids=" ".join
@@ -255,5 +284,5 @@ def test_every_shown_script_and_config_exists():
         for path in command:
             for part in re.findall(r"(?:scripts|configs)/\w+\.py", path):
                 assert (ROOT / part).is_file()
-    tested = {"train", "evaluate", "generate", "plan", "report", "launch_local"}
+    tested = {"train", "evaluate", "generate", "serve", "plan", "report", "launch_local"}
     assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

@@ -144,6 +144,32 @@ class Tokenizer:
             return np.append(ids, np.int32(self.stop_ids[-1]))
         return ids[: ends[-1] + 1]  # what a template writes after the turn is not sampled
 
+    def is_chat(self, text: str) -> bool:
+        """Whether a rendered prompt is a conversation in the chat template, up to the answer."""
+        if self.chat_template is None:
+            return False
+        message = [{"role": "user", "content": "."}]
+        asked = self.render(message, add_generation_prompt=False)
+        return text.endswith(self.render(message).removeprefix(asked))
+
+    def encode_turn(self, text: str, *, role: str = "user") -> np.ndarray:
+        """Ids of somebody else's turn after one that the model ended itself, int32 [T].
+
+        They go behind the sampled end token: what the template writes after that, the turn, and the
+        beginning of the model's next one. ValueError if the template cannot have such a turn.
+        """
+        question, answer = ({"role": r, "content": "."} for r in ("user", "assistant"))
+        start = self.render([question])
+        whole = self.render([question, answer, {"role": role, "content": text}])
+        ids = self.encode(whole.removeprefix(start))
+        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
+        if not whole.startswith(start) or not len(ends):
+            raise ValueError(
+                f"the chat template has no end of an answer before a turn of {role!r}: let the "
+                "environment give token ids, or a prompt that is plain text"
+            )
+        return ids[ends[0] + 1 :]
+
 
 def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"

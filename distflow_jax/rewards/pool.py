@@ -27,7 +27,8 @@ CLOSE_SECONDS = 5.0  # for the threads to notice that their workers were killed
 class RewardConfig:
     """The reward function, and what becomes of its errors."""
 
-    # gsm8k, math, exact, format, pattern, reasoning_gym, my_module:my_function, file.py:function
+    # gsm8k, math, exact, format, pattern, reasoning_gym, zero (all comes from rollout.environment),
+    # my_module:my_function, file.py:function
     function: str = "gsm8k"
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the function
     timeout_seconds: float = 10.0  # one call of the function

@@ -4,6 +4,7 @@ from distflow_jax.rewards import math_answer, reasoning_gym
 from distflow_jax.rewards.exact import exact
 from distflow_jax.rewards.format import pattern_format, tagged_format
 from distflow_jax.rewards.gsm8k import gsm8k
+from distflow_jax.rewards.zero import zero
 
 REWARDS = {
     "gsm8k": gsm8k,
@@ -12,10 +13,11 @@ REWARDS = {
     "format": tagged_format,
     "pattern": pattern_format,
     "reasoning_gym": reasoning_gym.reasoning_gym,
+    "zero": zero,
 }
 
 # These take microseconds, whatever the text: no process of their own would guard against anything.
-QUICK = frozenset({"gsm8k", "exact", "format"})
+QUICK = frozenset({"gsm8k", "exact", "format", "zero"})
 
 # Packages that a function imports at its first call, so that a worker can before the clock runs.
 LOAD = {"math": math_answer.load, "reasoning_gym": reasoning_gym.load}

@@ -99,10 +99,11 @@ def write_prompt(
     count: jax.Array,
     first: jax.Array,
 ) -> Cache:
-    """Copies `count` pages of key, value [layers, T, K, H] from page `offset` on to the highest
+    """Copies `count` pages of key, value [layers, T, K, H] from token `offset` on to the highest
     free pages of a rank, as the pages `first`, `first` + 1, ... of `owner`.
 
-    T is whole pages. There must be as many free pages: the caller counts them.
+    T is whole pages; what lies beyond it is filled with its last token's. There must be as many
+    free pages: the caller counts them.
     """
     width, pages = cache.key.shape[-1], cache.owner.shape[1]
     layers, length, kv_heads, head_dim = key.shape
@@ -112,9 +113,9 @@ def write_prompt(
     nth = jnp.arange(most, dtype=jnp.int32)
     page = jnp.where((nth < count) & (found >= 0), pages - 1 - found, pages)
     shape = (layers, most, width, kv_heads, head_dim)
-    source = jnp.minimum(offset + nth, most - 1)
-    k = key.reshape(shape).transpose(0, 1, 3, 4, 2)[:, source].astype(cache.key.dtype)
-    v = value.reshape(shape).transpose(0, 1, 3, 2, 4)[:, source].astype(cache.value.dtype)
+    source = jnp.minimum(offset + jnp.arange(length, dtype=jnp.int32), length - 1)
+    k = key[:, source].reshape(shape).transpose(0, 1, 3, 4, 2).astype(cache.key.dtype)
+    v = value[:, source].reshape(shape).transpose(0, 1, 3, 2, 4).astype(cache.value.dtype)
     return Cache(
         cache.key.at[:, data_rank, page].set(k, mode="drop"),
         cache.value.at[:, data_rank, page].set(v, mode="drop"),

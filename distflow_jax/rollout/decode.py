@@ -33,12 +33,11 @@ from distflow_jax.rollout.decode_state import (
 )
 from distflow_jax.rollout.kernel_attention import append_pages, over_table
 from distflow_jax.rollout.paged_attention import (
-    Group,
     OverPages,
     over_pages,
-    own_chunks,
-    prompt_chunks,
+    prompts_of,
     slot_attention,
+    slots_of,
 )
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
@@ -114,8 +113,7 @@ def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, Ove
     cache, slots, config = state.cache, shapes.slots, shapes.config
     own, prompts = shapes.by_rank(state.own), state.prompt_length
     if shapes.attention == "pages":
-        chunks = own_chunks(cache, slots), prompt_chunks(cache, slots, shapes.owners)
-        groups = Group(0, own, chunks[0]), Group(slots, prompts, chunks[1])
+        groups = slots_of(cache, own), prompts_of(cache, prompts, slots)
         return tuple(
             lambda q, layer, group=group: over_pages(q, cache, layer, group) for group in groups
         )

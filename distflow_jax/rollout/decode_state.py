@@ -239,8 +239,9 @@ def place_prompt(
 ) -> tuple[DecodeState, jax.Array]:
     """Makes tokens `first` .. `first` + `length` of a prompt resident as `entry` of a data rank.
 
-    key, value [layers, T, K, H] hold them from page `offset` on; `first` is whole pages. entry < 0:
-    the lowest that is free. The prompt is held until `admit` says otherwise. Returns the entry too.
+    key, value [layers, T, K, H] hold them from token `offset` on; `first` is whole pages. entry <
+    0: the lowest that is free. The prompt is held until `admit` says otherwise. Returns the entry
+    too.
     """
     state = shapes.released(state)
     used = shapes.alive(state)[data_rank, shapes.slots :]
@@ -265,6 +266,14 @@ def place_prompt(
     return state, entry
 
 
+def vacated(state: DecodeState, slots: jax.Array) -> DecodeState:
+    """The state without who is in `slots`: their pages are free when they are next looked for."""
+    return state.replace(
+        active=state.active.at[slots].set(False, mode="drop"),
+        kept=state.kept.at[slots].set(False, mode="drop"),
+    )
+
+
 def admit(
     shapes: StateShapes, state: DecodeState, logits, row, tokens, data_rank, entry, hold, columns
 ) -> DecodeState:
@@ -275,7 +284,8 @@ def admit(
     that they set, with "slot", out of range to leave one out. `hold` keeps the prompt though
     nobody answers it.
     """
-    state, slot = shapes.released(state), columns["slot"]
+    slot = columns["slot"]
+    state = shapes.released(vacated(state, slot))
 
     def put(column, value):
         return column.at[slot].set(value, mode="drop")

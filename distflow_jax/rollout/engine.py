@@ -293,7 +293,7 @@ class RolloutEngine(engine_api.Engine):
             raise ValueError(f"a prompt must have 1 to {most} tokens, got {length}")
 
     def prefill_row(self, params: Any, prompts: Sequence[np.ndarray]) -> list[Prefix]:
-        """Reads several prompts at once. In whole pages they fit the largest of `buckets`."""
+        """Reads several prompts at once, that together fit the largest of `buckets`."""
         row = prefill.pack(prompts, self.config)
         key, value, logits = self._row(params, row.tokens, row.segment, row.position, row.last)
         return [
@@ -460,6 +460,7 @@ def _insert(
     shapes, state, key, value, offset, length, rank, entry, logits, row, tokens, hold, columns
 ) -> tuple[DecodeState, jax.Array]:
     zero = jnp.int32(0)
+    state = decode_state.vacated(state, columns["slot"])
     state, entry = decode_state.place_prompt(
         shapes, state, key, value, offset, length, zero, rank, entry
     )

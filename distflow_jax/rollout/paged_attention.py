@@ -25,30 +25,31 @@ class Group(NamedTuple):
 
     first: int  # owner id of the first
     length: jax.Array  # int32 [D, O]: tokens of each that count
+    chunk: int  # pages that are read at a time
     chunks: tuple[jax.Array, jax.Array]  # first chunk of pages and the one after the last
 
 
-def chunk_pages(pages: int) -> int:
-    """Pages that are read at a time: enough for products to be worth their start."""
-    return min(pages, 32)
+def slots_of(cache: Cache, length: jax.Array) -> Group:
+    """Slots and their pages, the lowest. `length` int32 [D, S]: tokens of their own."""
+    slots = length.shape[1]
+    return _group(cache, 0, length, cache.owner < slots, most=32)
 
 
-def own_chunks(cache: Cache, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Chunks that hold pages of slots: they take the lowest."""
-    return _chunks(cache, cache.owner < slots)
+def prompts_of(cache: Cache, length: jax.Array, slots: int) -> Group:
+    """Prompts and their pages, the highest. `length` int32 [D, P]: tokens."""
+    owners = slots + length.shape[1]
+    used = (cache.owner >= slots) & (cache.owner < owners)
+    # a page has rows of many slots: few pages are enough for a product to be worth its start
+    return _group(cache, slots, length, used, most=8)
 
 
-def prompt_chunks(cache: Cache, slots: int, owners: int) -> tuple[jax.Array, jax.Array]:
-    """Chunks that hold pages of prompts: they take the highest."""
-    return _chunks(cache, (cache.owner >= slots) & (cache.owner < owners))
-
-
-def _chunks(cache: Cache, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _group(cache: Cache, first: int, length: jax.Array, used: jax.Array, most: int) -> Group:
     pages = used.shape[1]
-    chunk, page = chunk_pages(pages), jnp.arange(pages, dtype=jnp.int32)
+    chunk = next(c for c in range(min(most, pages), 0, -1) if pages % c == 0)
+    page = jnp.arange(pages, dtype=jnp.int32)
     end = jnp.max(jnp.where(used, page[None] + 1, 0))
     start = jnp.min(jnp.where(used, page[None], pages))
-    return start // chunk, (end + chunk - 1) // chunk
+    return Group(first, length, chunk, (start // chunk, (end + chunk - 1) // chunk))
 
 
 def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Part:
@@ -58,8 +59,7 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
     by owner with a product: moving keys and values would cost more than using them.
     """
     ranks, owners, heads, rows, head_dim = q.shape
-    width, pages = cache.key.shape[-1], cache.owner.shape[1]
-    chunk = chunk_pages(pages)
+    width, chunk = cache.key.shape[-1], group.chunk
     scale = head_dim**-0.5
 
     def step(index, part):

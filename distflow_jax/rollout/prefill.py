@@ -27,29 +27,26 @@ from distflow_jax.rollout.decode_state import (
 
 @struct.dataclass
 class Prefix:
-    """A prompt that has been read; it may share its arrays with others of its row.
-
-    The prompt's keys and values start at page `offset`.
-    """
+    """A prompt that has been read; it may share its arrays with others of its row."""
 
     key: Any  # [layers, T, K, H]
     value: Any  # [layers, T, K, H]
     logits: Any  # float32 [G, V]: of the next token
     row: Any  # int32: which of them
-    offset: Any  # int32, pages
+    offset: Any  # int32: where the prompt begins in them, tokens
     length: Any  # int32, tokens
     tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedPrompts:
-    """A row of whole prompts, each at the start of a page."""
+    """A row of whole prompts, one after the other."""
 
     tokens: np.ndarray  # int32 [T]
     segment: np.ndarray  # int32 [T]: number of the prompt from 1 on, 0 between prompts
     position: np.ndarray  # int32 [T]
     last: np.ndarray  # int32 [G]: where each prompt ends
-    offsets: tuple[int, ...]  # pages
+    offsets: tuple[int, ...]  # where each begins
 
 
 def buckets(config: EngineConfig) -> tuple[int, ...]:
@@ -67,14 +64,19 @@ def row_limit(config: EngineConfig) -> int:
     return max(config.page_size, config.slots * config.max_prompt)
 
 
+def max_prompts(length: int, page_size: int) -> int:
+    """Prompts of a row of `length` tokens at most: each has logits over the whole vocabulary."""
+    return max(1, 4 * length // page_size)
+
+
 def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
-    """Lays prompts of one row out; together they fit the largest bucket."""
+    """Lays prompts of one row out; together they fit the largest bucket, and `max_prompts`."""
     size = config.page_size
-    starts = np.cumsum([0, *(pages_of(len(p), size) for p in prompts)])
-    length = next(b for b in buckets(config) if b >= starts[-1] * size)
+    starts = np.cumsum([0, *map(len, prompts)])
+    length = next(b for b in buckets(config) if b >= starts[-1])
     tokens, segment, position = (np.zeros(length, np.int32) for _ in range(3))
-    last = np.zeros(length // size, np.int32)
-    for number, (prompt, start) in enumerate(zip(prompts, starts * size, strict=False)):
+    last = np.zeros(max_prompts(length, size), np.int32)
+    for number, (prompt, start) in enumerate(zip(prompts, starts, strict=False)):
         here = slice(start, start + len(prompt))
         tokens[here], segment[here] = prompt, number + 1
         position[here] = np.arange(len(prompt))
@@ -145,7 +147,7 @@ def no_tokens(shapes: StateShapes, room: int):
 
 
 def widen(shapes: StateShapes, key, value, offset, room: int):
-    """key, value from page `offset` on, with room for what comes after: [layers, room, K, H]."""
-    at = offset * shapes.config.page_size + jnp.arange(room, dtype=jnp.int32)
+    """key, value from token `offset` on, with room for what comes after: [layers, room, K, H]."""
+    at = offset + jnp.arange(room, dtype=jnp.int32)
     at = jnp.minimum(at, key.shape[1] - 1)
     return key[:, at], value[:, at]

@@ -1,7 +1,7 @@
 """One process's sampler: an engine, the weights it holds, and their version."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,12 +31,20 @@ class RolloutConfig:
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
+    # what a response talks to between its turns: calculator, tools, my_module:MyClass,
+    # file.py:MyClass; "": a response is one turn
+    environment: str = ""
+    environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for it
+    environment_seconds: float = 10.0  # one call of it; the response ends above that
+    max_turns: int = 4  # of the model in one response
+    turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
 
     def __post_init__(self):
         for name in (
             "num_samples",
             "max_response_length",
             "tokens_per_call",
+            "max_turns",
             "prefill_tokens",
             "speculative_ngram",
         ):
@@ -58,6 +66,21 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.top_k must be at least 0 and top_p in (0, 1], got {self.top_k} and "
                 f"{self.top_p}"
+            )
+        if self.environment_seconds <= 0:
+            raise ValueError(
+                f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
+            )
+        if not 0 <= self.turn_length <= self.max_response_length:
+            raise ValueError(
+                f"rollout.turn_length={self.turn_length} must be from 0 to "
+                f"rollout.max_response_length={self.max_response_length}, which holds all turns"
+            )
+        if not self.environment and (self.environment_kwargs or self.turn_length):
+            raise ValueError(
+                f"rollout.environment_kwargs={dict(self.environment_kwargs)} and "
+                f"rollout.turn_length={self.turn_length} have no effect without an environment: "
+                "name one in rollout.environment, or leave them"
             )
 
 

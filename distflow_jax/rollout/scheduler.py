@@ -15,7 +15,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.decode_state import DecodeState, longest_read, pages_of
 from distflow_jax.rollout.engine import Given, RolloutEngine, SlotRequest
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill import Prefix, max_prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ class _Slot:
     resident: _Resident
     member: int
     order: int  # of admission: the last one in is the first to be put back
+    admitted: int  # tokens that its response had then
     ended: bool = False  # and kept
 
 
@@ -186,8 +187,8 @@ class Scheduler:
         self._fill()
         # with work waiting, come back as soon as enough slots for a group are free
         waits = bool(self._heap or self._resumed)
-        low = self.engine.max_concurrent_decodes - self.engine.width if waits else 0
-        self._tell(max(0, low))
+        running = sum(not held.ended for held in self._running.values())
+        self._tell(max(0, running - self.engine.width) if waits else 0)
         return self._decode()
 
     def abort(self, group_id: int) -> list[Response]:
@@ -256,6 +257,12 @@ class Scheduler:
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
+        if cache == "recompute" and not self._reads_again:
+            config = self.engine.config
+            raise ValueError(
+                'cache="recompute" reads responses again with their prompts: make the engine with '
+                f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
+            )
         self._params, self.version = params, version
         if cache == "recompute":
             for slot, held in sorted(self._running.items(), key=lambda item: -item[1].order):
@@ -288,11 +295,15 @@ class Scheduler:
                 f"a response of {len(before)} tokens with {len(tokens)} more leaves nothing to "
                 f"sample: limit {limit}, and the engine's {self.engine.config.max_response}"
             )
+        # the last token sampled has not been fed yet
+        queue = [*map(int, before[-1:]), *map(int, tokens)]
+        feeds = 0 < len(queue) <= self.engine.config.max_forced
+        if not feeds:
+            whole = len(held.partial.request.prompt.tokens) + len(fed)
+            self.engine.check_length(whole, longest_read(self.engine.config))
         request = dataclasses.replace(held.partial.request, limit=limit)
         held.partial = Partial(request, sample, fed)
-        # the last token sampled has not been fed yet
-        queue = [int(before[-1]), *map(int, tokens)] if len(before) else [*map(int, tokens)]
-        if 0 < len(queue) <= self.engine.config.max_forced:
+        if feeds:
             held.ended = False
             self._give.append(Given(slot, queue, limit, len(fed)))
         else:
@@ -439,50 +450,66 @@ class Scheduler:
 
     def _read(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
-        config, most = self.engine.config, self.engine.buckets[-1] // self.engine.config.page_size
+        most = self.engine.buckets[-1]
         tokens = self._heap[0][-1].request.prompt.tokens
         self.stats.prefills += 1
-        if pages_of(len(tokens), config.page_size) > most:
+        if len(tokens) > most:
             group = self._heap[0][-1]
             self.stats.prompts += 1
             group.prefix = self.engine.prefill(
                 params=self._params, padded_tokens=tokens, true_length=len(tokens)
             )
             return
-        slots, row, pages = sum(map(len, self._free)), [], 0
+        slots, row, length = sum(map(len, self._free)), [], 0
+        prompts = max_prompts(most, self.engine.config.page_size)
         for group in (entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])):
-            need = pages_of(len(group.request.prompt.tokens), config.page_size)
             if group.prefix is not None:
                 continue
-            if pages + need > most or slots <= 0:
+            length += len(group.request.prompt.tokens)
+            if length > most or slots <= 0 or len(row) == prompts:
                 break
             row.append(group)
-            pages, slots = pages + need, slots - len(group.waiting)
+            slots -= len(group.waiting)
         self.stats.prompts += len(row)
         prompts = [group.request.prompt.tokens for group in row]
         for group, prefix in zip(row, self.engine.prefill_row(self._params, prompts), strict=True):
             group.prefix = prefix
 
-    def _room(self, rank: int, tokens: int, slots: int) -> bool:
+    @property
+    def _reads_again(self) -> bool:
+        """Whether any response can be put back and gone on with."""
+        config = self.engine.config
+        return config.max_read >= config.max_prompt + config.max_response
+
+    def _room(self, rank: int, tokens: int, slots: int, limit: int) -> bool:
         """Whether a data rank has pages for so many tokens of a prompt and slots that answer it.
 
-        Every slot may soon want one more; if it does and there is none, the last in is put back.
+        Where responses can be read again, for a page of every slot: if one wants another and there
+        is none, the last in is put back. Else for the longest that they may become.
         """
-        running = sum(1 for s in self._running.values() if s.resident.rank == rank)
-        if not running:
+        size = self.engine.config.page_size
+        running = [s for s in self._running.values() if s.resident.rank == rank]
+        if not running and slots == 1:
             return True  # the cache holds one of any size
-        need = pages_of(tokens, self.engine.config.page_size) + slots + running
-        return self._pages[rank] >= need
+        need = pages_of(tokens, size)
+        if self._reads_again:
+            return self._pages[rank] >= need + slots + len(running)
+        for held in running:
+            own = len(held.partial.tokens) - held.admitted
+            most = held.partial.request.limit - held.admitted
+            need += pages_of(most, size) - pages_of(max(0, own - 1), size)
+        return self._pages[rank] >= need + slots * pages_of(limit, size)
 
     def _start_group(self, group: _Group) -> bool:
         """Starts responses of a group on the data rank with the most free slots, or says no."""
         order = sorted(range(len(self._free)), key=lambda r: (-len(self._free[r]), r))
         for rank in order:
             resident = group.residents.get(rank)
-            places = self.engine.width if resident is None else len(resident.members)
+            again = resident is None or not resident.members  # once more, where all have a reader
+            places = self.engine.width if again else len(resident.members)
             count = min(len(group.waiting), len(self._free[rank]), places)
-            length = 0 if resident else len(group.request.prompt.tokens)
-            while count and not self._room(rank, length, count):
+            length = len(group.request.prompt.tokens) if again else 0
+            while count and not self._room(rank, length, count, group.request.limit):
                 count -= 1
             if count:
                 partials = [
@@ -498,7 +525,8 @@ class Scheduler:
         tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
         order = sorted(range(len(self._free)), key=lambda r: (-len(self._free[r]), r))
         for rank in order:
-            if self._free[rank] and self._room(rank, len(tokens), 1):
+            limit = partial.request.limit - len(partial.tokens)
+            if self._free[rank] and self._room(rank, len(tokens), 1, limit):
                 prefix = self.engine.prefill(
                     params=self._params, padded_tokens=tokens, true_length=len(tokens)
                 )
@@ -520,8 +548,11 @@ class Scheduler:
         if self._unhold:  # of an entry that may be taken now
             self._tell()
         resident = group.residents.get(rank) if shared else None
-        new = resident is None
-        if resident is None:
+        new = resident is None or not resident.members
+        if new:
+            if resident is not None and resident.held:
+                resident.held = False
+                self._unhold.append((rank, resident.entry))
             members = list(range(self.engine.width - 1, -1, -1))
             resident = _Resident(rank, self._entries[rank].pop(), members)
             self._pages[rank] -= pages_of(int(prefix.length), self.engine.config.page_size)
@@ -542,7 +573,9 @@ class Scheduler:
                     keep=request.hold,
                 )
             )
-            self._running[slot] = _Slot(group, partial, resident, member, self._order)
+            self._running[slot] = _Slot(
+                group, partial, resident, member, self._order, len(partial.tokens)
+            )
             self._order += 1
         resident.live += len(slots)
         resident.held = shared and bool(group.waiting)

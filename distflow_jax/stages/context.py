@@ -13,6 +13,7 @@ from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Response
 from distflow_jax.training.forward import ForwardConfig
@@ -81,6 +82,7 @@ class StageContext:
     schedule: optax.Schedule
     rollout: RolloutConfig
     engine: RolloutEngine
+    environments: Environments | None  # None: a response is one turn
     value: ValueConfig
     preference: PreferenceConfig
     reward_model: RewardModelConfig

@@ -16,7 +16,9 @@ from distflow_jax.parallel import processes
 from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.sampler import SamplerState, respond
+from distflow_jax.rollout.environments import Environments
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
 from distflow_jax.stages.context import own_part
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
@@ -80,24 +82,35 @@ def evaluate(
     limit: int,
     member: int = 0,
     hosts: int = 1,
+    environments: Environments | None = None,
+    rollout: RolloutConfig | None = None,
 ) -> tuple[SamplerState, list[Scored]]:
     """Samples the prompts, and scores those that this process answers for.
 
-    All `hosts` processes of a sampler are given the same prompts; `member` is one's number.
+    All `hosts` processes of a sampler are given the same prompts; `member` is one's number. With
+    `environments` responses are in turns, under the limits of `rollout`, and what the environments
+    give is part of the score.
     """
     shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]
-    state, responses, _ = respond(
-        engine,
-        state,
-        shifted,
-        num_samples=config.num_samples,
-        limit=config.max_response_length or limit,
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
+    limit = config.max_response_length or limit
+    sampling = {
+        "num_samples": config.num_samples,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+    }
+    if environments is None:
+        state, responses, _ = respond(engine, state, shifted, limit=limit, **sampling)
+        given = [0.0] * len(responses)
+    else:
+        limits = TurnLimits.of(rollout, limit)
+        state, episodes, _ = respond_in_turns(
+            engine, state, shifted, environments, limits, **sampling
+        )
+        responses, given = [e.response for e in episodes], [e.reward for e in episodes]
     own = own_part(len(prompts), member, hosts)
     n = config.num_samples
-    prompts, responses = prompts[own], responses[own.start * n : own.stop * n]
+    of_own = slice(own.start * n, own.stop * n)
+    prompts, responses, given = prompts[own], responses[of_own], given[of_own]
     texts = [tokenizer.decode(r.tokens) for r in responses]
     results = rewards.score(
         [
@@ -115,7 +128,8 @@ def evaluate(
     scored = []
     for i, prompt in enumerate(prompts):
         span = slice(i * n, (i + 1) * n)
-        scored.append(Scored(prompt, texts[span], [r.score for r in results[span]]))
+        scores = [r.score + more for r, more in zip(results[span], given[span], strict=True)]
+        scored.append(Scored(prompt, texts[span], scores))
     return state, scored
 
 

@@ -21,6 +21,8 @@ from distflow_jax.stages.context import Stage, StageContext
 def build_reward(context: StageContext) -> Stage:
     """prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
 
+    What environments gave, environment_reward float32 [N], is added where the node reads it.
+
     Collective: metrics are of all processes. Where the plan allows it, each response is given to
     the pool as soon as its last token is sampled, while others are still being decoded. The length
     penalty of `reward.overlong_*` is part of the score, not of unshaped_score. Evaluation leaves it
@@ -61,6 +63,10 @@ def build_reward(context: StageContext) -> Stage:
         pool.check_error_rate(results)
         score_N = np.array([result.score for result in results], np.float32)
         numbers = [result.logged for result in results]
+        if "environment_reward" in fields:
+            given_N = np.asarray(fields["environment_reward"], np.float32)
+            score_N += given_N
+            numbers += [{"environment": float(given)} for given in given_N]
         unshaped_N = score_N.copy()
         if config.overlong_buffer:
             penalty_N = overlong_penalty(

@@ -1,18 +1,31 @@
 """Rollout: responses to the step's prompts, from this process's sampler."""
 
+from collections.abc import Sequence
+
+from distflow_jax.parallel import processes
+from distflow_jax.rollout.episodes import (
+    Episode,
+    episode_metrics,
+    episode_sums,
+    turn_columns,
+)
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import columns, respond
 from distflow_jax.stages.context import Stage, StageContext, own_part
 
 
 def build_rollout(context: StageContext) -> Stage:
     """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
-    version, finished what the node writes.
+    version, finished, environment_reward what the node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
-    entries get that answer: ReMax's baseline.
+    entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
+    stage is collective: metrics are of all processes.
     """
     config, engine, node = context.rollout, context.engine, context.node
+    environments = context.environments
     greedy = bool(node.options.get("greedy", False))
+    limits = TurnLimits.of(config, config.max_response_length)
 
     def rollout(state, fields, options):
         prompts = fields["prompt"]
@@ -30,17 +43,40 @@ def build_rollout(context: StageContext) -> Stage:
                     context.on_response(r) if r.prompt.counter in own else None
                 ),
             }
-        state, responses, stats = respond(
-            engine, state, unique, limit=config.max_response_length, **sampling
-        )
-        if greedy:
-            answer = dict(zip((p.counter for p in unique), responses, strict=True))
-            responses = [answer[p.counter] for p in prompts]
-        metrics = {f"{context.prefix}perf/generate_calls": stats.generate_calls}
+
+        def of_each(answers):
+            """The answers, one per entry of `prompt`."""
+            if not greedy:
+                return answers
+            answer = dict(zip((p.counter for p in unique), answers, strict=True))
+            return [answer[p.counter] for p in prompts]
+
+        if environments is None:
+            state, responses, stats = respond(
+                engine, state, unique, limit=limits.response, **sampling
+            )
+            written, metrics = columns(of_each(responses), state.version), {}
+        else:
+            state, episodes, stats = respond_in_turns(
+                engine, state, unique, environments, limits, **sampling
+            )
+            written, metrics = turn_columns(of_each(episodes), state.version), _metrics(episodes)
+        metrics["perf/generate_calls"] = stats.generate_calls
         if engine.config.speculative_tokens:
             share = stats.accepted / max(stats.proposed, 1)
-            metrics[f"{context.prefix}rollout/speculation/accepted_share"] = share
-        written = columns(responses, state.version)
-        return state, {name: written[name] for name in node.writes}, metrics
+            metrics["rollout/speculation/accepted_share"] = share
+        return (
+            state,
+            {name: written[name] for name in node.writes},
+            {f"{context.prefix}{name}": value for name, value in metrics.items()},
+        )
 
     return rollout
+
+
+def _metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """environment/* over all processes; collective."""
+    turns = max((e.turns for e in episodes), default=0)
+    # as text: environments may log other numbers in other processes
+    parts = processes.all_gather_json([episode_sums(episodes), turns])
+    return episode_metrics([part[0] for part in parts], max(part[1] for part in parts))

@@ -96,7 +96,7 @@ STAGES: dict[tuple[str, str], StageKind] = {
         build_rollout,
         "prompt",
         "response",
-        "response_mask rollout_logp version finished",
+        "response_mask rollout_logp version finished environment_reward",
         per_token="rollout_logp",
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),

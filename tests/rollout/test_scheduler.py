@@ -222,6 +222,14 @@ def test_weights_are_swapped_between_two_calls(sampler, scheduler, responses, ca
     )
 
 
+def test_what_cannot_be_read_again_is_not_computed_again():
+    other = Sampler()
+    scheduler = Scheduler(other.engine, other.params, state=other.state)
+    with pytest.raises(ValueError, match="make the engine with max_read=52, it has 0"):
+        scheduler.load(other.params, 1, cache="recompute")
+    assert scheduler.version == 0
+
+
 def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler):
     """A response gone on with after a swap is what the new weights make of its tokens so far."""
     request = dataclasses.replace(REQUESTS[2], num_samples=1, temperature=0.0, limit=20)

@@ -1,0 +1,245 @@
+"""Our side of benchmarks/decode.py: the engine, and what the machine could do at best beside it.
+
+B slots, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from peers.decode_turns import Case, Decoder, clocked, serve
+
+from distflow_jax.batch import Prompt
+from distflow_jax.inference import load_or_init_params
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.transformer import param_shardings, param_specs
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.scheduler import GroupRequest, run_requests
+from distflow_jax.types import flatten_dict, unflatten_dict
+
+MEASURED_SECONDS = 0.5  # of a ceiling, each time
+COPIED_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}  # beyond every cache
+
+
+def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, Any]:
+    """Parameters drawn on the device in their final type, so that a large model needs no more."""
+    layout, placed = flatten_dict(param_shardings(config, mesh)), {}
+    for index, (path, spec) in enumerate(param_specs(config).items()):
+
+        @functools.partial(jax.jit, out_shardings=layout[path])
+        def make(key, spec=spec):
+            if spec.stddev is None:
+                return jnp.ones(spec.shape, dtype)
+            return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.stddev, dtype)
+
+        placed[path] = make(jax.random.fold_in(jax.random.key(0), index))
+    return unflatten_dict(placed)
+
+
+# -- what the machine could do at best ----------------------------------------------------------
+
+
+@jax.jit
+def product_chain(params: dict[str, Any], x_BD: jax.Array, steps: jax.Array) -> jax.Array:
+    """The matrix products of `steps` decode steps, one after another, and nothing else of them.
+
+    Each needs the one before. What is added to hand everything on is elementwise over [B, D].
+    `params["layers"]` is a list: a scan over stacked layers copies each layer's weights before it
+    multiplies, which on CPU costs 1.6 times the CPU-seconds at batch 16.
+    """
+    width = x_BD.shape[1]
+    table = params["embed"]["embedding"] if "head" not in params else params["head"].T
+
+    def layer(x, w):
+        q = x @ w["query"].reshape(width, -1)
+        kv = x @ w["key"].reshape(width, -1) + x @ w["value"].reshape(width, -1)
+        q = q + jnp.tile(kv, (1, q.shape[1] // kv.shape[1]))
+        x = x + q @ w["output"].reshape(-1, width)
+        x = x + ((x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+        size = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(size + jnp.asarray(1e-6, x.dtype))
+
+    def step(_, x):
+        for weights in params["layers"]:
+            x = layer(x, weights)
+        logits = jnp.einsum("BD,VD->BV", x, table, preferred_element_type=jnp.float32)
+        return x + jnp.tanh(jnp.max(logits, axis=-1, keepdims=True)).astype(x.dtype)
+
+    return jax.lax.fori_loop(0, steps, step, x_BD)
+
+
+@jax.jit
+def layers_apart(stacked: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
+    """One dict of arrays per layer."""
+    count = next(iter(stacked.values())).shape[0]
+    return [{name: x[i] for name, x in stacked.items()} for i in range(count)]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_chain(buffer: jax.Array, steps: jax.Array) -> jax.Array:
+    """Reads and writes the buffer `steps` times."""
+    return jax.lax.fori_loop(0, steps, lambda _, x: x + jnp.ones((), x.dtype), buffer)
+
+
+class Ceilings:
+    """Rate of the model's products alone, and of copying memory."""
+
+    def __init__(self, params: dict[str, Any], slots: int):
+        embedding = params["embed"]["embedding"]
+        device = jax.local_devices()[0]
+        self._params, self._slots = params, slots
+        x = np.random.default_rng(0).standard_normal((slots, embedding.shape[1]), np.float32)
+        self._x = jax.device_put(x.astype(embedding.dtype), device)
+        self._count = COPIED_BYTES[device.platform] // 4
+        self._buffer = self._apart = None
+        self._steps = {"products": 1, "copies": 1}
+        self._allocate()
+        for name, run in (("products", self._products), ("copies", self._copies)):
+            run()  # compiles
+            while (seconds := clocked(run)[1]) < MEASURED_SECONDS / 4:
+                self._steps[name] *= 2
+            self._steps[name] = max(1, round(self._steps[name] * MEASURED_SECONDS / seconds))
+        self._free()
+
+    def _allocate(self) -> None:
+        layers = layers_apart(self._params["layers"])
+        self._apart = jax.block_until_ready(self._params | {"layers": layers})
+        self._buffer = jax.block_until_ready(jnp.zeros(self._count, jnp.float32))
+
+    def _free(self) -> None:
+        self._buffer = self._apart = None  # ours has no use for them while it decodes
+
+    def _products(self) -> None:
+        product_chain(self._apart, self._x, np.int32(self._steps["products"])).block_until_ready()
+
+    def _copies(self) -> None:
+        self._buffer = copy_chain(self._buffer, np.int32(self._steps["copies"]))
+        self._buffer.block_until_ready()
+
+    def measure(self) -> dict[str, float]:
+        """Tokens/s of the products at this batch, and bytes/s of a copy, read plus written."""
+        self._allocate()
+        products, copies = clocked(self._products)[1], clocked(self._copies)[1]
+        self._free()
+        return {
+            "products_tokens_per_s": self._slots * self._steps["products"] / products,
+            "copy_bytes_per_s": 2 * 4 * self._count * self._steps["copies"] / copies,
+        }
+
+
+def least_bytes(config: DecoderConfig, params: dict[str, Any], case: Case) -> float:
+    """What the network steps of a round must read: the weights, and each slot's used cache.
+
+    For a case whose responses run side by side with one length n: n - 1 steps, the i-th of them
+    over prompt + i tokens. A prompt that several slots share counts for each of them.
+    """
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights -= params["embed"]["embedding"].nbytes  # a lookup reads B rows of it
+    itemsize = params["embed"]["embedding"].dtype.itemsize
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    steps = case.limits[0] - 1
+    cached = steps * case.prompt_length + steps * (steps - 1) / 2
+    return steps * weights + case.responses * per_token * cached
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine of a case's sizes, driven by run_requests."""
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        compilations: Compilations,
+        mesh: Mesh,
+        case: Case,
+    ):
+        self.case, self.model, self.compilations = case, model, compilations
+        response = max(max(case.limits), case.capacity - case.prompt_length)
+        config = EngineConfig(
+            slots=case.slots,
+            max_prompt=case.prompt_length,
+            max_response=response,
+            tokens_per_call=options["tokens_per_call"],
+            page_size=options["page_size"],
+            group_size=case.samples,
+            dtype=options["dtype"],
+        )
+        self.engine = RolloutEngine(model, config, mesh, stop_ids=(), seed=0)
+        self.params = self.engine.load_params(params)
+        self.engine.compile(self.params)
+        self.state = self.engine.init_decode_state()
+        self.device_peak_gb = 0.0
+        self.ceilings: Ceilings | None = None
+
+    def warm_up(self, ids: np.ndarray) -> None:
+        """Touches what `compile` has compiled, and then makes the ceilings ready."""
+        self.decode(ids, tuple(min(limit, 4) for limit in self.case.limits))
+        self.device_peak_gb = peak_memory_gb()
+        self.ceilings = Ceilings(self.params, self.case.slots)
+
+    def decode(self, ids: np.ndarray, limits: tuple[int, ...]) -> int:
+        """All requests at once; a slot that falls free is refilled."""
+        n = self.case.samples
+        requests = []
+        for i, row in enumerate(ids):
+            (limit,) = set(limits[i * n : (i + 1) * n])  # a request has one for all its samples
+            # in the order given, as if nobody knew how long each will be
+            place = float(len(ids) - i)
+            prompt = Prompt(i, i, row, "", "random", "", {}, expected_length=place)
+            requests.append(GroupRequest(prompt, n, limit))
+        self.state, responses, _ = run_requests(self.engine, self.params, self.state, requests)
+        assert [len(r.tokens) for r in responses] == list(limits)
+        return sum(len(r.tokens) for r in responses)
+
+    def measures(self) -> dict[str, Any]:
+        """Ceilings, what decode must read, and compilations since the last call."""
+        record: dict[str, Any] = {"compilations": self.compilations.take()}
+        record |= self.ceilings.measure()
+        if self.case.fixed:
+            record["least_bytes"] = least_bytes(self.model, self.params, self.case)
+        return record
+
+    def peak_gb(self) -> float:
+        """Of this process on CPU; of the device, whose peak cannot be reset, before the ceilings.
+
+        Sizes are static: a few tokens take as much memory there as many.
+        """
+        cpu = jax.default_backend() == "cpu"
+        return peak_memory_gb() if cpu else self.device_peak_gb
+
+
+def open_side(options: dict[str, Any]) -> Callable[[Case], Decoder]:
+    """The weights, on the first device. ValueError if there is none of the platform asked for."""
+    if options["platform"] == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if jax.default_backend() != options["platform"]:
+        raise ValueError(
+            f"--platform={options['platform']}, but JAX finds {jax.default_backend()}: install its "
+            "JAX wheel for that platform, or choose another --platform"
+        )
+    mesh = Mesh(np.array(jax.local_devices()[:1], dtype=object).reshape(1, 1), ("data", "tensor"))
+    if options["model"]:
+        source = open_model(options["model"])
+        model, params = source.config, load_or_init_params(source, 0, mesh)
+    else:
+        shape = {name: v for name, v in options["shape"].items() if name != "rope_scaling"}
+        model = DecoderConfig(**shape)
+        params = random_params(model, options["dtype"], mesh)
+    compilations = Compilations()
+    return lambda case: Engine(model, params, options, compilations, mesh, case)
+
+
+if __name__ == "__main__":
+    serve(open_side)

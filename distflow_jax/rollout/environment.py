@@ -1,0 +1,49 @@
+"""What a response may talk to between two turns: the protocol of an environment.
+
+    class Guess:
+        def __init__(self, tokenizer, *, highest=100): ...
+        def reset(self, prompt): ...                     # once, before the first token
+        def step(self, tokens, text) -> Turn: ...        # after each turn of the model
+        def close(self): ...                             # if there is one: when the response ends
+
+Every response has an object of its own, so its state may be plain attributes, and a thread of its
+own, in which all of its methods are called.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one turn of the model.
+
+    `observation` is what the model reads before it goes on: token ids int [M], or text, which is
+    encoded by itself and put behind the ids that were sampled. It is looked over where the response
+    ends. `reward` is added to the response's score. `logged` holds numbers that are summed over the
+    turns of a response and reported as `environment/{name}`.
+    """
+
+    observation: Any = ""
+    reward: float = 0.0
+    done: bool = False
+    logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """See the head of this file. `close` is optional."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        """Begins anew. What it returns, ids or text, the model reads after the prompt.
+
+        None for nothing. It must be the same for all responses to a prompt, which are compared with
+        each other.
+        """
+
+    def step(self, tokens: np.ndarray, text: str) -> Turn:
+        """Answers a turn of the model: its ids, the end token included, and the same as text."""

@@ -1,0 +1,90 @@
+"""Responses in turns as records: the batch's columns, and the numbers that a step reports."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.rollout.scheduler import Response
+
+# Why a response ended: the environment said so; a limit; a deadline of the environment's or an
+# error of it, which cost this response alone.
+REASONS = ("done", "max_turns", "turn_length", "response_length", "deadline", "error")
+
+
+@dataclasses.dataclass
+class Episode:
+    """One response with all of its turns.
+
+    `response.finished` is whether the environment ended it. Log-probs are 0 where `mask` is False,
+    on observations.
+    """
+
+    response: Response
+    mask: np.ndarray  # bool [T]: what was sampled
+    reward: float  # of all turns
+    turns: int  # of the model
+    reason: str  # one of REASONS
+    logged: dict[str, float]  # the environment's numbers, summed over the turns
+
+
+def turn_columns(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
+    """Episodes as the batch's columns."""
+    return {
+        "response": [e.response.tokens for e in episodes],
+        "response_mask": [e.mask for e in episodes],
+        "rollout_logp": [e.response.logp for e in episodes],
+        "version": np.full(len(episodes), version, np.int32),
+        "finished": np.array([e.response.finished for e in episodes], bool),
+        "environment_reward": np.array([e.reward for e in episodes], np.float32),
+    }
+
+
+def episode_sums(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Numbers about one process's episodes that add up over processes, see episode_metrics."""
+    sums = collections.Counter(
+        responses=len(episodes),
+        turns=sum(e.turns for e in episodes),
+        observation_tokens=sum(int((~e.mask).sum()) for e in episodes),
+    )
+    for episode in episodes:
+        sums[f"ended/{episode.reason}"] += 1
+        for name, value in episode.logged.items():
+            sums[f"logged/{name}"] += value
+    return dict(sums)
+
+
+def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> dict[str, float]:
+    """`environment/*` from the sums of all processes, and the turns of the longest episode.
+
+    Means are over responses; `environment/deadlines` and `environment/errors` count them.
+    """
+    sums: collections.Counter[str] = collections.Counter()
+    for part in parts:
+        sums.update(part)
+    count = sums["responses"]
+    if not count:
+        return {}
+    shares = {
+        f"environment/ended/{reason}": sums[f"ended/{reason}"] / count
+        for reason in REASONS
+        if reason not in ("deadline", "error")
+    }
+    logged = {
+        f"environment/{name.removeprefix('logged/')}": value / count
+        for name, value in sums.items()
+        if name.startswith("logged/")
+    }
+    return (
+        logged
+        | shares
+        | {
+            "environment/turns/mean": sums["turns"] / count,
+            "environment/turns/max": float(most_turns),
+            "environment/observation_tokens": sums["observation_tokens"] / count,
+            "environment/deadlines": float(sums["ended/deadline"]),
+            "environment/errors": float(sums["ended/error"]),
+        }
+    )

@@ -1,0 +1,347 @@
+"""Responses in turns: the model writes, its environment answers, and the model goes on.
+
+Token in, token out: a response is the ids that were sampled and the ids of observations, one after
+the other, and nothing that was sampled is ever encoded again. While environments are at work, the
+sampler decodes other responses. Which tokens are sampled depends on (seed, uid, place in the
+response) and on what the environments answered, never on when they did.
+"""
+
+import collections
+import dataclasses
+import math
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.environments import (
+    Answer,
+    Environments,
+    EnvironmentThread,
+    Failure,
+    Observed,
+)
+from distflow_jax.rollout.episodes import Episode
+from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
+from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, Scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnLimits:
+    """What a response may take."""
+
+    response: int  # tokens, end tokens and observations included
+    turn: int  # sampled tokens of one turn, the end token included
+    turns: int  # turns of the model
+
+    @classmethod
+    def of(cls, config: RolloutConfig, response: int) -> "TurnLimits":
+        """Those of the config, for responses of up to so many tokens."""
+        return cls(response, min(config.turn_length or response, response), config.max_turns)
+
+
+def respond_in_turns(
+    engine: RolloutEngine,
+    state: SamplerState,
+    prompts: Sequence[Prompt],
+    environments: Environments,
+    limits: TurnLimits,
+    *,
+    num_samples: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    on_response: Callable[[Response], None] | None = None,
+) -> tuple[SamplerState, list[Episode], RolloutStats]:
+    """`num_samples` responses to each prompt, in (prompt, sample) order.
+
+    `on_response` is called in this thread as soon as a response ends.
+    """
+    requests = [
+        GroupRequest(p, num_samples, limits.turn, temperature, top_k, top_p, hold=True)
+        for p in prompts
+    ]
+    scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)
+    most = engine.max_concurrent_decodes  # one that waits for its environment keeps its slot
+    episodes = run_turns(
+        scheduler, requests, environments, limits, most=most, on_response=on_response
+    )
+    return dataclasses.replace(state, decode=scheduler.close()), episodes, scheduler.stats
+
+
+class _Part(NamedTuple):
+    """Tokens of a response that were sampled or observed together, [T] each."""
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    margin: np.ndarray
+    version: np.ndarray
+    mask: np.ndarray
+
+    @classmethod
+    def of(cls, turn: Response) -> "_Part":
+        """What the model wrote."""
+        mask = np.ones(len(turn.tokens), bool)
+        return cls(turn.tokens, turn.logp, turn.margin, turn.version, mask)
+
+    @classmethod
+    def observed(cls, tokens: np.ndarray) -> "_Part":
+        """What it was told: no near-tie could have made it another."""
+        count = len(tokens)
+        logp, margin = np.zeros(count, np.float32), np.full(count, np.inf, np.float32)
+        version = np.zeros(count, np.int32)
+        return cls(tokens, logp, margin, version, np.zeros(count, bool))
+
+
+@dataclasses.dataclass(eq=False)
+class _Conversation:
+    """A response at work. `failed` is set where its environment could not even be reset."""
+
+    group: "_Group"
+    sample: int
+    thread: EnvironmentThread
+    first: Observed | None = None
+    failed: str = ""
+    parts: list["_Part"] = dataclasses.field(default_factory=list)
+    turns: int = 0
+    reward: float = 0.0
+    logged: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, observations included."""
+        return sum(len(part.tokens) for part in self.parts)
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """The responses to one prompt, which the scheduler calls by `id`.
+
+    `observation`: the ids that all of them begin with, which the scheduler takes for part of the
+    prompt.
+    """
+
+    index: int
+    request: GroupRequest
+    conversations: list[_Conversation] = dataclasses.field(default_factory=list)
+    observation: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    id: int | None = None
+
+
+def run_turns(
+    scheduler: Scheduler,
+    requests: Sequence[GroupRequest],
+    environments: Environments,
+    limits: TurnLimits,
+    *,
+    most: int,
+    on_response: Callable[[Response], None] | None = None,
+) -> list[Episode]:
+    """Answers all requests, each of another prompt; episodes in (request, sample) order.
+
+    At most `most` responses are at work at a time, or one group if that is more; prompts whose
+    responses are expected to be longest come first.
+    """
+    driver = _Driver(scheduler, environments, limits, on_response)
+    order = sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i))
+    pending = collections.deque(order)
+    try:
+        while pending or driver.live:
+            while pending and (
+                not driver.live or driver.live + requests[pending[0]].num_samples <= most
+            ):
+                index = pending.popleft()
+                driver.begin(index, requests[index])
+            driver.take_answers(wait=not scheduler.busy)
+            if scheduler.busy:
+                for response in scheduler.step():
+                    driver.turn_ended(response)
+    finally:
+        driver.close()
+    return [driver.done[key] for key in sorted(driver.done)]
+
+
+class _Driver:
+    """The responses at work, between the scheduler and the threads of their environments."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        environments: Environments,
+        limits: TurnLimits,
+        on_response: Callable[[Response], None] | None,
+    ):
+        self.done: dict[tuple[int, int], Episode] = {}  # by (request, sample)
+        self._scheduler, self._environments, self._limits = scheduler, environments, limits
+        self._on_response = on_response
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._by_thread: dict[int, _Conversation] = {}
+        self._by_uid: dict[tuple[int, int], _Conversation] = {}
+
+    @property
+    def live(self) -> int:
+        """Responses that have begun and not ended."""
+        return len(self._by_thread)
+
+    def begin(self, index: int, request: GroupRequest) -> None:
+        """Resets the environments of one prompt's responses."""
+        group = _Group(index, request)
+        for sample in range(request.num_samples):
+            thread = EnvironmentThread(self._environments, self._answers)
+            conversation = _Conversation(group, sample, thread)
+            group.conversations.append(conversation)
+            self._by_thread[thread.number] = conversation
+            self._by_uid[request.prompt.counter, sample] = conversation
+            thread.reset(request.prompt)
+
+    def take_answers(self, *, wait: bool) -> None:
+        """Goes on with what environments have answered, and without those that are too late.
+
+        With `wait` it sleeps until there is something to do.
+        """
+        deadline = min((c.thread.deadline for c in self._by_thread.values()), default=math.inf)
+        if wait and deadline < math.inf:
+            try:
+                self._take(self._answers.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                pass
+        # deadlines are looked at last: what has come while a decode call ran has come in time
+        while not self._answers.empty():
+            self._take(self._answers.get())
+        now = time.monotonic()
+        for conversation in list(self._by_thread.values()):
+            if conversation.thread.deadline <= now:
+                self._too_late(conversation)
+
+    def turn_ended(self, turn: Response) -> None:
+        """The model has written a turn: its environment gets it, or the response ends."""
+        conversation = self._by_uid[turn.prompt.counter, turn.sample]
+        conversation.parts.append(_Part.of(turn))
+        conversation.turns += 1
+        if not turn.finished:
+            full = conversation.length >= self._limits.response
+            reason = "response_length" if full else "turn_length"
+            self._end(conversation, conversation.failed or reason)
+        elif conversation.failed:
+            self._end(conversation, conversation.failed)
+        else:
+            conversation.thread.step(turn.tokens)
+
+    def close(self) -> None:
+        """Ends all threads that are left; does not wait for them."""
+        for conversation in self._by_thread.values():
+            conversation.thread.close()
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _take(self, answer: Answer) -> None:
+        conversation = self._by_thread.get(answer.thread)
+        if conversation is None or not conversation.thread.is_answer(answer):
+            return  # it came too late
+        outcome = answer.outcome
+        if isinstance(outcome, Failure):
+            self._environments.log_once(outcome.place, outcome.error)
+            self._fail(conversation, "error")
+        elif conversation.group.id is None:
+            conversation.first = outcome
+            self._submit_if_ready(conversation.group)
+        else:
+            self._go_on(conversation, outcome)
+
+    def _too_late(self, conversation: _Conversation) -> None:
+        seconds = self._environments.seconds
+        self._environments.log_once(
+            "deadline", f"gave no answer within rollout.environment_seconds={seconds:g}"
+        )
+        conversation.thread.close()
+        self._fail(conversation, "deadline")
+
+    def _fail(self, conversation: _Conversation, reason: str) -> None:
+        if conversation.group.id is None:
+            # the scheduler samples all responses to a prompt: this one gets a single turn
+            conversation.failed = reason
+            self._submit_if_ready(conversation.group)
+        else:
+            self._end(conversation, reason)
+
+    def _go_on(self, conversation: _Conversation, observed: Observed) -> None:
+        """Adds what the environment said of a turn, and has the model write the next one."""
+        conversation.reward += observed.reward
+        for name, value in observed.logged.items():
+            conversation.logged[name] = conversation.logged.get(name, 0.0) + value
+        length = conversation.length + len(observed.tokens)
+        if observed.done:
+            self._end(conversation, "done")
+        elif conversation.turns == self._limits.turns:
+            self._end(conversation, "max_turns")
+        elif length >= self._limits.response:
+            self._end(conversation, "response_length")
+        else:
+            conversation.parts.append(_Part.observed(observed.tokens))
+            limit = min(length + self._limits.turn, self._limits.response)
+            limit -= len(conversation.group.observation)
+            self._scheduler.extend(
+                conversation.group.id, conversation.sample, observed.tokens, limit
+            )
+
+    def _submit_if_ready(self, group: _Group) -> None:
+        """Hands a prompt to the scheduler once the environments of all its responses are reset."""
+        if not all(c.first or c.failed for c in group.conversations):
+            return
+        reset = [c for c in group.conversations if not c.failed]
+        if reset:
+            group.observation = self._common_observation(reset)
+        request, first = group.request, group.observation
+        if len(first):
+            for conversation in group.conversations:
+                conversation.parts.append(_Part.observed(first))
+            tokens = np.concatenate([request.prompt.tokens, first])
+            prompt = dataclasses.replace(request.prompt, tokens=tokens)
+            limit = min(request.limit, self._limits.response - len(first))
+            request = dataclasses.replace(request, prompt=prompt, limit=limit)
+        group.id = self._scheduler.submit(request)
+
+    def _common_observation(self, reset: list[_Conversation]) -> np.ndarray:
+        """What responses to one prompt begin with; those that would begin otherwise fail."""
+        first = reset[0].first.tokens
+        room = self._scheduler.engine.config.max_prompt
+        room = min(self._limits.response - 1, room - len(reset[0].group.request.prompt.tokens))
+        if len(first) > room:
+            what = (
+                f"the first observation has {len(first)} tokens, more than the {room} that "
+                "data.max_prompt_length and rollout.max_response_length leave to it"
+            )
+            self._environments.log_once("first observation too long", what)
+            for conversation in reset:
+                conversation.failed = "error"
+            return np.zeros(0, np.int32)
+        for conversation in reset:
+            if not np.array_equal(conversation.first.tokens, first):
+                conversation.failed = "error"
+                self._environments.log_once(
+                    "first observations differ",
+                    "reset() gave different first observations for the responses to one prompt; "
+                    "let them follow from the prompt",
+                )
+        return first
+
+    def _end(self, conversation: _Conversation, reason: str) -> None:
+        group, sample = conversation.group, conversation.sample
+        self._scheduler.release(group.id, sample)
+        conversation.thread.close()
+        del self._by_thread[conversation.thread.number]
+        del self._by_uid[group.request.prompt.counter, sample]
+        tokens, logp, margin, version, mask = (
+            np.concatenate(x) for x in zip(*conversation.parts, strict=True)
+        )
+        prompt = group.request.prompt
+        whole = Response(prompt, sample, tokens, logp, margin, reason == "done", version)
+        self.done[group.index, sample] = Episode(
+            whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
+        )
+        if self._on_response is not None:
+            self._on_response(whole)

@@ -1,0 +1,240 @@
+"""What the RPCs of distflow.Sampler say: JSON objects in UTF-8, one per gRPC message.
+
+docs/serving.md is the reference for clients. Everything a client may get wrong is told here, in one
+sentence, before any work is done for it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.scheduler import GroupRequest
+
+SERVICE = "distflow.Sampler"
+MAX_STOPS = 16
+MAX_UID = (1 << 31) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_prompt: int  # tokens
+    max_response: int  # tokens
+    default_response: int  # tokens, where a request does not say
+    max_samples: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRequest:
+    """One request to Sample, checked."""
+
+    group: GroupRequest
+    stop: tuple[str, ...]
+    stream: bool  # tokens as they come; False: one message per response
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRequest:
+    """One request to LoadWeights, checked."""
+
+    path: str
+    version: int | None  # None: the training step
+    cache: str  # "keep" or "recompute": keys and values of responses under way
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """A message as it was sent. ValueError if it is no JSON object in UTF-8."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the message is not valid UTF-8 (byte {error.start})") from error
+    try:
+        message = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the message is not valid JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise ValueError("the message must be a JSON object, {...}")
+    return message
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def sample_request(
+    data: bytes, limits: Limits, tokenizer: Tokenizer, new_uid: Callable[[], int]
+) -> SampleRequest:
+    """Reads a request to Sample. ValueError says what is wrong with it."""
+    message = decode(data)
+    _known(
+        message,
+        "prompt messages tokens num_samples max_tokens temperature top_k top_p stop uid stream",
+    )
+    text, tokens = _prompt(message, limits, tokenizer)
+    samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
+    length = _integer(message, "max_tokens", limits.default_response, 1, limits.max_response)
+    temperature = _number(message, "temperature", 1.0)
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature:g}; 0 is greedy")
+    top_k = _integer(message, "top_k", 0, 0, MAX_UID)
+    top_p = _number(message, "top_p", 1.0)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p:g}; 1 is off")
+    if message.get("uid") is None:
+        uid = new_uid()
+    else:
+        uid = _integer(message, "uid", 0, 0, MAX_UID)
+    prompt = Prompt(uid, uid, tokens, text, "", None, {})
+    return SampleRequest(
+        GroupRequest(prompt, samples, length, temperature, top_k, top_p),
+        _stop(message),
+        _boolean(message, "stream", True),
+    )
+
+
+def load_request(data: bytes) -> LoadRequest:
+    """Reads a request to LoadWeights. ValueError says what is wrong with it."""
+    message = decode(data)
+    _known(message, "path version cache")
+    path = message.get("path")
+    if not isinstance(path, str) or not path:
+        raise ValueError("path must name the folder of a run, or of one of its checkpoints")
+    version = message.get("version")
+    if version is not None:
+        version = _integer(message, "version", 0, 0, MAX_UID)
+    cache = message.get("cache")
+    if cache not in (None, "keep", "recompute"):
+        raise ValueError(f'cache must be "keep" or "recompute", got {_shown(cache)}')
+    return LoadRequest(path, version, cache or "keep")
+
+
+def prompt_length_error(length: int, limits: Limits) -> str | None:
+    """Why a prompt of so many tokens is refused, None if it is not."""
+    if length < 1:
+        return "the prompt is empty; give at least one token"
+    if length > limits.max_prompt:
+        return f"the prompt has {length} tokens; this server reads at most {limits.max_prompt}"
+    return None
+
+
+def token_ids_error(ids: np.ndarray, limits: Limits) -> str | None:
+    """Why these ids are no prompt, None if they are one."""
+    wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if len(wrong):
+        return f"token id {wrong[0]} is not in the vocabulary of {limits.vocab_size}"
+    return None
+
+
+def _prompt(
+    message: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer
+) -> tuple[str, np.ndarray]:
+    """(text, ids) of whichever of prompt, messages and tokens is there."""
+    given = [name for name in ("prompt", "messages", "tokens") if message.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of prompt (a text), messages (a conversation) and tokens (ids), "
+            f"got {' and '.join(given) or 'none'}"
+        )
+    value = message[given[0]]
+    if given == ["tokens"]:
+        if not isinstance(value, list) or not all(type(i) is int for i in value):
+            raise ValueError("tokens must be a list of integers")
+        if wrong := prompt_length_error(len(value), limits):
+            raise ValueError(wrong)
+        ids = np.array(value, object)
+        if wrong := token_ids_error(ids, limits):
+            raise ValueError(wrong)
+        return "", ids.astype(np.int32)
+    if given == ["prompt"] and not isinstance(value, str):
+        raise ValueError("prompt must be a string; a conversation goes into messages")
+    if given == ["messages"]:
+        _check_messages(value)
+    text = tokenizer.render(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
+        raise ValueError(f"the prompt is not valid Unicode: {error.reason}") from error
+    ids = tokenizer.encode(text)
+    if wrong := prompt_length_error(len(ids), limits):
+        raise ValueError(wrong)
+    return text, ids
+
+
+def _check_messages(value: Any) -> None:
+    if not isinstance(value, list) or not value:
+        raise ValueError('messages must be a list like [{"role": "user", "content": "..."}]')
+    for index, turn in enumerate(value):
+        if not isinstance(turn, dict) or not all(
+            isinstance(turn.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(f"message {index} must have role and content, both strings")
+
+
+def _stop(message: Mapping[str, Any]) -> tuple[str, ...]:
+    value = message.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise ValueError("stop must be a string or a list of strings")
+    if not all(stops):
+        raise ValueError("a stop string is empty; leave it out")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings are too many; give at most {MAX_STOPS}")
+    return tuple(stops)
+
+
+def _known(message: Mapping[str, Any], names: str) -> None:
+    unknown = sorted(message.keys() - set(names.split()))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}; there are: {names}")
+
+
+def _integer(message: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    value = message.get(name)
+    if value is None:
+        return default
+    if type(value) is not int:  # True is an int to isinstance
+        raise ValueError(f"{name} must be an integer, got {_shown(value)}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low} to {high}, got {_shown(value)}")
+    return value
+
+
+def _number(message: Mapping[str, Any], name: str, default: float) -> float:
+    value = message.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} must be a number, got {_shown(value)}")
+    # a float32 on the device, where more is infinite
+    if not abs(value) <= float(np.finfo(np.float32).max) or not math.isfinite(value):
+        raise ValueError(f"{name} is too large: {_shown(value)}")
+    return float(value)
+
+
+def _boolean(message: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = message.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any, longest: int = 40) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= longest else f"{text[:longest]}..."

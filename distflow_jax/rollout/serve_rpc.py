@@ -1,0 +1,164 @@
+"""The RPCs of distflow.Sampler: Sample, LoadWeights, Status. Messages are those of serve_messages.
+
+Handlers are generic ones on bytes, so that no generated code is needed on either side.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.serve_jetstream import STOPPING
+from distflow_jax.rollout.serve_messages import (
+    MAX_UID,
+    SERVICE,
+    Limits,
+    encode,
+    load_request,
+    sample_request,
+)
+from distflow_jax.rollout.serve_sampler import Call, Ended, Failed, SamplerService
+from distflow_jax.rollout.serve_weights import Weights
+
+# (params on the engine's mesh, training step) of a run's folder; FileNotFoundError, ValueError
+LoadParams = Callable[[str], tuple[Any, int]]
+
+_FIRST_OWN_UID = 1 << 30  # of requests that name none
+
+
+class SamplerRpc:
+    """What the server answers beside JetStream's servicer, in the server's event loop."""
+
+    def __init__(
+        self,
+        service: SamplerService,
+        weights: Weights,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        load: LoadParams,
+        facts: Mapping[str, Any],
+        max_calls: int,
+    ):
+        self._max_calls, self._loads = max_calls, 0
+        self._service, self._weights, self._limits = service, weights, limits
+        self._tokenizer, self._load, self._facts = tokenizer, load, facts
+        self._uids = itertools.count(_FIRST_OWN_UID)
+        self._loading = asyncio.Lock()
+        self._calls: set[Call] = set()
+        self.stopping = False
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._calls) + self._loads
+
+    def refuse(self) -> None:
+        """Ends the calls that run, with UNAVAILABLE."""
+        for call in self._calls:
+            call.deliver(_Stopping())
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        methods = {
+            "Sample": grpc.unary_stream_rpc_method_handler(self.sample),
+            "LoadWeights": grpc.unary_unary_rpc_method_handler(self.load_weights),
+            "Status": grpc.unary_unary_rpc_method_handler(self.status),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Responses to one prompt, event by event."""
+        await self._refuse_if_stopping(context)
+        try:
+            request = sample_request(data, self._limits, self._tokenizer, self._new_uid)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if len(self._calls) >= self._max_calls:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_calls} requests run or wait already; ask again later",
+            )
+        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+        call = Call(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+        with self._opened(call):
+            try:
+                self._service.sample(call)
+                prompt = request.group.prompt
+                yield encode({"uid": prompt.counter, "prompt_tokens": prompt.tokens.tolist()})
+                while (event := await events.get()) is not None:
+                    if isinstance(event, Exception):
+                        raise event
+                    yield encode(event)
+            except _Stopping:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+            except Ended as error:
+                await context.abort(_code(error), str(error))
+
+    async def load_weights(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """Reads weights while others sample, then swaps them for both doors."""
+        await self._refuse_if_stopping(context)
+        try:
+            request = load_request(data)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self._loads += 1
+        async with self._loading:
+            try:
+                step, version = await asyncio.to_thread(self._read_and_swap, request)
+            except FileNotFoundError as error:
+                await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            except (ValueError, OSError) as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except Ended as error:
+                await context.abort(_code(error), str(error))
+            finally:
+                self._loads -= 1
+        return encode({"version": version, "step": step})
+
+    async def status(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """What is served, and how busy it is."""
+        healthy = not self._service.failed and not self.stopping
+        return encode(
+            {
+                **self._facts,
+                "healthy": healthy,
+                "version": self._weights.version,
+                "running": self.running,
+                "free_slots": self._service.scheduler.free_slots,
+            }
+        )
+
+    def _read_and_swap(self, request) -> tuple[int, int]:
+        params, step = self._load(request.path)
+        version = step if request.version is None else request.version
+        self._service.load(params, version, cache=request.cache)
+        return step, version
+
+    async def _refuse_if_stopping(self, context: grpc.aio.ServicerContext) -> None:
+        if self.stopping:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+
+    def _new_uid(self) -> int:
+        return next(self._uids) & MAX_UID
+
+    @contextlib.contextmanager
+    def _opened(self, call: Call):
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            self._service.cancel(call)
+
+
+def _code(error: Ended) -> grpc.StatusCode:
+    failed = isinstance(error, Failed)
+    return grpc.StatusCode.INTERNAL if failed else grpc.StatusCode.UNAVAILABLE
+
+
+class _Stopping(Exception):
+    """Put among a call's events to end it."""

@@ -1,0 +1,236 @@
+"""One gRPC server with two doors, JetStream's and ours, over one set of weights."""
+
+import asyncio
+import dataclasses
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import prometheus_client
+from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
+from jetstream.core.proto import jetstream_pb2_grpc
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.serve_jetstream import (
+    DoorEngine,
+    JetStreamServicer,
+    Sampling,
+    ServedDriver,
+    prepare,
+)
+from distflow_jax.rollout.serve_messages import Limits
+from distflow_jax.rollout.serve_rpc import LoadParams, SamplerRpc
+from distflow_jax.rollout.serve_sampler import SamplerService
+from distflow_jax.rollout.serve_weights import Weights
+
+_LOOK_SECONDS = 0.05  # between two looks at what still runs
+_GRPC_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # no second server behind one port, of which requests get either
+    # a client whose machine is gone sends no goodbye
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Where a server listens, and how it behaves."""
+
+    model: str = ""  # a name for people
+    seed: int = 0  # the engine's, for people: (seed, uid, sample) decides what is drawn
+    host: str = "127.0.0.1"
+    port: int = 9000  # 0: any free one
+    metrics_port: int = 0  # of Prometheus metrics, on the same host; 0: none
+    default_response: int = 0  # tokens of a response where a request does not say; 0: the engine's
+    max_samples: int = 64  # responses to one request at most
+    max_waiting: int = 1024  # requests to each door; those beyond are refused
+    grace_seconds: float = 10.0  # for requests that run when the server is stopped
+    jetstream: Sampling = Sampling()  # how JetStream's door samples
+
+
+class Server:
+    """Both doors, from `start` to `stop`, in the event loop that calls them.
+
+    Each door has an engine, hence slots and a cache, of its own: `jetstream_engine` with the sizes
+    of `serve_jetstream.door_config`. They share the weights, and take turns.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: RolloutEngine,
+        jetstream_engine: RolloutEngine,
+        weights: Weights,
+        tokenizer: Tokenizer,
+        load: LoadParams,
+    ):
+        self.config, self.engine, self._weights = config, engine, weights
+        self._jetstream_engine = jetstream_engine
+        self._tokenizer, self._load = tokenizer, load
+        self.port = 0  # that in use, once it has started
+        sizes = engine.config
+        self._limits = Limits(
+            max_prompt=sizes.max_prompt,
+            max_response=sizes.max_response,
+            default_response=config.default_response or sizes.max_response,
+            max_samples=config.max_samples,
+            vocab_size=engine.model.vocab_size,
+        )
+
+    async def start(self) -> None:
+        """Compiles, starts the threads, listens. ValueError if an address cannot be had."""
+        config, weights = self.config, self._weights
+        check_addresses(config)  # grpc would write pages of its own to stderr
+        self._grpc = grpc.aio.server(options=_GRPC_OPTIONS)
+        self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+        self._metrics = None
+        if config.metrics_port:
+            self._metrics = prometheus_client.start_http_server(
+                config.metrics_port, addr=_bare(config.host)
+            )
+        prepare()
+        for engine in (self.engine, self._jetstream_engine):
+            engine.compile(weights.params)
+        self.sampler = SamplerService(self.engine, weights, self._tokenizer)
+        facts = {
+            "model": config.model,
+            "seed": config.seed,
+            "slots": self.engine.max_concurrent_decodes,
+            **dataclasses.asdict(self._limits),
+        }
+        self._rpc = SamplerRpc(
+            self.sampler,
+            weights,
+            self._tokenizer,
+            self._limits,
+            self._load,
+            facts,
+            config.max_waiting,
+        )
+        self._driver = ServedDriver(
+            DoorEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
+            max_waiting=config.max_waiting,
+            metrics_collector=JetstreamMetricsCollector() if config.metrics_port else None,
+        )
+        self._jetstream = JetStreamServicer(self._driver, self._tokenizer, self._limits)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(self._jetstream, self._grpc)
+        self._grpc.add_generic_rpc_handlers((self._rpc.handler(),))
+        self.sampler.start()
+        await self._grpc.start()
+        if self._metrics is not None:
+            self._collector = _Metrics(self)
+            prometheus_client.REGISTRY.register(self._collector)
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended, of both doors."""
+        return self._rpc.running + self._jetstream.running
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are served."""
+        return self._weights.version
+
+    @property
+    def failed(self) -> bool:
+        """Whether it can answer no more."""
+        return self.sampler.failed
+
+    async def stop(self, hurry: asyncio.Event | None = None) -> None:
+        """Lets what runs end within the grace (until `hurry`), refuses the rest, joins all threads.
+
+        New requests are refused from now on.
+        """
+        doors = (self._rpc, self._jetstream)
+        for door in doors:
+            door.stopping = True
+        clock = asyncio.get_running_loop().time
+        end = clock() + self.config.grace_seconds
+        while self.running and clock() < end and not (hurry and hurry.is_set()):
+            await asyncio.sleep(_LOOK_SECONDS)
+        for door in doors:
+            door.refuse()
+        await self._grpc.stop(grace=1.0)
+        # threads of both doors hand their last tokens to this loop: it goes on until they have
+        # ended
+        await asyncio.to_thread(self._driver.stop)
+        await asyncio.to_thread(self.sampler.stop)
+        self._stop_metrics()
+
+    def _stop_metrics(self) -> None:
+        if self._metrics is not None:
+            prometheus_client.REGISTRY.unregister(self._collector)
+            server, thread = self._metrics
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+class _Metrics(Collector):
+    """Numbers of our door, beside those that JetStream's Driver sets."""
+
+    def __init__(self, server: Server):
+        self._server = server
+
+    def collect(self) -> Iterator[Any]:
+        sampler = self._server.sampler
+        for name, text, value in (
+            ("running", "Requests that have not ended", self._server.running),
+            ("free_slots", "Slots of Sample that are free", sampler.scheduler.free_slots),
+            ("weights_version", "Version of the weights", self._server.version),
+        ):
+            yield GaugeMetricFamily(f"distflow_{name}", text, value=value)
+        for name, text, value in (
+            ("responses", "Responses of Sample that have ended", sampler.responses),
+            ("tokens", "Tokens that Sample has given", sampler.tokens),
+        ):
+            yield CounterMetricFamily(f"distflow_{name}", text, value=value)
+
+
+def check_addresses(config: ServerConfig) -> None:
+    """Raises ValueError if `config` names an address that cannot be had now."""
+    for flag, port in (("--port", config.port), ("--metrics_port", config.metrics_port)):
+        try:
+            found = socket.getaddrinfo(_bare(config.host), port, type=socket.SOCK_STREAM)
+            family, kind, _, _, address = found[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen on {config.host}:{port} ({error.strerror or error}); choose "
+                f"another {flag} or --host"
+            ) from error
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")
+
+
+async def serve_until_signal(server: Server, ready) -> int:
+    """Runs a server until SIGINT or SIGTERM, a second of which ends the grace; an exit code.
+
+    `ready` is called once requests are answered.
+    """
+    loop = asyncio.get_running_loop()
+    asked, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if asked.is_set() else asked).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await server.start()
+    ready(server)
+    while not asked.is_set() and not server.failed:
+        try:
+            await asyncio.wait_for(asked.wait(), 0.5)
+        except TimeoutError:
+            pass
+    await server.stop(hurry)
+    return 1 if server.failed else 0

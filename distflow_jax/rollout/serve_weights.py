@@ -1,0 +1,62 @@
+"""What the doors of a server share: the weights that they sample with, and turns on the devices."""
+
+import collections
+import threading
+from typing import Any
+
+
+class Turns:
+    """A lock that is given in the order in which it was asked for.
+
+    Threads that run programs on the same devices take it around each call, so that all devices get
+    the programs in one order (two collectives in different orders wait for each other for ever),
+    and so that a thread which asks again at once does not starve the others.
+    """
+
+    def __init__(self):
+        self._mutex = threading.Lock()
+        self._gates: collections.deque[threading.Lock] = collections.deque()
+        self._taken = False
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._taken:
+                self._taken = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._gates.append(gate)
+        gate.acquire()
+
+    def __exit__(self, *exception) -> None:
+        with self._mutex:
+            if self._gates:
+                self._gates.popleft().release()  # handed on: stays taken
+            else:
+                self._taken = False
+
+
+class Weights:
+    """The weights that are served, and their version; read and swapped by who has the turn.
+
+    JetStream's threads look their parameters up once, when they start: they get this object, and
+    what it holds is looked up at each call.
+    """
+
+    def __init__(self, params: Any, version: int):
+        self.turns = Turns()
+        self._params, self._version = params, version
+
+    @property
+    def params(self) -> Any:
+        """Parameters on the engine's mesh."""
+        return self._params
+
+    @property
+    def version(self) -> int:
+        """A number that whoever loads them chooses; at first the training step."""
+        return self._version
+
+    def swap(self, params: Any, version: int) -> None:
+        """Puts others in their place. The caller has the turn: no program is being started."""
+        self._params, self._version = params, version

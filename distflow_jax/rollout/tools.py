@@ -1,0 +1,104 @@
+"""Tools that the model calls by name in its text: the environment of a response that may calculate.
+
+`<tool>12*7</tool>` calls the first tool there is, `<tool name="calculator">12*7</tool>` the one of
+that name. All calls of a turn are answered, `<result>84</result>` each, in the chat template's turn
+of a user where the model has one. A turn without a call ends the response.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax import plugins
+from distflow_jax.batch import Prompt
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.arithmetic import calculate
+from distflow_jax.rollout.environment import Turn
+
+TOOLS: dict[str, Callable[[str], str]] = {"calculator": calculate}
+
+_CALL = re.compile(r'<tool(?: name="([^"<>]*)")?>(.*?)</tool>', re.DOTALL)
+
+
+class Tools:
+    """Answers the tool calls of a turn.
+
+    Args:
+      tools: name -> a built-in tool's name or "path/file.py:function", a function of the text
+        between the tags that returns text. What it raises as a ValueError is told to the model;
+        other errors end the response.
+      role: whose turn an answer is in the chat template, "user" or what else the template knows.
+      max_calls: calls of one turn that are answered; the rest are told so.
+      max_characters: of one result; more is cut.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tools: Mapping[str, str],
+        role: str = "user",
+        max_calls: int = 4,
+        max_characters: int = 1000,
+    ):
+        if not tools:
+            raise ValueError("tools must name at least one tool, got none")
+        if max_calls < 1 or max_characters < 1:
+            raise ValueError(
+                f"max_calls and max_characters must be at least 1, got {max_calls} and "
+                f"{max_characters}"
+            )
+        self._tools = {name: _load_tool(where) for name, where in tools.items()}
+        self._tokenizer, self._role = tokenizer, role
+        self._max_calls, self._max_characters = max_calls, max_characters
+        self._chat = False
+
+    def reset(self, prompt: Prompt) -> None:
+        """Looks whether the prompt is a chat: then answers are turns of it."""
+        self._chat = self._tokenizer.is_chat(prompt.text)
+
+    def step(self, tokens: np.ndarray, text: str) -> Turn:
+        """Calls what the turn calls."""
+        calls = _CALL.findall(text)
+        if not calls:
+            return Turn(done=True)
+        answers = [self._call(name, argument) for name, argument in calls[: self._max_calls]]
+        if len(calls) > self._max_calls:
+            answers.append((f"error: only {self._max_calls} calls in one turn", False))
+        results = "\n".join(f"<result>{answer}</result>" for answer, _ in answers)
+        failed = sum(not good for _, good in answers)
+        observation: Any = results
+        if self._chat:
+            observation = self._tokenizer.encode_turn(results, role=self._role)
+        return Turn(observation, logged={"tool_calls": len(calls), "tool_errors": failed})
+
+    def _call(self, name: str, argument: str) -> tuple[str, bool]:
+        """(what the model is told, whether the tool could do it)."""
+        name = name or next(iter(self._tools))
+        if name not in self._tools:
+            return f"error: there is no tool {name[:40]!r}, only {', '.join(self._tools)}", False
+        try:
+            answer = str(self._tools[name](argument.strip()))
+        except ValueError as error:
+            return f"error: {error}"[: self._max_characters], False
+        return answer[: self._max_characters], True
+
+
+def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:
+    """Tools with the calculator alone; `kwargs` as there."""
+    return Tools(tokenizer, tools={"calculator": "calculator"}, **kwargs)
+
+
+def _load_tool(where: str) -> Callable[[str], str]:
+    if ":" in where:
+        return plugins.load_function(where, "tool")
+    if where not in TOOLS:
+        near = difflib.get_close_matches(where, TOOLS, 1) or list(TOOLS)
+        raise ValueError(
+            f"unknown tool {where!r}; did you mean {', '.join(near)}? A tool of your own is "
+            "path/to/file.py:function"
+        )
+    return TOOLS[where]
