@@ -35,7 +35,7 @@ from distflow_jax.parallel.mesh import (
     resolve_sizes,
 )
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.decode_state import EngineConfig, num_pages
+from distflow_jax.rollout.decode_state import EngineConfig, check_speculation, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
 from distflow_jax.stages.evaluate import EvalConfig
@@ -354,6 +354,8 @@ def _engine_config(
         max_prompt=data.max_prompt_length,
         max_response=response,
         tokens_per_call=rollout.tokens_per_call,
+        speculative_tokens=rollout.speculative_tokens,
+        speculative_ngram=rollout.speculative_ngram,
         page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
         attention=rollout.attention,
         cache_tokens=rollout.cache_tokens // samplers,
@@ -363,6 +365,7 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
     )
+    check_speculation(engine)
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         return dataclasses.replace(engine, slots=rollout.num_slots // samplers)

@@ -59,6 +59,12 @@ def free_pages(cache: Cache, owners: int) -> jax.Array:
     return (cache.owner == owners).sum(1, dtype=jnp.int32)
 
 
+def held_pages(cache: Cache, slots: int) -> jax.Array:
+    """How many pages each of the first `slots` owners has, int32 [D, S]."""
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, :, None]
+    return (cache.owner[:, None] == slot).sum(-1, dtype=jnp.int32)
+
+
 def take_low(
     cache: Cache, need: jax.Array, which: jax.Array, owners: int
 ) -> tuple[Cache, jax.Array]:
@@ -119,13 +125,15 @@ def write_prompt(
 
 
 def place(cache: Cache, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each slot's token goes: its page, N for none, and its place there, int32 [D, S].
+    """Where each slot's tokens go: their pages, N for none, and places there, as `position`.
 
-    `position` int32 [D, S]: of the token among its slot's own, negative for none.
+    `position` int32 [D, S, ...]: of the tokens among their slot's own, negative for none.
     """
     width, pages = cache.key.shape[-1], cache.owner.shape[1]
-    slot = jnp.arange(position.shape[1], dtype=jnp.int32)[None, :, None]
-    hit = (cache.owner[:, None] == slot) & (cache.rank[:, None] == (position // width)[..., None])
+    among = (1,) * (position.ndim - 2)  # the tokens of a slot
+    slot = jnp.arange(position.shape[1], dtype=jnp.int32).reshape(1, -1, *among, 1)
+    owner, rank = (x.reshape(len(x), 1, *among, pages) for x in (cache.owner, cache.rank))
+    hit = (owner == slot) & (rank == (position // width)[..., None])
     found = (position >= 0) & hit.any(-1)
     return jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), pages), position % width
 
@@ -133,7 +141,8 @@ def place(cache: Cache, position: jax.Array) -> tuple[jax.Array, jax.Array]:
 def append(
     cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array
 ) -> Cache:
-    """Writes one token per slot where `place` says: key, value [layers, D, S, K, H]."""
+    """Writes tokens where `place` says: key, value [layers, D, S, K, H], one to each of `page` and
+    `within`, int32 [D, S]; S: slots, or slots times the new tokens of one."""
     ranks = jnp.arange(page.shape[0], dtype=jnp.int32)[:, None]
     data_rank = jnp.broadcast_to(ranks, page.shape)
     # advanced indices around slices put the indexed dims first: [D, S, layers, K, H]

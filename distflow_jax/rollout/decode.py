@@ -5,10 +5,16 @@ it, runs the network: a response of n tokens costs n - 1 network steps, and the 
 response of a group comes from one prefill. Tokens that a slot is given instead (a tool's answer)
 are fed in the same steps, beside the others' drawing.
 
-B slots in all, D data ranks, S slots of a rank, k steps, V vocabulary.
+With d tokens guessed in a step (speculation.py) the network reads them after the one that was
+drawn, and those that are then drawn too, by the noise of their own position, are as good as drawn
+one by one.
+
+B slots in all, D data ranks, S slots of a rank, Q new tokens of a slot (1 + d), k steps, V
+vocabulary.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +23,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.models.transformer import Decoder, bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout.decode_state import DecodeState, StateShapes, longest_read, pages_of
+from distflow_jax.rollout import speculation
+from distflow_jax.rollout.decode_state import (
+    DecodeState,
+    StateShapes,
+    longest_read,
+    pages_of,
+    result_tokens,
+)
 from distflow_jax.rollout.kernel_attention import append_pages, over_table
 from distflow_jax.rollout.paged_attention import (
     OverPages,
@@ -35,11 +48,26 @@ def head_logits(decoder: Decoder, hidden: jax.Array, dtype: str) -> jax.Array:
     return jnp.einsum("BD,VD->BV", hidden, weight, preferred_element_type=jnp.float32)
 
 
+class Step(NamedTuple):
+    """What a step gave, each [B, Q] but for the last two."""
+
+    token: jax.Array  # int32
+    logp: jax.Array  # float32
+    margin: jax.Array  # float32
+    valid: jax.Array  # bool: drawn, and part of the response
+    proposed: jax.Array  # int32 [B]: tokens guessed and tried
+    accepted: jax.Array  # int32 [B]: of these, what was drawn too
+
+
 def feed(
-    decoder: Decoder, shapes: StateShapes, state: DecodeState, token_B: jax.Array, fed_B: jax.Array
-) -> DecodeState:
-    """Runs the network on one token per slot; what is not `fed` computes along and keeps nothing
-    but logits that nobody will draw from."""
+    decoder: Decoder,
+    shapes: StateShapes,
+    state: DecodeState,
+    token_BQ: jax.Array,
+    count_B: jax.Array,
+) -> tuple[cache_lib.Cache, jax.Array]:
+    """Runs the network on Q tokens per slot, of which the first `count_B` are kept in the cache;
+    the others compute along. Returns the cache and hidden states [B, Q, D]."""
     cache, by_rank = state.cache, shapes.by_rank
     over_own, over_prompts = _attentions(shapes, state)
 
@@ -52,34 +80,32 @@ def feed(
             over_own=over_own,
             over_prompts=over_prompts,
             # of slots that have ended the number among the prompt's members may be another's
-            prompt=by_rank(jnp.where(fed_B, state.prompt, shapes.slots)),
+            prompt=by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots)),
             member=by_rank(state.member),
             number=shapes.slots,
             members=min(shapes.config.group_size, shapes.slots),
         )
         return out.reshape(q.shape), (k, v)
 
+    nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
     hidden, (key, value) = decoder.hidden(
-        token_B[:, None],
-        state.length[:, None],
+        token_BQ,
+        state.length[:, None] + nth,
         attend,
         layer_inputs=jnp.arange(shapes.model.num_layers, dtype=jnp.int32),
         dtype=jnp.dtype(shapes.config.dtype),
     )
-    split = (shapes.model.num_layers, shapes.ranks, shapes.slots)
+    split = (shapes.model.num_layers, shapes.ranks, -1)
     key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
-    page, within = cache_lib.place(cache, by_rank(jnp.where(fed_B, state.own, -1)))
+    own = jnp.where(nth < count_B[:, None], state.own[:, None] + nth, -1)
+    places = cache_lib.place(cache, by_rank(own))
+    page, within = (x.reshape(shapes.ranks, -1) for x in places)
     if shapes.attention == "tpu":
         keys, values = append_pages(cache, key, value, page, within, shapes.mesh)
         cache = dataclasses.replace(cache, key=keys, value=values)
     else:
         cache = cache_lib.append(cache, key, value, page, within)
-    return state.replace(
-        cache=cache,
-        logits=head_logits(decoder, hidden[:, 0], shapes.config.dtype),
-        length=state.length + fed_B.astype(jnp.int32),
-        own=state.own + fed_B.astype(jnp.int32),
-    )
+    return cache, hidden
 
 
 def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, OverPages]:
@@ -102,30 +128,45 @@ def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, Ove
     return by_kernel(0, config.max_response, own), by_kernel(slots, longest, prompts)
 
 
-def step(
-    decoder: Decoder, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
+def _draw_next(
+    state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Draw, jax.Array]:
-    """One token for every active slot. Returns what was drawn and by whom, bool [B].
-
-    A slot that finds no free page keeps its token and tries again in the next step.
-    """
+    """Draws one token for every active slot that is not given its next. Returns what was drawn and
+    by whom, bool [B]; in the state every slot that goes on has tokens that are to be fed."""
     forced = state.forced_left > 0
     drawing = state.active & ~forced
-    params = SamplingParams(state.temperature, state.top_k, state.top_p)
-    drawn = draw(state.logits, keys_B, state.emitted, params)
+    drawn = draw(state.logits, keys_B, state.emitted, _sampling(state))
     emitted = state.emitted + drawing.astype(jnp.int32)
     stopped = jnp.any(drawn.token[:, None] == stop[None], axis=1)
     active = state.active & ~(drawing & (stopped | (emitted >= state.limit)))
-    state = state.replace(emitted=emitted, active=active)
-
     # the next token given, or the one just drawn, as a queue of one
-    width = state.forced.shape[1]
     queue = state.forced.at[:, -1].set(jnp.where(forced, state.forced[:, -1], drawn.token))
     left = jnp.where(active, jnp.maximum(state.forced_left, 1), 0)
-    at = jnp.clip(width - left, 0, width - 1)
-    token = jnp.take_along_axis(queue, at[:, None], axis=1)[:, 0]
+    state = state.replace(emitted=emitted, active=active, forced=queue, forced_left=left)
+    return state, drawn, drawing
 
-    need = active & (state.own % shapes.config.page_size == 0)
+
+def _sampling(state: DecodeState) -> SamplingParams:
+    return SamplingParams(state.temperature, state.top_k, state.top_p)
+
+
+def _queued(state: DecodeState, count: int) -> jax.Array:
+    """The next `count` tokens to be fed, int32 [B, count]; as many as are left of them count."""
+    width = state.forced.shape[1]
+    nth = jnp.arange(count, dtype=jnp.int32)[None]
+    at = jnp.clip(width - state.forced_left[:, None] + nth, 0, width - 1)
+    return jnp.take_along_axis(state.forced, at, axis=1)
+
+
+def step(
+    decoder: Decoder, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
+) -> tuple[DecodeState, Step]:
+    """One token for every active slot.
+
+    A slot that finds no free page keeps its token and tries again in the next step.
+    """
+    state, drawn, drawing = _draw_next(state, keys_B, stop)
+    need = state.active & (state.own % shapes.config.page_size == 0)
 
     def take(state):
         state = shapes.released(state)
@@ -138,12 +179,121 @@ def step(
         return state.replace(cache=cache), got.reshape(need.shape)
 
     state, got = jax.lax.cond(jnp.any(need), take, lambda s: (s, need), state)
-    fed = active & (~need | got)
-    state = state.replace(forced=queue, forced_left=left - fed.astype(jnp.int32))
-    state = jax.lax.cond(
-        jnp.any(fed), lambda s: feed(decoder, shapes, s, token, fed), lambda s: s, state
+    fed = state.active & (~need | got)
+
+    def run(state):
+        cache, hidden = feed(decoder, shapes, state, _queued(state, 1), fed.astype(jnp.int32))
+        return state.replace(
+            cache=cache,
+            logits=head_logits(decoder, hidden[:, 0], shapes.config.dtype),
+            length=state.length + fed.astype(jnp.int32),
+            own=state.own + fed.astype(jnp.int32),
+            forced_left=state.forced_left - fed.astype(jnp.int32),
+        )
+
+    state = jax.lax.cond(jnp.any(fed), run, lambda s: s, state)
+    none = jnp.zeros_like(state.emitted)
+    return state, Step(*(x[:, None] for x in (*drawn, drawing)), none, none)
+
+
+def speculative_step(
+    decoder: Decoder, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
+) -> tuple[DecodeState, Step]:
+    """One token for every active slot, and up to d more that were guessed.
+
+    A slot is fed up to Q tokens: what it is given, or the token it drew, and then guesses. A guess
+    holds where the token that the logits before it give, drawn by the noise of its position, is the
+    same; the first that does not hold, and what comes after it, leave keys and values behind that
+    lie beyond the slot's length until others take their places. A slot that finds no free page
+    keeps what it is given and tries again in the next step.
+    """
+    config = shapes.config
+    queries = 1 + config.speculative_tokens
+    state, drawn, drawing = _draw_next(state, keys_B, stop)
+    nth = jnp.arange(queries, dtype=jnp.int32)[None]
+
+    given = jnp.minimum(state.forced_left, queries)
+    guessing = nth >= given[:, None]
+    token = _queued(state, queries)
+    history = speculation.write(state.history, token, state.length, given)
+    guess, known = speculation.propose(
+        history, state.length + given, ngram=config.speculative_ngram, count=queries
     )
-    return state, drawn, drawing
+    at = jnp.clip(nth - given[:, None], 0, queries - 1)
+    token = jnp.where(guessing, jnp.take_along_axis(guess, at, axis=1), token)
+    # a slot ends by a token that it draws as its next: no guess is an end token or the last allowed
+    ends = guessing & jnp.any(token[..., None] == stop[None, None], axis=2)
+    most = jnp.min(jnp.where(ends, nth, queries), axis=1)
+    most = jnp.minimum(most, given + state.limit - state.emitted - 1)
+    wanted = jnp.where(state.active, jnp.where(known, most, given), 0)
+    state, room = _make_room(shapes, state, wanted)
+    count = jnp.minimum(wanted, room)
+
+    def run(state):
+        cache, hidden = feed(decoder, shapes, state, token, count)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logits = head_logits(decoder, flat, config.dtype).reshape(*hidden.shape[:2], -1)
+        # after each token but the last, the one at the place of the next
+        place = jnp.maximum(state.emitted[:, None] + nth[:, 1:] - given[:, None], 0)
+        each = queries - 1
+        verdict = draw(
+            logits[:, :-1].reshape(-1, logits.shape[-1]),
+            jnp.repeat(keys_B, each),
+            place.reshape(-1),
+            SamplingParams(*(jnp.repeat(x, each) for x in _sampling(state))),
+        )
+        verdict = Draw(*(x.reshape(-1, each) for x in verdict))
+        holds = ~guessing[:, 1:] | (verdict.token == token[:, 1:])
+        holds = jnp.pad(holds, ((0, 0), (1, 0)), constant_values=True) & (nth < count[:, None])
+        good = jnp.cumprod(holds.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
+        last = jnp.maximum(good - 1, 0)[:, None, None]
+        state = state.replace(
+            cache=cache,
+            logits=jnp.take_along_axis(logits, last, axis=1)[:, 0],
+            length=state.length + good,
+            own=state.own + good,
+            forced_left=state.forced_left - jnp.minimum(good, given),
+            emitted=state.emitted + jnp.maximum(good - given, 0),
+            history=speculation.write(history, token, state.length, good),
+        )
+        return state, verdict, good
+
+    def rest(state):
+        ints = jnp.zeros((config.slots, queries - 1), jnp.int32)
+        floats = ints.astype(jnp.float32)
+        return state, Draw(ints, floats, floats), count
+
+    state, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest, state)
+    columns = (
+        jnp.concatenate([first[:, None], more], axis=1)
+        for first, more in zip(drawn, verdict, strict=True)
+    )
+    valid = jnp.concatenate([drawing[:, None], (guessing & (nth < good[:, None]))[:, 1:]], axis=1)
+    tried, held = (jnp.maximum(x - given, 0) for x in (count, good))
+    return state, Step(*columns, valid, tried, held)
+
+
+def _make_room(
+    shapes: StateShapes, state: DecodeState, wanted: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Takes a page for each slot that wants more tokens than its pages have room for, as far as
+    there are free ones. `wanted` int32 [B], a page at most. Returns the room too, int32 [B]."""
+    size = shapes.config.page_size
+    pages = cache_lib.held_pages(state.cache, shapes.slots)
+    room = pages.reshape(-1) * size - state.own
+    more = wanted > room
+    must = more & (room <= 0)
+
+    def take(state):
+        # who cannot go on at all comes before those who would only guess
+        cache, got = shapes.released(state).cache, []
+        for need in (must, more & ~must):
+            cache, found = cache_lib.take_low(cache, shapes.by_rank(need), pages, shapes.owners)
+            got.append(found.reshape(-1))
+        return state.replace(cache=cache), got[0] | got[1]
+
+    state, got = jax.lax.cond(jnp.any(more), take, lambda s: (s, more), state)
+    return state, room + size * got.astype(jnp.int32)
 
 
 def generate(
@@ -151,13 +301,16 @@ def generate(
 ) -> tuple[DecodeState, jax.Array]:
     """Up to k steps; comes back early once `exit_below` or fewer slots are active.
 
-    Returns int32 [B, 4 k + 3]: tokens, packed to the front, and how many are valid, tokens of the
-    response so far, log-probs and margins (their bits), whether the slot goes on, and free pages of
-    its rank. It is whole on every device: each host of the mesh reads its own copy.
+    Returns int32 [B, 4 R + 3], R = k Q: tokens, packed to the front, and how many are valid, tokens
+    of the response so far, log-probs and margins (their bits), whether the slot goes on, and free
+    pages of its rank; where tokens are guessed, before the last two columns, how many were and how
+    many of them held. It is whole on every device: each host of the mesh reads its own copy.
     """
     with use_mesh(shapes.mesh):
         decoder = bind(shapes.model, params)
         k, slots = shapes.config.tokens_per_call, shapes.config.slots
+        most = result_tokens(shapes.config)
+        one_step = speculative_step if shapes.config.speculative_tokens else step
         keys = jax.vmap(sample_key, in_axes=(None, 0, 0))(state.seed, state.counter, state.sample)
         stop = jnp.asarray(stop_ids, jnp.int32)
         iota = jnp.arange(slots, dtype=jnp.int32)
@@ -169,33 +322,35 @@ def generate(
             return (done < k) & (running > jnp.where(done == 0, 0, state.exit_below))
 
         def body(carry):
-            done, state, count, tokens, logp, margin = carry
-            state, drawn, drawing = step(decoder, shapes, state, keys, stop)
-            at = jnp.where(drawing, count, k)
+            done, state, count, (tokens, logp, margin), guesses = carry
+            state, new = one_step(decoder, shapes, state, keys, stop)
+            nth = jnp.cumsum(new.valid, axis=1, dtype=jnp.int32)
+            at = jnp.where(new.valid, count[:, None] + nth - 1, most)
 
-            def write(buffer, column):
-                return buffer.at[iota, at].set(column, mode="drop")
+            def write(buffer, columns):
+                return buffer.at[iota[:, None], at].set(columns, mode="drop")
 
             return (
                 done + 1,
                 state,
-                count + drawing.astype(jnp.int32),
-                write(tokens, drawn.token),
-                write(logp, drawn.logp),
-                write(margin, drawn.margin),
+                count + nth[:, -1],
+                (write(tokens, new.token), write(logp, new.logp), write(margin, new.margin)),
+                guesses + jnp.stack([new.proposed, new.accepted], axis=1),
             )
 
-        ints = jnp.zeros((slots, k), jnp.int32)
-        floats = jnp.zeros((slots, k), jnp.float32)
-        start = (jnp.int32(0), state, jnp.zeros(slots, jnp.int32), ints, floats, floats)
-        _, state, count, tokens, logp, margin = jax.lax.while_loop(go_on, body, start)
+        none = jnp.zeros(slots, jnp.int32)
+        ints = jnp.zeros((slots, most), jnp.int32)
+        floats = jnp.zeros((slots, most), jnp.float32)
+        guesses = jnp.zeros((slots, 2), jnp.int32)
+        start = (jnp.int32(0), state, none, (ints, floats, floats), guesses)
+        _, state, count, (tokens, logp, margin), guesses = jax.lax.while_loop(go_on, body, start)
 
         def bits(x):
             return jax.lax.bitcast_convert_type(x, jnp.int32)
 
         state = shapes.released(state)
         free = cache_lib.free_pages(state.cache, shapes.owners)
-        valid = jnp.arange(k, dtype=jnp.int32)[None] < count[:, None]
+        valid = jnp.arange(most, dtype=jnp.int32)[None] < count[:, None]
         data = jnp.concatenate(
             [
                 tokens,
@@ -203,6 +358,7 @@ def generate(
                 state.emitted[:, None],
                 bits(logp),
                 bits(margin),
+                *([guesses] if shapes.config.speculative_tokens else []),
                 state.active[:, None].astype(jnp.int32),
                 jnp.repeat(free, shapes.slots)[:, None],
             ],

@@ -35,6 +35,8 @@ class EngineConfig:
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of weights, activations and cache
     attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
+    speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
+    speculative_ngram: int = 2  # tokens that must have stood before for a guess
 
 
 @struct.dataclass
@@ -62,11 +64,35 @@ class DecodeState:
     prompt_held: Any  # bool [D, P]: kept though no slot answers it now
     seed: Any  # key of the run
     exit_below: Any  # int32: generate returns early once this many or fewer slots are active
+    history: Any = None  # int32 [B, X]: tokens in the cache, where they are looked up in: d > 0
 
 
 def longest_read(config: EngineConfig) -> int:
     """Tokens of the longest prompt, or of one with a part of its response."""
     return max(config.max_prompt, config.max_read)
+
+
+def history_length(config: EngineConfig) -> int:
+    """X: tokens that a slot can hold, its prompt's and its response's."""
+    return longest_read(config) + config.max_response
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """ValueError for numbers of tokens that no step can guess, or look up."""
+    if not 0 <= config.speculative_tokens < config.page_size:
+        raise ValueError(
+            f"rollout.speculative_tokens {config.speculative_tokens} must be at least 0 and below "
+            f"the page size of {config.page_size} tokens"
+        )
+    if config.speculative_ngram < 1:
+        raise ValueError(
+            f"rollout.speculative_ngram must be at least 1, got {config.speculative_ngram}"
+        )
+
+
+def result_tokens(config: EngineConfig) -> int:
+    """Most tokens that one generate call gives a slot: k, each with d that were guessed."""
+    return config.tokens_per_call * (1 + config.speculative_tokens)
 
 
 def pages_of(tokens: int, page_size: int) -> int:
@@ -162,6 +188,7 @@ class StateShapes:
             prompt_held=jnp.zeros((self.ranks, self.slots), bool),
             seed=jax.random.key(seed),
             exit_below=jnp.zeros((), jnp.int32),
+            history=jnp.zeros((b, history_length(c)), jnp.int32) if c.speculative_tokens else None,
         )
 
     def shardings(self) -> DecodeState:
@@ -248,11 +275,12 @@ def vacated(state: DecodeState, slots: jax.Array) -> DecodeState:
 
 
 def admit(
-    shapes: StateShapes, state: DecodeState, logits, row, data_rank, entry, hold, columns
+    shapes: StateShapes, state: DecodeState, logits, row, tokens, data_rank, entry, hold, columns
 ) -> DecodeState:
     """Starts responses to a resident prompt.
 
-    logits [G, V], of which `row` is the prompt's; `columns`: arrays [n] by the name of the field
+    logits [G, V], of which `row` is the prompt's; `tokens` int32 [longest_read]: its own, None
+    where nothing is looked up in them; `columns`: arrays [n] by the name of the field
     that they set, with "slot", out of range to leave one out. `hold` keeps the prompt though
     nobody answers it.
     """
@@ -270,6 +298,10 @@ def admit(
             *("temperature", "top_k", "top_p"),
         )
     }
+    if tokens is not None:
+        width = state.history.shape[1]
+        known = jnp.pad(tokens, (0, width - len(tokens)))
+        fields["history"] = put(state.history, jnp.broadcast_to(known[None], (len(slot), width)))
     first = jax.lax.dynamic_index_in_dim(logits, row, keepdims=False)
     return state.replace(
         **fields,

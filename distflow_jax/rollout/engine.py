@@ -31,6 +31,7 @@ class RolloutTokens(engine_api.ResultTokens):
 
     logp_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
     margin_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
+    speculation_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
 
     def convert_to_numpy(self) -> "RolloutTokens":
         """The same on the host, in one transfer."""
@@ -45,6 +46,10 @@ class RolloutTokens(engine_api.ResultTokens):
         """Lead of each token over the runner-up in perturbed logits, float32 [B, k]."""
         start, stop = self.margin_idx
         return np.ascontiguousarray(self.data[:, start:stop]).view(np.float32)
+
+    def speculation(self) -> np.ndarray:
+        """Tokens guessed for each slot and how many of these held, int [B, 2]; [B, 0] where off."""
+        return self.data[:, slice(*self.speculation_idx)]
 
     def active(self) -> np.ndarray:
         """Which slots go on, bool [B]."""
@@ -119,12 +124,14 @@ class RolloutEngine(engine_api.Engine):
                 f"prompt {config.max_prompt} + response {config.max_response} tokens exceed the "
                 f"model's {model.max_position} positions"
             )
+        decode_state.check_speculation(config)
         self.model, self.config, self._mesh = model, config, mesh
         self.shapes = StateShapes(model, config, mesh)
         self.buckets = prefill.buckets(config)
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self._tokenizer = tokenizer
         self._width = min(config.group_size, self.shapes.slots)
+        self._result_tokens = decode_state.result_tokens(config)
 
         layout = self.shapes.shardings()
         whole = NamedSharding(mesh, PartitionSpec())
@@ -207,22 +214,24 @@ class RolloutEngine(engine_api.Engine):
         return self.start(prefix, decode_state, slots, requests)[0]
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, RolloutTokens]:
-        """Up to k tokens for every active slot. Donates decode_state.
+        """k steps, of up to 1 + d tokens for every active slot. Donates decode_state.
 
-        Returns early once `exit_below` or fewer slots are active. In the result a slot's tokens are
-        packed to the front and `valid` tells how many there are; the end token is one of them.
+        d: tokens that are guessed in a step (`speculative_tokens`), 0 where that is off. Returns
+        early once `exit_below` or fewer slots are active. In the result a slot's tokens are packed
+        to the front and `valid` tells how many there are; the end token is one of them.
         """
-        k = self.config.tokens_per_call
+        r = self._result_tokens
+        counted = 2 if self.config.speculative_tokens else 0
         decode_state, data = self._generate(params, decode_state)
-        span = [(i * k, (i + 1) * k) for i in range(2)]
         return decode_state, RolloutTokens(
             data=data,
-            tokens_idx=span[0],
-            valid_idx=span[1],
-            length_idx=(2 * k, 2 * k + 1),
+            tokens_idx=(0, r),
+            valid_idx=(r, 2 * r),
+            length_idx=(2 * r, 2 * r + 1),
             samples_per_slot=1,
-            logp_idx=(2 * k + 1, 3 * k + 1),
-            margin_idx=(3 * k + 1, 4 * k + 1),
+            logp_idx=(2 * r + 1, 3 * r + 1),
+            margin_idx=(3 * r + 1, 4 * r + 1),
+            speculation_idx=(4 * r + 1, 4 * r + 1 + counted),
         )
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState:
@@ -288,7 +297,15 @@ class RolloutEngine(engine_api.Engine):
         row = prefill.pack(prompts, self.config)
         key, value, logits = self._row(params, row.tokens, row.segment, row.position, row.last)
         return [
-            Prefix(key, value, logits, np.int32(i), np.int32(offset), np.int32(len(prompt)))
+            Prefix(
+                key,
+                value,
+                logits,
+                np.int32(i),
+                np.int32(offset),
+                np.int32(len(prompt)),
+                prefill.known_tokens(prompt, self.config),
+            )
             for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
         ]
 
@@ -320,6 +337,7 @@ class RolloutEngine(engine_api.Engine):
             np.int32(entry),
             prefix.logits,
             prefix.row,
+            prefix.tokens,
             np.bool_(hold),
             columns,
         )
@@ -335,11 +353,13 @@ class RolloutEngine(engine_api.Engine):
         members: Sequence[int],
         hold: bool,
     ) -> DecodeState:
-        """Starts more responses to a resident prompt: see `start`. Of `prefix` only the logits are
-        used."""
+        """Starts more responses to a resident prompt: see `start`. Of `prefix` only the logits and
+        tokens are used."""
         rank, columns = self._columns(slots, requests, members)
         entry, hold = np.int32(entry), np.bool_(hold)
-        return self._admit(state, prefix.logits, prefix.row, rank, entry, hold, columns)
+        return self._admit(
+            state, prefix.logits, prefix.row, prefix.tokens, rank, entry, hold, columns
+        )
 
     def change(
         self,
@@ -418,6 +438,9 @@ class RolloutEngine(engine_api.Engine):
         room = decode_state.longest_read(self.config) + size
         room = self.config.page_size * decode_state.pages_of(room, self.config.page_size)
         before = 0 if existing is None else int(existing.length)
+        known = tokens
+        if existing is not None and existing.tokens is not None:
+            known = np.concatenate([np.asarray(existing.tokens)[:before], tokens])
         if existing is None:
             key, value = self._room(room)
         else:
@@ -429,18 +452,19 @@ class RolloutEngine(engine_api.Engine):
                 params, padded, np.int32(len(piece)), key, value, np.int32(before)
             )
             before += len(piece)
-        return Prefix(key, value, logits, np.int32(0), np.int32(0), np.int32(before))
+        known = prefill.known_tokens(known, self.config)
+        return Prefix(key, value, logits, np.int32(0), np.int32(0), np.int32(before), known)
 
 
 def _insert(
-    shapes, state, key, value, offset, length, rank, entry, logits, row, hold, columns
+    shapes, state, key, value, offset, length, rank, entry, logits, row, tokens, hold, columns
 ) -> tuple[DecodeState, jax.Array]:
     zero = jnp.int32(0)
     state = decode_state.vacated(state, columns["slot"])
     state, entry = decode_state.place_prompt(
         shapes, state, key, value, offset, length, zero, rank, entry
     )
-    state = decode_state.admit(shapes, state, logits, row, rank, entry, hold, columns)
+    state = decode_state.admit(shapes, state, logits, row, tokens, rank, entry, hold, columns)
     return state, entry
 
 

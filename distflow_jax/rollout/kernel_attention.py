@@ -67,7 +67,8 @@ def over_table(
 def append_pages(
     cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes one token per slot, page by page: key, value [layers, D, S, K, H].
+    """Writes tokens page by page, S slots times the new tokens of one: key, value
+    [layers, D, S, K, H].
 
     `page` int32 [D, S], N to drop it; `within` int32 [D, S]: its place there. On TPUs a scatter
     into the cache makes XLA copy all of it; a page that is read, changed and written back does not.

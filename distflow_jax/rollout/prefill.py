@@ -17,7 +17,12 @@ from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.decode import head_logits
-from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, pages_of
+from distflow_jax.rollout.decode_state import (
+    EngineConfig,
+    StateShapes,
+    longest_read,
+    pages_of,
+)
 
 
 @struct.dataclass
@@ -30,6 +35,7 @@ class Prefix:
     row: Any  # int32: which of them
     offset: Any  # int32: where the prompt begins in them, tokens
     length: Any  # int32, tokens
+    tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +128,15 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], length - 1, 1, axis=0)
         return key, value, head_logits(decoder, last, shapes.config.dtype)
+
+
+def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
+    """The prompt as `Prefix` carries it; None where nobody looks things up in it."""
+    if not config.speculative_tokens:
+        return None
+    padded = np.zeros(longest_read(config), np.int32)
+    padded[: len(tokens)] = tokens[: len(padded)]
+    return padded
 
 
 def no_tokens(shapes: StateShapes, room: int):

@@ -25,6 +25,8 @@ class RolloutConfig:
     num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
     cache_fraction: float = 0.3  # of a device's memory for the cache, where num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
+    speculative_tokens: int = 0  # guessed in a step from what a slot's text repeats; 0: off
+    speculative_ngram: int = 2  # tokens that must have stood before for a guess
     attention: str = "auto"  # the platform's: "pages" on CPU, the kernels "gpu" and "tpu" there
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
@@ -44,10 +46,11 @@ class RolloutConfig:
             "tokens_per_call",
             "max_turns",
             "prefill_tokens",
+            "speculative_ngram",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_slots", "cache_tokens", "page_size"):
+        for name in ("num_slots", "cache_tokens", "page_size", "speculative_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 < self.cache_fraction < 1:

@@ -53,6 +53,8 @@ class RolloutStats:
     prompts: int = 0  # read, one for all responses to it
     tokens: int = 0  # sampled
     preempted: int = 0  # responses put back because the cache was full
+    proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
+    accepted: int = 0  # of these, what was drawn too
 
 
 @dataclasses.dataclass
@@ -596,6 +598,7 @@ class Scheduler:
         self.stats.generate_calls += 1
         host = result.convert_to_numpy()
         logp, margin, goes_on = host.logp(), host.margin(), host.active()
+        guesses = host.speculation()
         free, ranks = host.free_pages(), self.engine.shapes.ranks
         self._pages = [int(free[r * self.engine.shapes.slots]) for r in range(ranks)]
         responses, moved = [], set()
@@ -606,6 +609,9 @@ class Scheduler:
             data = host.get_result_at_slot(slot)
             count = int(data.valid[0].sum())
             self.stats.tokens += count
+            if guesses.shape[1]:
+                self.stats.proposed += int(guesses[slot, 0])
+                self.stats.accepted += int(guesses[slot, 1])
             if count:
                 version = np.full(count, self.version, np.int32)
                 part = (data.tokens[0, :count], logp[slot, :count], margin[slot, :count], version)
