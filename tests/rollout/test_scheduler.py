@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 from test_engine import CONFIG, NEAR_TIE, REQUESTS, STOP_IDS, Sampler, by_uid, make_requests
-from tiny_model import TINY, prompt_of, random_params
+from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import num_pages
-from distflow_jax.rollout.scheduler import GroupRequest, Scheduler
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.scheduler import GroupRequest, Scheduler, run_requests
 
 OTHER = random_params(TINY, 5)
 
@@ -18,6 +19,12 @@ OTHER = random_params(TINY, 5)
 def sampler():
     """One that can read a prompt with all of its response, piece by piece."""
     return Sampler(max_read=52, prefill_tokens=32, max_forced=6)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """One whose prompts may be as long as another's prompt and response together."""
+    return Sampler(max_prompt=52)
 
 
 @pytest.fixture(scope="module")
@@ -223,14 +230,15 @@ def test_weights_are_swapped_between_two_calls(sampler, scheduler, responses, ca
 
 
 def test_what_cannot_be_read_again_is_not_computed_again():
-    other = Sampler()
-    scheduler = Scheduler(other.engine, other.params, state=other.state)
+    mesh = mesh_of(1, 1, names=("data", "tensor"))
+    engine = RolloutEngine(TINY, CONFIG, mesh, stop_ids=STOP_IDS, seed=3)
+    scheduler = Scheduler(engine, None)
     with pytest.raises(ValueError, match="make the engine with max_read=52, it has 0"):
-        scheduler.load(other.params, 1, cache="recompute")
+        scheduler.load(None, 1, cache="recompute")
     assert scheduler.version == 0
 
 
-def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler):
+def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler, reader):
     """A response gone on with after a swap is what the new weights make of its tokens so far."""
     request = dataclasses.replace(REQUESTS[2], num_samples=1, temperature=0.0, limit=20)
     scheduler.submit(request)
@@ -243,9 +251,9 @@ def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler):
     (response,) = drive(scheduler).values()
     scheduler.load(sampler.params, 3)
     prompt = prompt_of(request.prompt.counter, np.concatenate([request.prompt.tokens, so_far]))
-    fresh = Sampler(max_prompt=52)
-    fresh.params = fresh.engine.load_params(OTHER)
-    (wanted,) = fresh.run([GroupRequest(prompt, 1, 20 - len(so_far), temperature=0.0)])
+    requests = [GroupRequest(prompt, 1, 20 - len(so_far), temperature=0.0)]
+    others = reader.engine.load_params(OTHER)
+    reader.state, (wanted,), _ = run_requests(reader.engine, others, reader.state, requests)
     np.testing.assert_array_equal(response.tokens[len(so_far) :], wanted.tokens)
     np.testing.assert_allclose(response.logp[len(so_far) :], wanted.logp, atol=1e-4)
 
@@ -254,7 +262,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler):
 
 
 @pytest.mark.parametrize("answer", [3, 5, 9])
-def test_a_response_is_gone_on_with(sampler, scheduler, answer):
+def test_a_response_is_gone_on_with(scheduler, reader, answer):
     """A tool's answer of 3 or 5 tokens is fed beside the others' decoding, one of 9 read anew; both
     are what one prompt of all of it gives."""
     request = dataclasses.replace(REQUESTS[1], num_samples=2, limit=6, temperature=0.0, hold=True)
@@ -266,11 +274,10 @@ def test_a_response_is_gone_on_with(sampler, scheduler, answer):
         scheduler.extend(group, sample, tokens, limit=20)
         turns[sample] = np.concatenate([request.prompt.tokens, response.tokens, tokens])
     second = drive(scheduler)
-    other = Sampler(max_prompt=52)
     for (_, sample), response in second.items():
         spent = len(turns[sample]) - len(request.prompt.tokens)
         prompt = prompt_of(request.prompt.counter, turns[sample])
-        (wanted,) = other.run([GroupRequest(prompt, 1, 20 - spent, temperature=0.0)])
+        (wanted,) = reader.run([GroupRequest(prompt, 1, 20 - spent, temperature=0.0)])
         np.testing.assert_array_equal(response.tokens, wanted.tokens)
         np.testing.assert_allclose(response.logp, wanted.logp, atol=1e-4)
         scheduler.release(group, sample)

@@ -130,15 +130,19 @@ def test_what_is_written_lies_where_it_was_put():
 # -- the same tokens -------------------------------------------------------------------------------
 
 
+def more(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "d, ngram, changes",
     [
         (3, 2, {}),
-        (1, 1, {"slots": 3, "group_size": 2}),
         (7, 1, {"page_size": 8, "tokens_per_call": 2}),  # most guesses cross the end of a page
-        (4, 1, {"attention": "reference", "tokens_per_call": 1}),
-        (3, 1, {"axes": (4, 2)}),
-        (3, 1, {"prefill_tokens": 16}),  # most prompts are read in pieces
+        more(1, 1, {"slots": 3, "group_size": 2}),
+        more(4, 1, {"attention": "reference", "tokens_per_call": 1}),
+        more(3, 1, {"axes": (4, 2)}),
+        more(3, 1, {"prefill_tokens": 16}),  # most prompts are read in pieces
     ],
 )
 def test_tokens_are_those_of_plain_decoding(responses, d, ngram, changes):
@@ -153,6 +157,7 @@ def test_tokens_are_those_of_plain_decoding(responses, d, ngram, changes):
     assert {r.finished for r in got} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_for_all_slots():
     """Guesses take what room there is; who finds none waits, and the last one in is put back."""
     requests = [dataclasses.replace(REQUESTS[i], limit=40) for i in (0, 2)]
