@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.config import Config
@@ -17,6 +19,7 @@ regions:
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_is_constant(tmp_path, caplog):
     (tmp_path / "graph.yaml").write_text(GRAPH)
     changes = [

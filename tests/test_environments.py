@@ -88,6 +88,7 @@ def test_its_plan(folder):
     assert re.search(r"reward +environment_reward, finished, response +rollout +stay on host", plan)
 
 
+@pytest.mark.slow
 def test_what_an_environment_gives_is_the_score(tmp_path):
     """Score = function + environment, in training and in evaluation, and greedy baselines too."""
     file = tmp_path / "generous.py"

@@ -9,6 +9,7 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.observe.spans import read_trace
 from distflow_jax.observe.writers import read_metrics
 
+pytestmark = pytest.mark.slow  # two whole runs
 REWARD = """
 import time
 

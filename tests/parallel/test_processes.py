@@ -136,6 +136,7 @@ processes.shutdown()
 """
 
 
+@pytest.mark.slow  # seconds alone, minutes at times behind hundreds of others
 @pytest.mark.multiprocess
 def test_tasks_of_a_slurm_step_find_each_other():
     step = {

@@ -289,7 +289,7 @@ def test_number_of_slots_and_tokens_per_call(responses):
     assert_agree(other.run(REQUESTS), responses)
 
 
-@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("axes", [pytest.param((1, 1), marks=pytest.mark.slow), (4, 2)])
 def test_kernels_give_what_pages_give(responses, axes):
     """The way to the kernels, with the plain form in their place: tables, and a mesh of shards."""
     other = Sampler(axes, attention="reference")

@@ -261,7 +261,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler, read
 # -- turns -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [3, 5, 9])
+@pytest.mark.parametrize("answer", [pytest.param(3, marks=pytest.mark.slow), 5, 9])
 def test_a_response_is_gone_on_with(scheduler, reader, answer):
     """A tool's answer of 3 or 5 tokens is fed beside the others' decoding, one of 9 read anew; both
     are what one prompt of all of it gives."""

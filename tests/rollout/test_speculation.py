@@ -137,7 +137,7 @@ def more(*values):
 @pytest.mark.parametrize(
     "d, ngram, changes",
     [
-        (3, 2, {}),
+        more(3, 2, {}),
         (7, 1, {"page_size": 8, "tokens_per_call": 2}),  # most guesses cross the end of a page
         more(1, 1, {"slots": 3, "group_size": 2}),
         more(4, 1, {"attention": "reference", "tokens_per_call": 1}),
@@ -178,6 +178,7 @@ def test_used_slots_are_as_good_as_new(sampler, responses):
     assert_agree(list(first.values()), responses)
 
 
+@pytest.mark.slow
 def test_export_and_restore(sampler, responses):
     scheduler = Scheduler(sampler.engine, sampler.params, state=sampler.state)
     for request in REQUESTS:
@@ -190,7 +191,9 @@ def test_export_and_restore(sampler, responses):
     sampler.state = assert_all_free(scheduler)
 
 
-@pytest.mark.parametrize("answer", [3, 5, 9])
+@pytest.mark.parametrize(
+    "answer", [pytest.param(3, marks=pytest.mark.slow), 5, pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_a_tools_answer_is_fed(plain, sampler, answer):
     """Several tokens in a step, and guesses after the last of them; 9 are read anew."""
     turns = []
@@ -242,6 +245,7 @@ def test_frequencies_are_those_of_the_distribution():
 # -- faster ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_text_that_repeats_takes_fewer_steps():
     """Each token is followed by itself: all guesses hold, and a step gives 1 + d tokens."""
     params = random_params(TINY, 0)
