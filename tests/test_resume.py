@@ -85,6 +85,7 @@ def damage_newest(workdir, how):
     return steps[-1], steps[-2]
 
 
+@pytest.mark.slow
 def test_a_killed_and_damaged_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
     kill_at(tmp_path, 4)
     newest, before = damage_newest(tmp_path, "truncated")

@@ -54,13 +54,13 @@ def single(tmp_path_factory):
 REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
 LAYOUTS = {
     "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
-    "2 processes x 2 devices, sampler over both, reference fsdp 2": dict(
-        devices=4, processes=2, overrides=["mesh.rollout_tensor=4", REFERENCE]
-    ),
 }
 
 
 SLOW = {
+    "2 processes x 2 devices, sampler over both, reference fsdp 2": dict(
+        devices=4, processes=2, overrides=["mesh.rollout_tensor=4", REFERENCE]
+    ),
     "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
         devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
     ),
