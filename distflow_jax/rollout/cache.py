@@ -97,10 +97,9 @@ def write_prompt(
     owners: int,
     offset: jax.Array,
     count: jax.Array,
-    first: jax.Array,
 ) -> Cache:
     """Copies `count` pages of key, value [layers, T, K, H] from token `offset` on to the highest
-    free pages of a rank, as the pages `first`, `first` + 1, ... of `owner`.
+    free pages of a rank, as the pages 0, 1, ... of `owner`.
 
     T is whole pages; what lies beyond it is filled with its last token's. There must be as many
     free pages: the caller counts them.
@@ -120,7 +119,7 @@ def write_prompt(
         cache.key.at[:, data_rank, page].set(k, mode="drop"),
         cache.value.at[:, data_rank, page].set(v, mode="drop"),
         cache.owner.at[data_rank, page].set(owner, mode="drop"),
-        cache.rank.at[data_rank, page].set(first + nth, mode="drop"),
+        cache.rank.at[data_rank, page].set(nth, mode="drop"),
     )
 
 

@@ -19,7 +19,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.transformer import param_shardings
-from distflow_jax.rollout import decode, decode_state, prefill
+from distflow_jax.rollout import decode, decode_state, occupancy, prefill
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.prefill import Prefix
@@ -153,10 +153,9 @@ class RolloutEngine(engine_api.Engine):
             functools.partial(prefill.widen, self.shapes), static_argnums=3, out_shardings=whole
         )
         self._piece = program(prefill.read_piece, donate=(3, 4))
-        self._insert = program(_insert, out=(layout, whole), donate=0)
-        self._place = program(decode_state.place_prompt, out=(layout, whole), donate=0)
-        self._admit = program(decode_state.admit, out=layout, donate=0)
-        self._change = program(_change, out=layout, donate=0)
+        self._insert = program(occupancy.insert, out=(layout, whole), donate=0)
+        self._admit = program(occupancy.admit, out=layout, donate=0)
+        self._change = program(occupancy.change, out=layout, donate=0)
         self._generate = program(
             decode.generate, out=(layout, whole), donate=1, bound=(self.stop_ids,)
         )
@@ -327,20 +326,7 @@ class RolloutEngine(engine_api.Engine):
         stays though nobody answers it. Returns the entry too. There must be pages for it.
         """
         rank, columns = self._columns(slots, requests, members)
-        return self._insert(
-            state,
-            prefix.key,
-            prefix.value,
-            prefix.offset,
-            prefix.length,
-            rank,
-            np.int32(entry),
-            prefix.logits,
-            prefix.row,
-            prefix.tokens,
-            np.bool_(hold),
-            columns,
-        )
+        return self._insert(state, prefix, rank, np.int32(entry), np.bool_(hold), columns)
 
     def join(
         self,
@@ -454,29 +440,3 @@ class RolloutEngine(engine_api.Engine):
             before += len(piece)
         known = prefill.known_tokens(known, self.config)
         return Prefix(key, value, logits, np.int32(0), np.int32(0), np.int32(before), known)
-
-
-def _insert(
-    shapes, state, key, value, offset, length, rank, entry, logits, row, tokens, hold, columns
-) -> tuple[DecodeState, jax.Array]:
-    zero = jnp.int32(0)
-    state = decode_state.vacated(state, columns["slot"])
-    state, entry = decode_state.place_prompt(
-        shapes, state, key, value, offset, length, zero, rank, entry
-    )
-    state = decode_state.admit(shapes, state, logits, row, tokens, rank, entry, hold, columns)
-    return state, entry
-
-
-def _change(shapes, state, ends, free, forced, given, limit, emitted, exit_below) -> DecodeState:
-    wakes = given > 0
-    return state.replace(
-        active=(state.active | wakes) & ~ends,
-        kept=state.kept & ~ends,
-        forced=jnp.where(wakes[:, None], forced, state.forced),
-        forced_left=jnp.where(wakes, given, state.forced_left),
-        limit=jnp.where(wakes, limit, state.limit),
-        emitted=jnp.where(wakes, emitted, state.emitted),
-        prompt_held=state.prompt_held & ~free,
-        exit_below=exit_below,
-    )

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from distflow_jax.models.kernels.merge import Part
 from distflow_jax.models.kernels.paged_attention import partial_attention
 from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.part import NEVER, Part
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -32,7 +32,8 @@ def over_table(
 ) -> Part:
     """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
 
-    `length` int32 [D, O]: tokens of each owner that count.
+    `length` int32 [D, O]: tokens of each owner that count. Returns out float32 like q, and the
+    log-sum-exp [D, O, K, R].
     """
     heads = q.shape[2]
 
@@ -40,7 +41,7 @@ def over_table(
         layers, _, pages = key.shape[:3]
         # layers are not sliced: a kernel's operand would be a copy of the layer
         flat = (x.reshape(layers * pages, *x.shape[3:]) for x in (key, value))
-        out, lse = partial_attention(
+        part = partial_attention(
             q[0],
             *flat,
             table[0] + layer * pages,
@@ -48,8 +49,6 @@ def over_table(
             implementation=implementation,
             interpret=interpret,
         )
-        none = lse == -jnp.inf
-        part = Part(jnp.where(none, NEVER, lse), jnp.where(none, 0.0, 1.0), out)
         return jax.tree.map(lambda x: x[None], part)
 
     row = _spec(heads, mesh, 1, 2)
@@ -59,7 +58,7 @@ def over_table(
         local,
         mesh=mesh,
         in_specs=(row, pages, pages, PartitionSpec(), ranks, ranks),
-        out_specs=Part(_spec(heads, mesh, 1, 1), _spec(heads, mesh, 1, 1), row),
+        out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
     )(q, cache.key, cache.value, layer, table, length)
 

@@ -26,8 +26,9 @@ from distflow_jax.rollout.environments import (
     Observed,
 )
 from distflow_jax.rollout.episodes import Episode
+from distflow_jax.rollout.responses import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
-from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, Scheduler
+from distflow_jax.rollout.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)

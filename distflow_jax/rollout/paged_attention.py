@@ -16,8 +16,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.kernels.merge import Part, merge
 from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.part import NEVER, Part, merge
+
+_NEVER = -1e30  # finite: the difference of two is 0, not NaN
+
+
+class _Sums(NamedTuple):
+    """Softmax over the keys seen so far, not divided yet: out / total is their weighted value."""
+
+    top: jax.Array  # [..., R]: the largest logit, _NEVER where there was no key
+    total: jax.Array  # [..., R]: sum of exp(logit - top)
+    out: jax.Array  # [..., R, H]: sum of exp(logit - top) value
+
+    def part(self) -> Part:
+        """Divided, with the log-sum-exp."""
+        none = self.total == 0.0
+        total = jnp.where(none, 1.0, self.total)
+        return self.out / total[..., None], jnp.where(none, -jnp.inf, self.top + jnp.log(total))
 
 
 class Group(NamedTuple):
@@ -53,7 +69,8 @@ def _group(cache: Cache, first: int, length: jax.Array, used: jax.Array, most: i
 
 
 def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Part:
-    """Rows q [D, O, K, R, H] of each owner over its pages in one layer of the cache.
+    """Rows q [D, O, K, R, H] of each owner over its pages in one layer: out float32 like q, and the
+    log-sum-exp [D, O, K, R].
 
     Pages are read where they lie, queries are brought to them, and what each page gives is added up
     by owner with a product: moving keys and values would cost more than using them.
@@ -62,7 +79,7 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
     width, chunk = cache.key.shape[-1], group.chunk
     scale = head_dim**-0.5
 
-    def step(index, part):
+    def step(index, sums):
         start = index * chunk
         at = (layer, 0, start, 0, 0, 0)
         k = jax.lax.dynamic_slice(cache.key, at, (1, ranks, chunk, *cache.key.shape[3:]))[0]
@@ -77,27 +94,24 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
 
         queries = jax.vmap(lambda q, who: q[who])(q, who)
         logits = jnp.einsum("DCKRH,DCKHW->DCKRW", queries, k).astype(jnp.float32) * scale
-        logits = jnp.where(valid, logits, NEVER)
+        logits = jnp.where(valid, logits, _NEVER)
         hot = mine[..., None, None]
-        top = jnp.max(jnp.where(hot, logits.max(-1)[:, None], NEVER), axis=2)
-        top = jnp.maximum(part.top, top)
+        top = jnp.max(jnp.where(hot, logits.max(-1)[:, None], _NEVER), axis=2)
+        top = jnp.maximum(sums.top, top)
         theirs = jax.vmap(lambda t, who: t[who])(top, who)
         weight = jnp.where(valid, jnp.exp(logits - theirs[..., None]), 0.0)
         out = jnp.einsum("DCKRW,DCKWH->DCKRH", weight.astype(v.dtype), v).astype(jnp.float32)
         add = mine.astype(jnp.float32)
-        shrink = jnp.exp(part.top - top)
-        return Part(
+        shrink = jnp.exp(sums.top - top)
+        return _Sums(
             top,
-            part.total * shrink + jnp.einsum("DOC,DCKR->DOKR", add, weight.sum(-1)),
-            part.out * shrink[..., None] + jnp.einsum("DOC,DCKRH->DOKRH", add, out),
+            sums.total * shrink + jnp.einsum("DOC,DCKR->DOKR", add, weight.sum(-1)),
+            sums.out * shrink[..., None] + jnp.einsum("DOC,DCKRH->DOKRH", add, out),
         )
 
-    return jax.lax.fori_loop(*group.chunks, step, _nothing(q))
-
-
-def _nothing(q: jax.Array) -> Part:
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    return Part(zeros + NEVER, zeros, jnp.zeros(q.shape, jnp.float32))
+    nothing = _Sums(zeros + _NEVER, zeros, jnp.zeros(q.shape, jnp.float32))
+    return jax.lax.fori_loop(*group.chunks, step, nothing).part()
 
 
 def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
@@ -105,11 +119,11 @@ def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     queries = q.shape[4]
     logits = jnp.einsum("DSKGQH,DSTKH->DSKGQT", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones((queries, queries), bool))
-    logits = jnp.where(causal[None, None, None, None], logits, NEVER)
+    logits = jnp.where(causal[None, None, None, None], logits, _NEVER)
     top = logits.max(-1)
     weight = jnp.exp(logits - top[..., None])
     out = jnp.einsum("DSKGQT,DSTKH->DSKGQH", weight.astype(v.dtype), v).astype(jnp.float32)
-    return Part(top, weight.sum(-1), out)
+    return _Sums(top, weight.sum(-1), out).part()
 
 
 # rows q [D, O, K, R, H] of a kind of owners, layer -> their attention over their pages
@@ -155,15 +169,10 @@ def slot_attention(
         return x.reshape(number * members, *x.shape[2:])[jnp.minimum(place, number * members - 1)]
 
     shared = over_prompts(jax.vmap(to_prompts)(flat, place), layer)
-    shared = Part(*(jax.vmap(to_slots)(x, place) for x in shared))
+    shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
     known = (place < number * members)[..., None, None]
-    shared = shared._replace(
-        top=jnp.where(known, shared.top, NEVER), total=jnp.where(known, shared.total, 0.0)
-    )
-    part = merge(shared, over_own(flat, layer))
-    new = over_new(rows, k, v)
-    new = Part(*(x.reshape(y.shape) for x, y in zip(new, part, strict=True)))
-    part = merge(part, new)
-    out = (part.out / part.total[..., None]).astype(q.dtype)
+    new = (x.reshape(y.shape) for x, y in zip(over_new(rows, k, v), (shared, lse), strict=True))
+    parts = (shared, jnp.where(known, lse, -jnp.inf)), over_own(flat, layer), tuple(new)
+    out = merge(parts)[0].astype(q.dtype)
     out = out.reshape(ranks, slots, kv_heads, heads // kv_heads, queries, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)

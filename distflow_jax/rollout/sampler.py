@@ -10,7 +10,8 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.scheduler import GroupRequest, Response, RolloutStats, run_requests
+from distflow_jax.rollout.responses import GroupRequest, Response, RolloutStats
+from distflow_jax.rollout.scheduler import run_requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,80 +7,15 @@ every process that shares an engine, schedules alike.
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from distflow_jax.batch import Prompt
 from distflow_jax.rollout.decode_state import DecodeState, longest_read, pages_of
 from distflow_jax.rollout.engine import Given, RolloutEngine, SlotRequest
 from distflow_jax.rollout.prefill import Prefix, max_prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupRequest:
-    """One prompt and how many responses are wanted to it."""
-
-    prompt: Prompt
-    num_samples: int
-    limit: int  # longest response in tokens, the end token included
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
-
-
-@dataclasses.dataclass
-class Response:
-    """What was sampled for one response, since it was last gone on with. Arrays are [T]."""
-
-    prompt: Prompt
-    sample: int
-    tokens: np.ndarray  # int32; the end token is part of it
-    logp: np.ndarray  # float32, of the distribution that was sampled
-    margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
-    finished: bool  # False: cut by the limit
-    version: np.ndarray  # int32: of the weights that each token was sampled by
-
-
-@dataclasses.dataclass
-class RolloutStats:
-    """What a rollout cost."""
-
-    generate_calls: int = 0
-    prefills: int = 0  # rows of prompts, or pieces of one
-    prompts: int = 0  # read, one for all responses to it
-    tokens: int = 0  # sampled
-    preempted: int = 0  # responses put back because the cache was full
-    proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
-    accepted: int = 0  # of these, what was drawn too
-
-
-@dataclasses.dataclass
-class Partial:
-    """A response that is under way, or has not begun: what `restore` needs to go on with it."""
-
-    request: GroupRequest
-    sample: int
-    fed: np.ndarray  # int32: what the response holds before `parts`: earlier turns, tools' answers
-    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """The response so far, int32 [T]."""
-        return np.concatenate([self.fed, *(part[0] for part in self.parts)])
-
-    def response(self, stops: frozenset[int]) -> Response:
-        """What has been sampled since it was last gone on with."""
-        columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
-        tokens, logp, margin, version = (
-            np.concatenate([empty, *(part[i] for part in self.parts)])
-            for i, empty in enumerate(columns)
-        )
-        finished = len(tokens) > 0 and int(tokens[-1]) in stops
-        prompt = self.request.prompt
-        return Response(prompt, self.sample, tokens, logp, margin, finished, version)
+from distflow_jax.rollout.responses import GroupRequest, Partial, Response, RolloutStats
 
 
 @dataclasses.dataclass
@@ -162,6 +97,19 @@ class Scheduler:
         """Whether a response waits or runs; those that ended and are held do not count."""
         return bool(self._heap or self._resumed or any(not s.ended for s in self._running.values()))
 
+    @property
+    def free_slots(self) -> int:
+        """Slots that no response holds."""
+        return sum(map(len, self._free))
+
+    def under_way(self) -> Iterator[tuple[int, Partial]]:
+        """(id of its group, what has been sampled so far) of each response that has begun."""
+        for _, held in sorted(self._running.items()):
+            if not held.ended:
+                yield held.group.id, held.partial
+        for group, partial in self._resumed:
+            yield group.id, partial
+
     def submit(
         self, request: GroupRequest, on_response: Callable[[Response], None] | None = None
     ) -> int:
@@ -207,6 +155,23 @@ class Scheduler:
         group.left = 0
         self._settle(group)
         return cut
+
+    def abort_sample(self, group_id: int, sample: int) -> None:
+        """Gives up one response that is under way; the rest of its group goes on.
+
+        ValueError where it is not under way.
+        """
+        for slot, held in sorted(self._running.items()):
+            if held.group.id == group_id and held.partial.sample == sample:
+                self._leave(slot)
+                self._end(held.group)
+                return
+        for index, (group, partial) in enumerate(self._resumed):
+            if group.id == group_id and partial.sample == sample:
+                del self._resumed[index]
+                self._end(group)
+                return
+        raise ValueError(f"response {sample} of request {group_id} is not under way")
 
     def pause(self) -> None:
         """`step` does nothing until `resume`; caches are kept."""
@@ -460,7 +425,7 @@ class Scheduler:
                 params=self._params, padded_tokens=tokens, true_length=len(tokens)
             )
             return
-        slots, row, length = sum(map(len, self._free)), [], 0
+        slots, row, length = self.free_slots, [], 0
         prompts = max_prompts(most, self.engine.config.page_size)
         for group in (entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])):
             if group.prefix is not None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.scheduler import Response
+from distflow_jax.rollout.responses import Response
+from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.serve_messages import SampleRequest
-from distflow_jax.rollout.serve_scheduler import StreamingScheduler
 from distflow_jax.rollout.serve_text import StopText, TextStream
 from distflow_jax.rollout.serve_weights import Weights
 
@@ -76,7 +76,7 @@ class SamplerService:
         self._tokenizer, self._weights = tokenizer, weights
         self._stops = set(engine.stop_ids)
         with weights.turns:
-            self.scheduler = StreamingScheduler(engine, weights.params, version=weights.version)
+            self.scheduler = Scheduler(engine, weights.params, version=weights.version)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)

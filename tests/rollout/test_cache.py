@@ -57,7 +57,7 @@ def test_pages_of_those_who_are_gone_are_free():
 
 
 def test_prompts_take_the_highest_pages():
-    """A part of a row that starts at its fourth token, as the prompt's third page and on."""
+    """A part of a row that starts at its fourth token."""
     rng = np.random.default_rng(0)
     shape = (TINY.num_layers, 4 * WIDTH, TINY.num_kv_heads, TINY.head_dim)
     key, value = (jnp.array(rng.normal(size=shape), jnp.float32) for _ in range(2))
@@ -71,10 +71,9 @@ def test_prompts_take_the_highest_pages():
         owners=OWNERS,
         offset=jnp.int32(3),
         count=jnp.int32(2),
-        first=jnp.int32(2),
     )
     np.testing.assert_array_equal(cache.owner[1], [0, 1, 2, 6, 6, 6, PROMPT, PROMPT])
-    np.testing.assert_array_equal(cache.rank[1, 6:], [3, 2])
+    np.testing.assert_array_equal(cache.rank[1, 6:], [1, 0])
     assert PROMPT not in np.asarray(cache.owner[0])
     for page, start in ((7, 3), (6, 3 + WIDTH)):
         np.testing.assert_array_equal(

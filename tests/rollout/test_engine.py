@@ -20,7 +20,8 @@ from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine, SlotRequest
-from distflow_jax.rollout.scheduler import GroupRequest, run_requests
+from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
 PARAMS = random_params(TINY, 2)

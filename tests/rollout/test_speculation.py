@@ -14,8 +14,9 @@ from distflow_jax.models.config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import speculation
 from distflow_jax.rollout.engine import RolloutEngine, SlotRequest
+from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import GroupRequest, Scheduler, run_requests
+from distflow_jax.rollout.scheduler import Scheduler, run_requests
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back
 PARAMS = random_params(SMALL, 2)

@@ -5,8 +5,8 @@ import pytest
 from serving import engine, weights_of
 from tiny_model import TINY, prompt_of
 
-from distflow_jax.rollout.scheduler import GroupRequest, run_requests
-from distflow_jax.rollout.serve_scheduler import StreamingScheduler
+from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.scheduler import Scheduler, run_requests
 
 
 def group(uid, samples, limit=200):
@@ -37,7 +37,7 @@ def drain(scheduler):
 
 
 def test_tokens_under_way_are_the_start_of_the_response(wanted):
-    scheduler = StreamingScheduler(engine(), weights_of(2))
+    scheduler = Scheduler(engine(), weights_of(2))
     first = scheduler.submit(group(0, 4))
     scheduler.step()
     scheduler.step()
@@ -53,7 +53,7 @@ def test_tokens_under_way_are_the_start_of_the_response(wanted):
 
 @pytest.mark.parametrize("put_back", [False, True])
 def test_one_response_ends_and_the_others_go_on(wanted, put_back):
-    scheduler = StreamingScheduler(engine(), weights_of(2))
+    scheduler = Scheduler(engine(), weights_of(2))
     ids = [scheduler.submit(group(uid, 6)) for uid in range(2)]
     scheduler.step()
     gone = [(p.request.prompt.counter, p.sample) for _, p in scheduler.under_way()][::3]
@@ -70,7 +70,7 @@ def test_one_response_ends_and_the_others_go_on(wanted, put_back):
 
 
 def test_a_group_whose_last_response_is_given_up_is_over():
-    scheduler = StreamingScheduler(engine(), weights_of(2))
+    scheduler = Scheduler(engine(), weights_of(2))
     id = scheduler.submit(group(0, 1))
     scheduler.step()
     scheduler.abort_sample(id, 0)

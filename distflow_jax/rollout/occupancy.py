@@ -1,0 +1,141 @@
+"""Who is in the slots: prompts that become resident, responses that start, end and are fed.
+
+B slots in all, D data ranks, P prompts of a rank, G prompts of a row, V vocabulary, F tokens that
+are fed at most. `columns`: arrays [n] by the name of the field of the decode state that they set,
+with "slot", out of range to leave one out.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.rollout import cache as cache_lib
+from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
+from distflow_jax.rollout.prefill import Prefix
+
+Columns = dict[str, jax.Array]
+
+
+def place_prompt(
+    shapes: StateShapes, state: DecodeState, prefix: Prefix, data_rank: jax.Array, entry: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Makes a prompt resident as `entry` of a data rank, < 0: the lowest that is free.
+
+    It is held until `admit` says otherwise. Returns the entry too.
+    """
+    state = shapes.released(state)
+    used = shapes.alive(state)[data_rank, shapes.slots :]
+    entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
+    cache = cache_lib.write_prompt(
+        state.cache,
+        prefix.key,
+        prefix.value,
+        data_rank=data_rank,
+        owner=shapes.slots + entry,
+        owners=shapes.owners,
+        offset=prefix.offset,
+        count=pages_of(prefix.length, shapes.config.page_size),
+    )
+    state = state.replace(
+        cache=cache,
+        prompt_length=state.prompt_length.at[data_rank, entry].set(prefix.length),
+        prompt_held=state.prompt_held.at[data_rank, entry].set(True),
+    )
+    return state, entry
+
+
+def insert(
+    shapes: StateShapes,
+    state: DecodeState,
+    prefix: Prefix,
+    data_rank: jax.Array,
+    entry: jax.Array,
+    hold: jax.Array,
+    columns: Columns,
+) -> tuple[DecodeState, jax.Array]:
+    """`place_prompt`, then `admit`. Returns the entry too."""
+    state = _vacated(state, columns["slot"])
+    state, entry = place_prompt(shapes, state, prefix, data_rank, entry)
+    read = prefix.logits, prefix.row, prefix.tokens
+    return admit(shapes, state, *read, data_rank, entry, hold, columns), entry
+
+
+def admit(
+    shapes: StateShapes,
+    state: DecodeState,
+    logits: jax.Array,
+    row: jax.Array,
+    tokens: jax.Array | None,
+    data_rank: jax.Array,
+    entry: jax.Array,
+    hold: jax.Array,
+    columns: Columns,
+) -> DecodeState:
+    """Starts responses to a resident prompt.
+
+    logits [G, V], of which `row` is the prompt's; `tokens` int32 [longest_read]: its own, None
+    where nothing is looked up in them. `hold` keeps the prompt though nobody answers it.
+    """
+    slot = columns["slot"]
+    state = shapes.released(_vacated(state, slot))
+
+    def put(column, value):
+        return column.at[slot].set(value, mode="drop")
+
+    length = state.prompt_length[data_rank, entry]
+    fields = {
+        name: put(getattr(state, name), columns[name])
+        for name in (
+            *("member", "counter", "sample", "limit", "emitted", "kept"),
+            *("temperature", "top_k", "top_p"),
+        )
+    }
+    if tokens is not None:
+        width = state.history.shape[1]
+        known = jnp.pad(tokens, (0, width - len(tokens)))
+        fields["history"] = put(state.history, jnp.broadcast_to(known[None], (len(slot), width)))
+    first = jax.lax.dynamic_index_in_dim(logits, row, keepdims=False)
+    return state.replace(
+        **fields,
+        logits=put(state.logits, jnp.broadcast_to(first[None], (len(slot), *first.shape))),
+        length=put(state.length, length),
+        own=put(state.own, 0),
+        prompt=put(state.prompt, entry),
+        active=put(state.active, columns["limit"] > columns["emitted"]),
+        forced_left=put(state.forced_left, 0),
+        prompt_held=state.prompt_held.at[data_rank, entry].set(hold),
+    )
+
+
+def change(
+    shapes: StateShapes,
+    state: DecodeState,
+    ends: jax.Array,
+    free: jax.Array,
+    forced: jax.Array,
+    given: jax.Array,
+    limit: jax.Array,
+    emitted: jax.Array,
+    exit_below: jax.Array,
+) -> DecodeState:
+    """Ends the slots of `ends` bool [B], frees the prompts of `free` bool [D, P], and wakes those
+    that are `given` int32 [B] > 0 tokens, the last ones of their rows of `forced` int32 [B, F],
+    with a `limit` and tokens `emitted` of their own, int32 [B]."""
+    wakes = given > 0
+    return state.replace(
+        active=(state.active | wakes) & ~ends,
+        kept=state.kept & ~ends,
+        forced=jnp.where(wakes[:, None], forced, state.forced),
+        forced_left=jnp.where(wakes, given, state.forced_left),
+        limit=jnp.where(wakes, limit, state.limit),
+        emitted=jnp.where(wakes, emitted, state.emitted),
+        prompt_held=state.prompt_held & ~free,
+        exit_below=exit_below,
+    )
+
+
+def _vacated(state: DecodeState, slots: jax.Array) -> DecodeState:
+    """The state without who is in `slots`: their pages are free when they are next looked for."""
+    return state.replace(
+        active=state.active.at[slots].set(False, mode="drop"),
+        kept=state.kept.at[slots].set(False, mode="drop"),
+    )

@@ -1,0 +1,72 @@
+"""What is asked of the sampler, and what comes back. T tokens."""
+
+import dataclasses
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRequest:
+    """One prompt and how many responses are wanted to it."""
+
+    prompt: Prompt
+    num_samples: int
+    limit: int  # longest response in tokens, the end token included
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
+
+
+@dataclasses.dataclass
+class Response:
+    """What was sampled for one response, since it was last gone on with. Arrays are [T]."""
+
+    prompt: Prompt
+    sample: int
+    tokens: np.ndarray  # int32; the end token is part of it
+    logp: np.ndarray  # float32, of the distribution that was sampled
+    margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
+    finished: bool  # False: cut by the limit
+    version: np.ndarray  # int32: of the weights that each token was sampled by
+
+
+@dataclasses.dataclass
+class RolloutStats:
+    """What a rollout cost."""
+
+    generate_calls: int = 0
+    prefills: int = 0  # rows of prompts, or pieces of one
+    prompts: int = 0  # read, one for all responses to it
+    tokens: int = 0  # sampled
+    preempted: int = 0  # responses put back because the cache was full
+    proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
+    accepted: int = 0  # of these, what was drawn too
+
+
+@dataclasses.dataclass
+class Partial:
+    """A response that is under way, or has not begun: what `restore` needs to go on with it."""
+
+    request: GroupRequest
+    sample: int
+    fed: np.ndarray  # int32: what the response holds before `parts`: earlier turns, tools' answers
+    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The response so far, int32 [T]."""
+        return np.concatenate([self.fed, *(part[0] for part in self.parts)])
+
+    def response(self, stops: frozenset[int]) -> Response:
+        """What has been sampled since it was last gone on with."""
+        columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
+        tokens, logp, margin, version = (
+            np.concatenate([empty, *(part[i] for part in self.parts)])
+            for i, empty in enumerate(columns)
+        )
+        finished = len(tokens) > 0 and int(tokens[-1]) in stops
+        prompt = self.request.prompt
+        return Response(prompt, self.sample, tokens, logp, margin, finished, version)
