@@ -15,8 +15,9 @@ and for 4,096 tokens per slot. --batch, --prompt and --new make a case of one's 
 
 Every side is a process that stays resident; they take turns, round after round. Ratios are medians
 over rounds, each of a round's two neighbours. "Products" is the rate of the model's matrix products
-alone at the same batch, measured next to each round; the share is that of decode, without the time
-to the first token where that is known. "Roofline" is the least that decode must read (weights once
+alone at the same batch, plain x @ w, measured next to each round; "turned" has the weights on the
+left, as our sampler does on CPUs. Shares are those of decode, without the time to the first token
+where that is known. "Roofline" is the least that decode must read (weights once
 a step, used cache) over the measured bandwidth of a copy (read plus written). CPU-seconds count all
 threads. The exit code is 1 if ours compiled something after its warm-up, or if the larger cache
 makes a token cost more than 10 % more: CPU-seconds on CPU, seconds elsewhere.
@@ -98,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64, help="its responses' length")
     parser.add_argument("--samples", type=int, default=1, help="its responses per prompt")
     parser.add_argument("--tokens-per-call", type=int, default=16, help="ours: decode steps a call")
-    parser.add_argument("--cache-block", type=int, default=32, help="ours: tokens")
+    parser.add_argument("--page-size", type=int, default=64, help="ours: tokens of a page")
     args = parser.parse_args()
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.peers = [name for name in args.peers.split(",") if name]
@@ -220,7 +221,8 @@ def shares(record: dict[str, float], case: Case) -> dict[str, float]:
         if "least_bytes" in record:
             result["roofline_share"] = record["least_bytes"] / record["copy_bytes_per_s"] / seconds
     if "products_tokens_per_s" in record:
-        result["products_share"] = rate / record["products_tokens_per_s"]
+        for name in ("products", "turned_products"):
+            result[f"{name}_share"] = rate / record[f"{name}_tokens_per_s"]
     return result
 
 
@@ -247,7 +249,7 @@ def summary(records: list[dict[str, float]], ours: list[dict[str, float]], case:
 
 
 HEADER = (
-    "| case | side | tokens/s median (best) | decode tokens/s | first token s | share of products "
+    "| case | side | tokens/s median (best) | decode tokens/s | first token s | share of products / turned "
     "| of roofline | CPU-s | compilations | peak GiB | ours faster | ours less CPU |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -265,7 +267,7 @@ def row(case: str, side: str, r: dict[str, Any]) -> str:
         f"{r['tokens_per_s']:.1f} ({r['tokens_per_s_best']:.1f})",
         cell("decode_tokens_per_s", ".1f"),
         cell("first_token_s", ".3f"),
-        cell("products_share", ".2f"),
+        " / ".join(filter(None, (cell(f"{way}products_share", ".2f") for way in ("", "turned_")))),
         cell("roofline_share", ".2f"),
         cell("cpu_s", ".2f"),
         cell("compilations", "d"),

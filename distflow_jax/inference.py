@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config import Config, Machine, derive_sizes
-from distflow_jax.models.transformer import init_params, param_shardings, place_params
+from distflow_jax.models.transformer import arrange, init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
@@ -88,8 +89,9 @@ def read_weights(
         params = load_or_init_params(source, config.seed, mesh)
     local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
     replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
+    held = functools.partial(arrange, source.config, sizes.engine.weights)
     with turn or contextlib.nullcontext():
-        weights = WeightSync(replica, local, sizes.engine.dtype)(params)
+        weights = WeightSync(replica, local, sizes.engine.dtype, held)(params)
         return jax.block_until_ready(weights), step
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,7 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
-from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.transformer import arrange, param_shardings
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
 from distflow_jax.offload import Offload
@@ -77,7 +78,8 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     sync = None
     if engine is not None:
         replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
-        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype)
+        held = functools.partial(arrange, model, sizes.engine.weights)
+        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype, held)
     stages, first = contexts.stages(setup.plan.tasks)
     programs = _trace(setup, stages, first, meshes)
     units = {unit.name: unit for unit in setup.plan.units}

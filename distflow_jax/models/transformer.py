@@ -17,6 +17,7 @@ from flax import nnx
 
 from distflow_jax.models import rope
 from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
 from distflow_jax.parallel.rules import constrain, sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -83,6 +84,17 @@ def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
 
 
+def arrange(config: DecoderConfig, weights: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
+
+    `params` may be emptied.
+    """
+    mesh = params["final_norm"].sharding.mesh
+    if not are_apart(weights, mesh.devices.flat[0].platform):
+        return params
+    return set_apart(params, {path: spec.axes for path, spec in param_specs(config).items()})
+
+
 def abstract_params(config: Network) -> dict[str, Any]:
     """Nested dict of float32 ShapeDtypeStructs, one per parameter."""
     specs = param_specs(config)
@@ -142,54 +154,93 @@ class Decoder(nnx.Module):
         `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer.
         `remat`: recompute each layer in the backward pass instead of keeping its activations.
         """
-        c = self.config
-        frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        tables = rope.rotary_tables(position_BT, frequencies)
-        x = self._table(dtype)[tokens_BT]
-        x = constrain(x, "batch", "length", "activation")
-
-        # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
-        # inside the fusion that computes them, which takes longer than the products themselves
-        def flat(x):
-            return x.reshape(-1, *x.shape[2:])
-
-        def unflat(x):
-            return x.reshape(*tokens_BT.shape, *x.shape[1:])
-
-        def layer(x, inputs):
-            weights, extra = inputs
-            w = {name: value.astype(dtype) for name, value in weights.items()}
-            h = flat(rms_norm(x, weights["attention_norm"], c.norm_eps))
-            q = unflat(jnp.einsum("XD,DNH->XNH", h, w["query"]))
-            k = unflat(jnp.einsum("XD,DKH->XKH", h, w["key"]))
-            v = unflat(jnp.einsum("XD,DKH->XKH", h, w["value"]))
-            q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
-            k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
-            out, kept = attend(q, k, v, extra)
-            out = out.reshape(-1, c.num_heads * c.head_dim)
-            x = x + unflat(out @ w["output"].reshape(-1, c.hidden_size))
-            h = flat(rms_norm(x, weights["mlp_norm"], c.norm_eps))
-            gate = jnp.einsum("XD,DF->XF", h, w["gate"])
-            up = jnp.einsum("XD,DF->XF", h, w["up"])
-            h = flat(constrain(unflat(jax.nn.silu(gate) * up), "batch", "length", "mlp"))
-            x = x + unflat(jnp.einsum("XF,FD->XD", h, w["down"]))
-            return constrain(x, "batch", "length", "activation"), kept
-
-        stacked = params_of(self)["layers"]
-        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-        x, kept = jax.lax.scan(body, x, (stacked, layer_inputs))
-        return rms_norm(x, self.final_norm[...], c.norm_eps), kept
+        return hidden_states(
+            self.config,
+            params_of(self),
+            tokens_BT,
+            position_BT,
+            attend,
+            layer_inputs=layer_inputs,
+            dtype=dtype,
+            remat=remat,
+        )
 
     def head_weight(self, dtype: Any = jnp.float32) -> jax.Array:
         """Output projection [V, D]: the embedding itself where tied."""
-        if self.config.tie_embeddings:
-            return self._table(dtype)
-        return constrain(self.head[...].astype(dtype).T, "vocab", "activation")
+        return head_weight(self.config, params_of(self), dtype)
 
-    def _table(self, dtype: Any) -> jax.Array:
-        # Gathered here, over the data ranks. Left to choose, XLA gathers the tokens of all ranks
-        # for the lookup, and the head once per chunk of the loop over the vocabulary's logits.
-        return constrain(self.embed.embedding[...].astype(dtype), "vocab", "activation")
+
+def hidden_states(
+    c: DecoderConfig,
+    params: dict[str, Any],
+    tokens_BT: jax.Array,
+    position_BT: jax.Array,
+    attend: Attend,
+    *,
+    layer_inputs: Any = None,
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """`Decoder.hidden` of parameters as a nested dict; their layers stacked, or a list of them
+    apart (layer_weights.py)."""
+    frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+    tables = rope.rotary_tables(position_BT, frequencies)
+    x = _table(params, dtype)[tokens_BT]
+    x = constrain(x, "batch", "length", "activation")
+    apart = isinstance(params["layers"], list)
+    product = by_output if apart else by_input
+
+    # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
+    # inside the fusion that computes them, which takes longer than the products themselves
+    def flat(x):
+        return x.reshape(-1, *x.shape[2:])
+
+    def unflat(x):
+        return x.reshape(*tokens_BT.shape, *x.shape[1:])
+
+    def layer(x, inputs):
+        weights, extra = inputs
+        w = {name: value.astype(dtype) for name, value in weights.items()}
+        h = flat(rms_norm(x, weights["attention_norm"], c.norm_eps))
+        q, k, v = (unflat(product(h, w[name])) for name in ("query", "key", "value"))
+        q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
+        k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
+        out, kept = attend(q, k, v, extra)
+        out = out.reshape(-1, c.num_heads * c.head_dim)
+        x = x + unflat(product(out, w["output"], inputs=2))
+        h = flat(rms_norm(x, weights["mlp_norm"], c.norm_eps))
+        h = jax.nn.silu(product(h, w["gate"])) * product(h, w["up"])
+        h = flat(constrain(unflat(h), "batch", "length", "mlp"))
+        x = x + unflat(product(h, w["down"]))
+        return constrain(x, "batch", "length", "activation"), kept
+
+    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    if apart:
+        outputs = []
+        for number, weights in enumerate(params["layers"]):
+            extra = jax.tree.map(lambda x, number=number: x[number], layer_inputs)
+            x, kept = body(x, (weights, extra))
+            outputs.append(kept)
+        kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+    else:
+        x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs))
+    return rms_norm(x, params["final_norm"], c.norm_eps), kept
+
+
+def head_weight(c: DecoderConfig, params: dict[str, Any], dtype: Any = jnp.float32) -> jax.Array:
+    """Output projection [V, D]: the embedding itself where tied."""
+    if c.tie_embeddings:
+        return _table(params, dtype)
+    head = params["head"].astype(dtype)
+    if not isinstance(params["layers"], list):
+        head = head.T
+    return constrain(head, "vocab", "activation")
+
+
+def _table(params: dict[str, Any], dtype: Any) -> jax.Array:
+    # Gathered here, over the data ranks. Left to choose, XLA gathers the tokens of all ranks
+    # for the lookup, and the head once per chunk of the loop over the vocabulary's logits.
+    return constrain(params["embed"]["embedding"].astype(dtype), "vocab", "activation")
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:

@@ -5,6 +5,7 @@ trainer has a part of every host's devices, copies within the host follow (part_
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +21,18 @@ class WeightSync:
     `shardings` are the samplers' layouts on the replica mesh (a pytree like the parameters); the
     local mesh lists this process's devices in the same order, so its shards are the local arrays.
     The training mesh is that on which the parameters come: over all devices, or a part of them.
+    `arrange`: what becomes of the local arrays at last.
     """
 
-    def __init__(self, shardings: Any, local_mesh: Mesh, dtype: str):
+    def __init__(
+        self,
+        shardings: Any,
+        local_mesh: Mesh,
+        dtype: str,
+        arrange: Callable[[Any], Any] = lambda params: params,
+    ):
         target = jnp.dtype(dtype)
+        self._arrange = arrange
         self._from_part = functools.cache(lambda mesh: PartSync(mesh, shardings, local_mesh, dtype))
         self._devices = jax.tree.leaves(shardings)[0].mesh.size
         # copy: without it an equal layout and dtype would hand out the trainer's own buffers, which
@@ -38,13 +47,13 @@ class WeightSync:
         """Parameters on this process's own devices."""
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         if mesh.size < self._devices:
-            return self._from_part(mesh)(params)
+            return self._arrange(self._from_part(mesh)(params))
 
         def own(x, layout):
             shards = [shard.data for shard in x.addressable_shards]
             return jax.make_array_from_single_device_arrays(x.shape, layout, shards)
 
-        return jax.tree.map(own, self._reshard(params), self._local)
+        return self._arrange(jax.tree.map(own, self._reshard(params), self._local))
 
 
 def num_bytes(tree: Any) -> int:

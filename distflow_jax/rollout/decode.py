@@ -14,13 +14,16 @@ vocabulary.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.models.transformer import Decoder, bind
+from distflow_jax.models.kernels.merge import merge
+from distflow_jax.models.layer_weights import by_output
+from distflow_jax.models.transformer import head_weight, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import speculation
@@ -42,9 +45,11 @@ from distflow_jax.rollout.paged_attention import (
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
 
-def head_logits(decoder: Decoder, hidden: jax.Array, dtype: str) -> jax.Array:
+def head_logits(shapes: StateShapes, params: Any, hidden: jax.Array) -> jax.Array:
     """Next-token logits float32 [B, V] of hidden states [B, D]."""
-    weight = decoder.head_weight(dtype)
+    weight = head_weight(shapes.model, params, shapes.config.dtype)
+    if isinstance(params["layers"], list):
+        return by_output(hidden, weight, dtype=jnp.float32)
     return jnp.einsum("BD,VD->BV", hidden, weight, preferred_element_type=jnp.float32)
 
 
@@ -59,16 +64,20 @@ class Step(NamedTuple):
     accepted: jax.Array  # int32 [B]: of these, what was drawn too
 
 
+class Fed(NamedTuple):
+    """What the network made of the tokens it was fed."""
+
+    key: jax.Array  # [layers, B, Q, K, H], not in the cache yet
+    value: jax.Array
+    hidden: jax.Array  # [B, Q, D]
+
+
 def feed(
-    decoder: Decoder,
-    shapes: StateShapes,
-    state: DecodeState,
-    token_BQ: jax.Array,
-    count_B: jax.Array,
-) -> tuple[cache_lib.Cache, jax.Array]:
-    """Runs the network on Q tokens per slot, of which the first `count_B` are kept in the cache;
-    the others compute along. Returns the cache and hidden states [B, Q, D]."""
-    cache, by_rank = state.cache, shapes.by_rank
+    params: Any, shapes: StateShapes, state: DecodeState, token_BQ: jax.Array, count_B: jax.Array
+) -> Fed:
+    """Runs the network on Q tokens per slot, of which the first `count_B` count; the others compute
+    along."""
+    by_rank = shapes.by_rank
     over_own, over_prompts = _attentions(shapes, state)
 
     def attend(q, k, v, layer):
@@ -88,24 +97,36 @@ def feed(
         return out.reshape(q.shape), (k, v)
 
     nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
-    hidden, (key, value) = decoder.hidden(
+    hidden, (key, value) = hidden_states(
+        shapes.model,
+        params,
         token_BQ,
         state.length[:, None] + nth,
         attend,
         layer_inputs=jnp.arange(shapes.model.num_layers, dtype=jnp.int32),
         dtype=jnp.dtype(shapes.config.dtype),
     )
+    return Fed(key, value, hidden)
+
+
+def keep(
+    shapes: StateShapes, state: DecodeState, key: jax.Array, value: jax.Array, count_B: jax.Array
+) -> cache_lib.Cache:
+    """The cache with the first `count_B` of each slot's tokens: key, value [layers, B, Q, K, H].
+
+    Not a part of `feed`: a cache that is written in a branch of a program is copied by XLA.
+    """
+    cache = state.cache
+    nth = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
+    own = jnp.where(nth < count_B[:, None], state.own[:, None] + nth, -1)
+    places = cache_lib.place(cache, shapes.by_rank(own))
+    page, within = (x.reshape(shapes.ranks, -1) for x in places)
     split = (shapes.model.num_layers, shapes.ranks, -1)
     key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
-    own = jnp.where(nth < count_B[:, None], state.own[:, None] + nth, -1)
-    places = cache_lib.place(cache, by_rank(own))
-    page, within = (x.reshape(shapes.ranks, -1) for x in places)
     if shapes.attention == "tpu":
         keys, values = append_pages(cache, key, value, page, within, shapes.mesh)
-        cache = dataclasses.replace(cache, key=keys, value=values)
-    else:
-        cache = cache_lib.append(cache, key, value, page, within)
-    return cache, hidden
+        return dataclasses.replace(cache, key=keys, value=values)
+    return cache_lib.append(cache, key, value, page, within)
 
 
 def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, OverPages]:
@@ -115,14 +136,20 @@ def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, Ove
     if shapes.attention == "pages":
         groups = slots_of(cache, own), prompts_of(cache, prompts, slots)
         return tuple(
-            lambda q, layer, group=group: over_pages(q, cache, layer, group) for group in groups
+            lambda q, layer, seen=None, group=group: over_pages(q, cache, layer, group, seen)
+            for group in groups
         )
 
     def by_kernel(first, tokens, length):
         longest = pages_of(tokens, config.page_size)
         table = cache_lib.tables(cache, first=first, count=slots, longest=longest)
         options = {"mesh": shapes.mesh, "implementation": shapes.attention}
-        return lambda q, layer: over_table(q, cache, layer, table, length, **options)
+
+        def over(q, layer, seen=None):
+            part = over_table(q, cache, layer, table, length, **options)
+            return part if seen is None else merge((seen, part))
+
+        return over
 
     longest = longest_read(config)
     return by_kernel(0, config.max_response, own), by_kernel(slots, longest, prompts)
@@ -158,8 +185,27 @@ def _queued(state: DecodeState, count: int) -> jax.Array:
     return jnp.take_along_axis(state.forced, at, axis=1)
 
 
+def _take_where(
+    state: DecodeState, need: jax.Array, take: Callable[[], tuple[jax.Array, ...]]
+) -> tuple[DecodeState, jax.Array]:
+    """`take` -> (owner and rank of each page, who got one) if any slot is in `need`, bool [B].
+
+    Also returns who got one. The branch has nothing of the cache but what it changes: see `keep`.
+    """
+    cache = state.cache
+    owner, rank, got = jax.lax.cond(jnp.any(need), take, lambda: (cache.owner, cache.rank, need))
+    return state.replace(cache=dataclasses.replace(cache, owner=owner, rank=rank)), got
+
+
+def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of tokens that nobody was fed."""
+    c = shapes.model
+    shape = (c.num_layers, shapes.config.slots, queries, c.num_kv_heads, c.head_dim)
+    return (jnp.zeros(shape, shapes.config.dtype),) * 2
+
+
 def step(
-    decoder: Decoder, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
+    params: Any, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Step]:
     """One token for every active slot.
 
@@ -168,36 +214,40 @@ def step(
     state, drawn, drawing = _draw_next(state, keys_B, stop)
     need = state.active & (state.own % shapes.config.page_size == 0)
 
-    def take(state):
-        state = shapes.released(state)
+    def take():
         cache, got = cache_lib.take_low(
-            state.cache,
+            shapes.released(state).cache,
             shapes.by_rank(need),
             shapes.by_rank(state.own // shapes.config.page_size),
             shapes.owners,
         )
-        return state.replace(cache=cache), got.reshape(need.shape)
+        return cache.owner, cache.rank, got.reshape(need.shape)
 
-    state, got = jax.lax.cond(jnp.any(need), take, lambda s: (s, need), state)
+    state, got = _take_where(state, need, take)
     fed = state.active & (~need | got)
+    count = fed.astype(jnp.int32)
 
-    def run(state):
-        cache, hidden = feed(decoder, shapes, state, _queued(state, 1), fed.astype(jnp.int32))
-        return state.replace(
-            cache=cache,
-            logits=head_logits(decoder, hidden[:, 0], shapes.config.dtype),
-            length=state.length + fed.astype(jnp.int32),
-            own=state.own + fed.astype(jnp.int32),
-            forced_left=state.forced_left - fed.astype(jnp.int32),
-        )
+    def run():
+        made = feed(params, shapes, state, _queued(state, 1), count)
+        return made.key, made.value, head_logits(shapes, params, made.hidden[:, 0])
 
-    state = jax.lax.cond(jnp.any(fed), run, lambda s: s, state)
+    def rest():
+        return *_nothing_made(shapes, 1), state.logits
+
+    key, value, logits = jax.lax.cond(jnp.any(fed), run, rest)
+    state = state.replace(
+        cache=keep(shapes, state, key, value, count),
+        logits=logits,
+        length=state.length + count,
+        own=state.own + count,
+        forced_left=state.forced_left - count,
+    )
     none = jnp.zeros_like(state.emitted)
     return state, Step(*(x[:, None] for x in (*drawn, drawing)), none, none)
 
 
 def speculative_step(
-    decoder: Decoder, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
+    params: Any, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Step]:
     """One token for every active slot, and up to d more that were guessed.
 
@@ -229,10 +279,10 @@ def speculative_step(
     state, room = _make_room(shapes, state, wanted)
     count = jnp.minimum(wanted, room)
 
-    def run(state):
-        cache, hidden = feed(decoder, shapes, state, token, count)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = head_logits(decoder, flat, config.dtype).reshape(*hidden.shape[:2], -1)
+    def run():
+        made = feed(params, shapes, state, token, count)
+        flat = made.hidden.reshape(-1, made.hidden.shape[-1])
+        logits = head_logits(shapes, params, flat).reshape(*made.hidden.shape[:2], -1)
         # after each token but the last, the one at the place of the next
         place = jnp.maximum(state.emitted[:, None] + nth[:, 1:] - given[:, None], 0)
         each = queries - 1
@@ -247,23 +297,24 @@ def speculative_step(
         holds = jnp.pad(holds, ((0, 0), (1, 0)), constant_values=True) & (nth < count[:, None])
         good = jnp.cumprod(holds.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
         last = jnp.maximum(good - 1, 0)[:, None, None]
-        state = state.replace(
-            cache=cache,
-            logits=jnp.take_along_axis(logits, last, axis=1)[:, 0],
-            length=state.length + good,
-            own=state.own + good,
-            forced_left=state.forced_left - jnp.minimum(good, given),
-            emitted=state.emitted + jnp.maximum(good - given, 0),
-            history=speculation.write(history, token, state.length, good),
-        )
-        return state, verdict, good
+        logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
+        return made.key, made.value, logits, verdict, good
 
-    def rest(state):
+    def rest():
         ints = jnp.zeros((config.slots, queries - 1), jnp.int32)
         floats = ints.astype(jnp.float32)
-        return state, Draw(ints, floats, floats), count
+        return *_nothing_made(shapes, queries), state.logits, Draw(ints, floats, floats), count
 
-    state, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest, state)
+    key, value, logits, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest)
+    state = state.replace(
+        cache=keep(shapes, state, key, value, count),
+        logits=logits,
+        length=state.length + good,
+        own=state.own + good,
+        forced_left=state.forced_left - jnp.minimum(good, given),
+        emitted=state.emitted + jnp.maximum(good - given, 0),
+        history=speculation.write(history, token, state.length, good),
+    )
     columns = (
         jnp.concatenate([first[:, None], more], axis=1)
         for first, more in zip(drawn, verdict, strict=True)
@@ -284,15 +335,15 @@ def _make_room(
     more = wanted > room
     must = more & (room <= 0)
 
-    def take(state):
+    def take():
         # who cannot go on at all comes before those who would only guess
         cache, got = shapes.released(state).cache, []
         for need in (must, more & ~must):
             cache, found = cache_lib.take_low(cache, shapes.by_rank(need), pages, shapes.owners)
             got.append(found.reshape(-1))
-        return state.replace(cache=cache), got[0] | got[1]
+        return cache.owner, cache.rank, got[0] | got[1]
 
-    state, got = jax.lax.cond(jnp.any(more), take, lambda s: (s, more), state)
+    state, got = _take_where(state, more, take)
     return state, room + size * got.astype(jnp.int32)
 
 
@@ -307,7 +358,6 @@ def generate(
     many of them held. It is whole on every device: each host of the mesh reads its own copy.
     """
     with use_mesh(shapes.mesh):
-        decoder = bind(shapes.model, params)
         k, slots = shapes.config.tokens_per_call, shapes.config.slots
         most = result_tokens(shapes.config)
         one_step = speculative_step if shapes.config.speculative_tokens else step
@@ -323,7 +373,7 @@ def generate(
 
         def body(carry):
             done, state, count, (tokens, logp, margin), guesses = carry
-            state, new = one_step(decoder, shapes, state, keys, stop)
+            state, new = one_step(params, shapes, state, keys, stop)
             nth = jnp.cumsum(new.valid, axis=1, dtype=jnp.int32)
             at = jnp.where(new.valid, count[:, None] + nth - 1, most)
 

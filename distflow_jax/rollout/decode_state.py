@@ -35,6 +35,7 @@ class EngineConfig:
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of weights, activations and cache
     attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
+    weights: str = "auto"  # of layers "stacked", or "apart" as products on CPUs want them
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
 

@@ -18,7 +18,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.transformer import arrange, param_shardings
 from distflow_jax.rollout import decode, decode_state, occupancy, prefill
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
@@ -166,7 +166,8 @@ class RolloutEngine(engine_api.Engine):
         """Puts a parameter tree on the engine's mesh, in its dtype and the layout it decodes in."""
         dtype = jnp.dtype(self.config.dtype)
         layout = param_shardings(self.model, self._mesh)
-        return jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
+        placed = jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
+        return arrange(self.model, self.config.weights, placed)
 
     def prefill(
         self,

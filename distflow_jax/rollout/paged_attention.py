@@ -22,20 +22,6 @@ from distflow_jax.rollout.cache import Cache
 _NEVER = -1e30  # finite: the difference of two is 0, not NaN
 
 
-class _Sums(NamedTuple):
-    """Softmax over the keys seen so far, not divided yet: out / total is their weighted value."""
-
-    top: jax.Array  # [..., R]: the largest logit, _NEVER where there was no key
-    total: jax.Array  # [..., R]: sum of exp(logit - top)
-    out: jax.Array  # [..., R, H]: sum of exp(logit - top) value
-
-    def part(self) -> Part:
-        """Divided, with the log-sum-exp."""
-        none = self.total == 0.0
-        total = jnp.where(none, 1.0, self.total)
-        return self.out / total[..., None], jnp.where(none, -jnp.inf, self.top + jnp.log(total))
-
-
 class Group(NamedTuple):
     """Owners of one kind and their pages, [first_page, end_page) of each rank in whole chunks."""
 
@@ -48,7 +34,8 @@ class Group(NamedTuple):
 def slots_of(cache: Cache, length: jax.Array) -> Group:
     """Slots and their pages, the lowest. `length` int32 [D, S]: tokens of their own."""
     slots = length.shape[1]
-    return _group(cache, 0, length, cache.owner < slots, most=32)
+    # as many pages as there are slots: young responses have one each
+    return _group(cache, 0, length, cache.owner < slots, most=max(8, min(32, slots)))
 
 
 def prompts_of(cache: Cache, length: jax.Array, slots: int) -> Group:
@@ -68,9 +55,11 @@ def _group(cache: Cache, first: int, length: jax.Array, used: jax.Array, most: i
     return Group(first, length, chunk, (start // chunk, (end + chunk - 1) // chunk))
 
 
-def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Part:
-    """Rows q [D, O, K, R, H] of each owner over its pages in one layer: out float32 like q, and the
-    log-sum-exp [D, O, K, R].
+def over_pages(
+    q: jax.Array, cache: Cache, layer: jax.Array, group: Group, seen: Part | None = None
+) -> Part:
+    """Rows q [D, O, K, R, H] of each owner over its pages in one layer, merged with what they have
+    `seen`: out float32 like q, and the log-sum-exp [D, O, K, R].
 
     Pages are read where they lie, queries are brought to them, and what each page gives is added up
     by owner with a product: moving keys and values would cost more than using them.
@@ -79,7 +68,8 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
     width, chunk = cache.key.shape[-1], group.chunk
     scale = head_dim**-0.5
 
-    def step(index, sums):
+    def step(index, part):
+        before, lse = part
         start = index * chunk
         at = (layer, 0, start, 0, 0, 0)
         k = jax.lax.dynamic_slice(cache.key, at, (1, ranks, chunk, *cache.key.shape[3:]))[0]
@@ -97,21 +87,23 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, group: Group) -> Pa
         logits = jnp.where(valid, logits, _NEVER)
         hot = mine[..., None, None]
         top = jnp.max(jnp.where(hot, logits.max(-1)[:, None], _NEVER), axis=2)
-        top = jnp.maximum(sums.top, top)
+        top = jnp.maximum(lse, top)
         theirs = jax.vmap(lambda t, who: t[who])(top, who)
         weight = jnp.where(valid, jnp.exp(logits - theirs[..., None]), 0.0)
         out = jnp.einsum("DCKRW,DCKWH->DCKRH", weight.astype(v.dtype), v).astype(jnp.float32)
         add = mine.astype(jnp.float32)
-        shrink = jnp.exp(sums.top - top)
-        return _Sums(
-            top,
-            sums.total * shrink + jnp.einsum("DOC,DCKR->DOKR", add, weight.sum(-1)),
-            sums.out * shrink[..., None] + jnp.einsum("DOC,DCKRH->DOKRH", add, out),
-        )
+        # divided here, not after the loop: a product that follows would divide in its midst
+        shrink = jnp.exp(lse - top)
+        total = shrink + jnp.einsum("DOC,DCKR->DOKR", add, weight.sum(-1))
+        none = total == 0.0
+        total = jnp.where(none, 1.0, total)
+        out = before * shrink[..., None] + jnp.einsum("DOC,DCKRH->DOKRH", add, out)
+        return out / total[..., None], jnp.where(none, -jnp.inf, top + jnp.log(total))
 
-    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    nothing = _Sums(zeros + _NEVER, zeros, jnp.zeros(q.shape, jnp.float32))
-    return jax.lax.fori_loop(*group.chunks, step, nothing).part()
+    if seen is None:
+        nothing = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+        seen = jnp.zeros(q.shape, jnp.float32), nothing
+    return jax.lax.fori_loop(*group.chunks, step, seen)
 
 
 def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
@@ -120,14 +112,14 @@ def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     logits = jnp.einsum("DSKGQH,DSTKH->DSKGQT", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones((queries, queries), bool))
     logits = jnp.where(causal[None, None, None, None], logits, _NEVER)
-    top = logits.max(-1)
-    weight = jnp.exp(logits - top[..., None])
-    out = jnp.einsum("DSKGQT,DSTKH->DSKGQH", weight.astype(v.dtype), v).astype(jnp.float32)
-    return _Sums(top, weight.sum(-1), out).part()
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weight = jnp.exp(logits - lse[..., None])
+    return jnp.einsum("DSKGQT,DSTKH->DSKGQH", weight.astype(v.dtype), v).astype(jnp.float32), lse
 
 
-# rows q [D, O, K, R, H] of a kind of owners, layer -> their attention over their pages
-OverPages = Callable[[jax.Array, jax.Array], Part]
+# rows q [D, O, K, R, H] of a kind of owners, layer, and what the rows have seen: merged with that,
+# their attention over their pages
+OverPages = Callable[..., Part]
 
 
 def slot_attention(
@@ -172,7 +164,7 @@ def slot_attention(
     shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
     known = (place < number * members)[..., None, None]
     new = (x.reshape(y.shape) for x, y in zip(over_new(rows, k, v), (shared, lse), strict=True))
-    parts = (shared, jnp.where(known, lse, -jnp.inf)), over_own(flat, layer), tuple(new)
-    out = merge(parts)[0].astype(q.dtype)
+    seen = merge(((shared, jnp.where(known, lse, -jnp.inf)), tuple(new)))
+    out = over_own(flat, layer, seen)[0].astype(q.dtype)
     out = out.reshape(ranks, slots, kv_heads, heads // kv_heads, queries, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.transformer import bind
+from distflow_jax.models.transformer import hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.decode import head_logits
 from distflow_jax.rollout.decode_state import (
@@ -87,17 +87,21 @@ def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
 def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G):
     """Keys, values [layers, T, K, H] and next-token logits [G, V] of a row of prompts."""
     with use_mesh(shapes.mesh):
-        decoder = bind(shapes.model, params)
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         mask = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
 
         def attend(q, k, v, _):
             return masked_attention(q, k, v, mask[None]), (k[0], v[0])
 
-        hidden, (key, value) = decoder.hidden(
-            tokens_T[None], position_T[None], attend, dtype=jnp.dtype(shapes.config.dtype)
+        hidden, (key, value) = hidden_states(
+            shapes.model,
+            params,
+            tokens_T[None],
+            position_T[None],
+            attend,
+            dtype=jnp.dtype(shapes.config.dtype),
         )
-        return key, value, head_logits(decoder, hidden[0][last_G], shapes.config.dtype)
+        return key, value, head_logits(shapes, params, hidden[0][last_G])
 
 
 def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before):
@@ -106,7 +110,6 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
     Returns these with the piece added, and logits [1, V]. X has room for T more.
     """
     with use_mesh(shapes.mesh):
-        decoder = bind(shapes.model, params)
         size = tokens_T.shape[0]
         here = before + jnp.arange(size, dtype=jnp.int32)
         seen = jnp.arange(key.shape[1], dtype=jnp.int32)
@@ -119,7 +122,9 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
             )
             return masked_attention(q, keys[None], values[None], mask[None]), (keys, values)
 
-        hidden, (key, value) = decoder.hidden(
+        hidden, (key, value) = hidden_states(
+            shapes.model,
+            params,
             tokens_T[None],
             here[None],
             attend,
@@ -127,7 +132,7 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
             dtype=jnp.dtype(shapes.config.dtype),
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], length - 1, 1, axis=0)
-        return key, value, head_logits(decoder, last, shapes.config.dtype)
+        return key, value, head_logits(shapes, params, last)
 
 
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:

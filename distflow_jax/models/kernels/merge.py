@@ -4,6 +4,7 @@ A part is (out [..., H], lse [...]): the softmax-weighted values over its own ke
 the log of the sum of exponentials of its scores. A part without keys is (0, -inf).
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -27,10 +28,15 @@ def merge(parts: Sequence[Part]) -> Part:
                 "merge takes parts of one shape, out [..., H] and lse [...], got "
                 + ", ".join(f"out {list(o)} lse {list(s)}" for o, s in shapes)
             )
-    return merge_stacked(
-        jnp.stack([out.astype(jnp.float32) for out, _ in parts]),
-        jnp.stack([lse.astype(jnp.float32) for _, lse in parts]),
-    )
+    top = functools.reduce(jnp.maximum, (lse for _, lse in parts))
+    # with every part empty top is -inf, and -inf - -inf would be nan
+    base = jnp.where(top == -jnp.inf, 0.0, top).astype(jnp.float32)
+    # sums written out: XLA:CPU takes 20 times as long for a reduction over stacked parts
+    weights = [jnp.exp(lse - base) for _, lse in parts]
+    total = sum(weights)
+    merged = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    merged = merged / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return merged, base + jnp.log(total)
 
 
 def merge_stacked(out: jax.Array, lse: jax.Array) -> Part:
