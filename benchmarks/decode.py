@@ -249,8 +249,9 @@ def summary(records: list[dict[str, float]], ours: list[dict[str, float]], case:
 
 
 HEADER = (
-    "| case | side | tokens/s median (best) | decode tokens/s | first token s | share of products / turned "
-    "| of roofline | CPU-s | compilations | peak GiB | ours faster | ours less CPU |\n"
+    "| case | side | tokens/s median (best) | decode tokens/s | first token s "
+    "| share of products / turned | of roofline | CPU-s | compilations | peak GiB "
+    "| ours faster | ours less CPU |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 

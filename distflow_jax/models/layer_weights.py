@@ -38,8 +38,7 @@ def by_output(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = Non
     outputs = weight.shape[:-inputs]
     matrix = weight.reshape(-1, x.shape[1])
     if len(x) < _FEW_ROWS:
-        # without barriers XLA turns the product around again, or computes x anew in its midst
-        x = jax.lax.optimization_barrier(x)
+        # without the barrier XLA turns the product around again
         y = jnp.einsum("OI,XI->OX", matrix, x, preferred_element_type=dtype)
         y = jax.lax.optimization_barrier(y).T
     else:

@@ -92,7 +92,7 @@ def feed(
             prompt=by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots)),
             member=by_rank(state.member),
             number=shapes.slots,
-            members=min(shapes.config.group_size, shapes.slots),
+            members=shapes.members,
         )
         return out.reshape(q.shape), (k, v)
 
@@ -134,7 +134,7 @@ def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, Ove
     cache, slots, config = state.cache, shapes.slots, shapes.config
     own, prompts = shapes.by_rank(state.own), state.prompt_length
     if shapes.attention == "pages":
-        groups = slots_of(cache, own), prompts_of(cache, prompts, slots)
+        groups = slots_of(cache, own), prompts_of(cache, prompts, slots, shapes.members)
         return tuple(
             lambda q, layer, seen=None, group=group: over_pages(q, cache, layer, group, seen)
             for group in groups

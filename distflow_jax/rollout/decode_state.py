@@ -152,6 +152,7 @@ class StateShapes:
         self.ranks = mesh.shape["data"]
         self.slots = config.slots // self.ranks
         self.owners = 2 * self.slots
+        self.members = min(config.group_size, self.slots)  # slots that share a prompt, at most
         self.pages = num_pages(config, self.ranks)
         self.attention = attention_for(config, model, mesh)
 

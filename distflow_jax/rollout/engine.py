@@ -130,7 +130,6 @@ class RolloutEngine(engine_api.Engine):
         self.buckets = prefill.buckets(config)
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self._tokenizer = tokenizer
-        self._width = min(config.group_size, self.shapes.slots)
         self._result_tokens = decode_state.result_tokens(config)
 
         layout = self.shapes.shardings()
@@ -284,7 +283,7 @@ class RolloutEngine(engine_api.Engine):
     @property
     def width(self) -> int:
         """Slots that can share a prompt."""
-        return self._width
+        return self.shapes.members
 
     def check_length(self, length: int, most: int | None = None) -> None:
         """ValueError for a prompt that is empty or longer than `max_prompt` (or `most`)."""
@@ -399,7 +398,7 @@ class RolloutEngine(engine_api.Engine):
         result.convert_to_numpy()
 
     def _columns(self, slots, requests, members):
-        width, size = self._width, self.shapes.slots
+        width, size = self.shapes.members, self.shapes.slots
         if not 0 < len(slots) <= width or len(slots) != len(requests):
             raise ValueError(f"insert takes 1 to {width} slots with a request each")
         if len({slot // size for slot in slots}) != 1:

@@ -38,12 +38,13 @@ def slots_of(cache: Cache, length: jax.Array) -> Group:
     return _group(cache, 0, length, cache.owner < slots, most=max(8, min(32, slots)))
 
 
-def prompts_of(cache: Cache, length: jax.Array, slots: int) -> Group:
-    """Prompts and their pages, the highest. `length` int32 [D, P]: tokens."""
+def prompts_of(cache: Cache, length: jax.Array, slots: int, members: int) -> Group:
+    """Prompts and their pages, the highest. `length` int32 [D, P]: tokens; `members`: as many slots
+    answer one at most."""
     owners = slots + length.shape[1]
     used = (cache.owner >= slots) & (cache.owner < owners)
-    # a page has rows of many slots: few pages are enough for a product to be worth its start
-    return _group(cache, slots, length, used, most=8)
+    # where a page has rows of many slots, few pages are enough for a product to be worth its start
+    return _group(cache, slots, length, used, most=max(8, min(32, slots // members)))
 
 
 def _group(cache: Cache, first: int, length: jax.Array, used: jax.Array, most: int) -> Group:
