@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.models.kernels.merge import merge
 from distflow_jax.models.layer_weights import by_output
 from distflow_jax.models.transformer import head_weight, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout import speculation
+from distflow_jax.rollout import kernel_attention, speculation
 from distflow_jax.rollout.decode_state import (
     DecodeState,
     StateShapes,
@@ -34,13 +33,12 @@ from distflow_jax.rollout.decode_state import (
     pages_of,
     result_tokens,
 )
-from distflow_jax.rollout.kernel_attention import append_pages, over_table
 from distflow_jax.rollout.paged_attention import (
-    OverPages,
-    over_pages,
-    prompts_of,
+    OverCache,
+    over_cache,
+    prompt_readers,
     slot_attention,
-    slots_of,
+    slot_readers,
 )
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
@@ -77,23 +75,10 @@ def feed(
 ) -> Fed:
     """Runs the network on Q tokens per slot, of which the first `count_B` count; the others compute
     along."""
-    by_rank = shapes.by_rank
-    over_own, over_prompts = _attentions(shapes, state)
+    by_rank, over = shapes.by_rank, _over_cache(shapes, state, count_B)
 
     def attend(q, k, v, layer):
-        out = slot_attention(
-            by_rank(q),
-            by_rank(k),
-            by_rank(v),
-            layer,
-            over_own=over_own,
-            over_prompts=over_prompts,
-            # of slots that have ended the number among the prompt's members may be another's
-            prompt=by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots)),
-            member=by_rank(state.member),
-            number=shapes.slots,
-            members=shapes.members,
-        )
+        out = slot_attention(by_rank(q), by_rank(k), by_rank(v), layer, over)
         return out.reshape(q.shape), (k, v)
 
     nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
@@ -124,35 +109,32 @@ def keep(
     split = (shapes.model.num_layers, shapes.ranks, -1)
     key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
     if shapes.attention == "tpu":
-        keys, values = append_pages(cache, key, value, page, within, shapes.mesh)
+        keys, values = kernel_attention.append_pages(cache, key, value, page, within, shapes.mesh)
         return dataclasses.replace(cache, key=keys, value=values)
     return cache_lib.append(cache, key, value, page, within)
 
 
-def _attentions(shapes: StateShapes, state: DecodeState) -> tuple[OverPages, OverPages]:
+def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> OverCache:
     """Over the pages of slots and of prompts, as the engine's platform does it."""
-    cache, slots, config = state.cache, shapes.slots, shapes.config
-    own, prompts = shapes.by_rank(state.own), state.prompt_length
+    cache, config, by_rank = state.cache, shapes.config, shapes.by_rank
+    own, prompts, member = by_rank(state.own), state.prompt_length, by_rank(state.member)
+    # of slots that have ended the number among the prompt's members may be another's
+    prompt = by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots))
     if shapes.attention == "pages":
-        groups = slots_of(cache, own), prompts_of(cache, prompts, slots, shapes.members)
-        return tuple(
-            lambda q, layer, seen=None, group=group: over_pages(q, cache, layer, group, seen)
-            for group in groups
-        )
-
-    def by_kernel(first, tokens, length):
-        longest = pages_of(tokens, config.page_size)
-        table = cache_lib.tables(cache, first=first, count=slots, longest=longest)
-        options = {"mesh": shapes.mesh, "implementation": shapes.attention}
-
-        def over(q, layer, seen=None):
-            part = over_table(q, cache, layer, table, length, **options)
-            return part if seen is None else merge((seen, part))
-
-        return over
-
-    longest = longest_read(config)
-    return by_kernel(0, config.max_response, own), by_kernel(slots, longest, prompts)
+        shared = prompt_readers(cache, prompts, prompt, member, shapes.members)
+        return over_cache(cache, (shared, slot_readers(cache, own)))
+    tokens = config.max_response, longest_read(config)
+    return kernel_attention.over_cache(
+        cache,
+        own,
+        prompts,
+        prompt,
+        member,
+        members=shapes.members,
+        longest=tuple(pages_of(n, config.page_size) for n in tokens),
+        mesh=shapes.mesh,
+        implementation=shapes.attention,
+    )
 
 
 def _draw_next(

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from distflow_jax.models.kernels.merge import Part
+from distflow_jax.models.kernels.merge import Part, merge
 from distflow_jax.models.kernels.paged_attention import partial_attention
+from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.cache import Cache
+from distflow_jax.rollout.paged_attention import OverCache, answering
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -61,6 +63,54 @@ def over_table(
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
     )(q, cache.key, cache.value, layer, table, length)
+
+
+def over_cache(
+    cache: Cache,
+    own: jax.Array,
+    prompts: jax.Array,
+    prompt: jax.Array,
+    member: jax.Array,
+    *,
+    members: int,
+    longest: tuple[int, int],
+    mesh: Mesh,
+    implementation: str,
+) -> OverCache:
+    """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
+    int32 [D, P] tokens, at most `longest` pages each.
+
+    Rows of the slots that answer a prompt are brought together: `prompt`, `member` int32 [D, S] as
+    paged_attention.answering takes them, for each data rank.
+    """
+    slots, number = prompt.shape[1], prompts.shape[1]
+    tables = (
+        cache_lib.tables(cache, first=0, count=slots, longest=longest[0]),
+        cache_lib.tables(cache, first=slots, count=number, longest=longest[1]),
+    )
+    options = {"mesh": mesh, "implementation": implementation}
+    table = jax.vmap(lambda p, m: answering(p, m, number, members))(prompt, member)
+    known = (prompt >= 0) & (prompt < number)
+    place = jnp.clip(prompt * members + member, 0, number * members - 1)
+
+    def to_prompts(rows, table):  # [S, K, R, H] -> [P, K, M R, H]
+        heads, head_dim = rows.shape[1], rows.shape[-1]
+        rows = rows.at[table].get(mode="fill", fill_value=0)
+        rows = rows.reshape(number, members, heads, -1, head_dim)
+        return rows.swapaxes(1, 2).reshape(number, heads, -1, head_dim)
+
+    def to_slots(x, place):  # [P, K, M R, ...] -> [S, K, R, ...]
+        x = x.reshape(number, x.shape[1], members, -1, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(number * members, *x.shape[2:])[place]
+
+    def attend(q, layer, seen):
+        rows = jax.vmap(to_prompts)(q, table)
+        shared = over_table(rows, cache, layer, tables[1], prompts, **options)
+        shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
+        shared = shared, jnp.where(known[..., None, None], lse, -jnp.inf)
+        return merge((seen, shared, over_table(q, cache, layer, tables[0], own, **options)))
+
+    return attend
 
 
 def append_pages(
