@@ -297,11 +297,19 @@ def test_kernels_give_what_pages_give(responses, axes):
     assert_agree(other.run(REQUESTS), responses)
 
 
+@pytest.mark.parametrize("axes", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_stacked_weights_give_what_weights_apart_give(responses, axes):
+    """As accelerators have them: a scan over the layers."""
+    other = Sampler(axes, weights="stacked")
+    assert isinstance(other.params["layers"], dict)
+    assert_agree(other.run(REQUESTS), responses)
+
+
 def test_devices(responses):
     """Slots over 4 data ranks, heads over 2; and its programs, too, are all compiled before."""
     other = Sampler((4, 2), page_size=32)
     assert len(other.params["layers"][0]["query"].sharding.device_set) == 8
-    assert other.params["layers"][0]["query"].addressable_shards[0].data.shape[2] == 2
+    assert other.params["layers"][0]["query"].addressable_shards[0].data.shape[0] == 2
     ranks, pages = other.state.cache.key.addressable_shards[0].data.shape[1:3]
     assert (ranks, pages) == (1, other.engine.shapes.pages)  # a device's own slots and prompts
     counter = Compilations()

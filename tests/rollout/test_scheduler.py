@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_engine import CONFIG, NEAR_TIE, REQUESTS, STOP_IDS, Sampler, by_uid, make_requests
+from test_engine import CONFIG, NEAR_TIE, PARAMS, REQUESTS, STOP_IDS, Sampler, by_uid, make_requests
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
@@ -211,7 +211,7 @@ def test_weights_are_swapped_between_two_calls(sampler, scheduler, responses, ca
     """With equal weights nothing changes; with others, what was sampled before does not."""
     submit_all(scheduler)
     found = scheduler.step() + scheduler.step()
-    scheduler.load(sampler.engine.load_params(sampler.params), 4, cache=cache)
+    scheduler.load(sampler.engine.load_params(PARAMS), 4, cache=cache)
     assert_same(by_uid(found) | drive(scheduler), responses)
 
     submit_all(scheduler)

@@ -1,0 +1,81 @@
+"""Weights of layers apart: the same numbers, each with its outputs first, laid out as before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import TINY, mesh_of, random_params
+
+from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.layer_weights import are_apart, by_input, by_output
+from distflow_jax.models.transformer import (
+    arrange,
+    head_weight,
+    hidden_states,
+    param_shardings,
+)
+
+UNTIED = DecoderConfig(**{**TINY.__dict__, "tie_embeddings": False})
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("inputs", [(6,), (3, 4)])
+@pytest.mark.parametrize("outputs", [(7,), (2, 5)])
+def test_products(rows, inputs, outputs):
+    """Few rows and many, one and two dims on each side, against float64."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, *inputs)).reshape(rows, -1)
+    weight = rng.normal(size=(*inputs, *outputs))
+    want = (x @ weight.reshape(x.shape[1], -1)).reshape(rows, *outputs)
+    turned = np.moveaxis(weight, range(len(inputs)), range(-len(inputs), 0))
+    x, weight, turned = (jnp.asarray(a, jnp.float32) for a in (x, weight, turned))
+    for product, w in ((by_input, weight), (by_output, turned)):
+        got = jax.jit(product, static_argnums=2)(x, w, len(inputs))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tied", "untied"])
+def test_the_network_is_the_same(config, axes):
+    mesh = mesh_of(*axes, names=("data", "tensor"))
+    given = random_params(config)
+    placed = jax.device_put(given, param_shardings(config, mesh))
+    apart = arrange(config, "apart", jax.tree.map(jnp.copy, placed))
+    assert len(apart["layers"]) == config.num_layers
+    for number, layer in enumerate(apart["layers"]):
+        query, output = given["layers"]["query"], given["layers"]["output"]
+        np.testing.assert_array_equal(layer["query"], query[number].transpose(1, 2, 0))
+        np.testing.assert_array_equal(layer["output"], output[number].transpose(2, 0, 1))
+        heads = layer["query"].addressable_shards[0].data.shape[0]
+        assert heads == config.num_heads // axes[1]
+
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (2, 9)))
+    position = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32)[None], (2, 9))
+    causal = jnp.tril(jnp.ones((9, 9), bool))[None]
+
+    @jax.jit
+    def run(params):
+        def attend(q, k, v, layer):
+            return masked_attention(q, k, v, causal), (k, layer)
+
+        hidden, kept = hidden_states(
+            config,
+            params,
+            tokens,
+            position,
+            attend,
+            layer_inputs=jnp.arange(config.num_layers, dtype=jnp.int32),
+        )
+        return hidden, kept, head_weight(config, params)
+
+    for got, want in zip(jax.tree.leaves(run(apart)), jax.tree.leaves(run(placed)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_who_holds_them_apart():
+    assert are_apart("auto", "cpu") and are_apart("apart", "gpu")
+    assert not are_apart("auto", "gpu") and not are_apart("auto", "tpu")
+    assert not are_apart("stacked", "cpu")
+    with pytest.raises(ValueError, match="weights must be one of auto, stacked, apart, got 'x'"):
+        are_apart("x", "cpu")
