@@ -157,7 +157,7 @@ def run_turns(
             ):
                 index = pending.popleft()
                 driver.begin(index, requests[index])
-            driver.take_answers(wait=not scheduler.busy)
+            driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
             if scheduler.busy:
                 for response in scheduler.step():
                     driver.turn_ended(response)

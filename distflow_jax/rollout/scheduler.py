@@ -40,6 +40,7 @@ class _Group:
     prefix: Prefix | None = None  # read, and needed while responses wait
     residents: dict[int, _Resident] = dataclasses.field(default_factory=dict)  # by data rank
     left: int = 0  # responses that wait or are in slots
+    logits_by: int | None = None  # version that read the prefix; None: the present one
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ class _Slot:
     order: int  # of admission: the last one in is the first to be put back
     admitted: int  # tokens that its response had then
     ended: bool = False  # and kept
+    logits_by: int | None = None  # version that its next token is drawn by; None: the present one
 
 
 class Scheduler:
@@ -79,7 +81,7 @@ class Scheduler:
         self._resumed: list[tuple[_Group, Partial]] = []  # before all that is new; the next last
         self._running: dict[int, _Slot] = {}
         self._next_id = self._order = 0
-        self._paused = False
+        self._paused = self._stalled = False
         ranks, slots = engine.shapes.ranks, engine.shapes.slots
         self._free = [list(range((r + 1) * slots - 1, r * slots - 1, -1)) for r in range(ranks)]
         self._entries = [list(range(slots - 1, -1, -1)) for _ in range(ranks)]
@@ -96,6 +98,12 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether a response waits or runs; those that ended and are held do not count."""
         return bool(self._heap or self._resumed or any(not s.ended for s in self._running.values()))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether what waits finds no room beside responses that are held: `step` does nothing
+        until one of these is gone on with or released."""
+        return self._stalled
 
     @property
     def free_slots(self) -> int:
@@ -136,6 +144,9 @@ class Scheduler:
         # with work waiting, come back as soon as enough slots for a group are free
         waits = bool(self._heap or self._resumed)
         running = sum(not held.ended for held in self._running.values())
+        self._stalled = not running
+        if self._stalled:
+            return []
         self._tell(max(0, running - self.engine.width) if waits else 0)
         return self._decode()
 
@@ -228,6 +239,10 @@ class Scheduler:
                 'cache="recompute" reads responses again with their prompts: make the engine with '
                 f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
             )
+        for holder in (*self._running.values(), *self._groups.values()):
+            # the next token is drawn from logits that are there already
+            if holder.logits_by is None:
+                holder.logits_by = self.version
         self._params, self.version = params, version
         if cache == "recompute":
             for slot, held in sorted(self._running.items(), key=lambda item: -item[1].order):
@@ -253,6 +268,7 @@ class Scheduler:
         held or nothing would be left to sample.
         """
         slot, held = self._held(group_id, sample)
+        self._stalled = False
         before = held.partial.tokens
         fed = np.concatenate([before, np.asarray(tokens, np.int32)])
         if len(fed) >= limit or limit > self.engine.config.max_response:
@@ -267,7 +283,7 @@ class Scheduler:
             whole = len(held.partial.request.prompt.tokens) + len(fed)
             self.engine.check_length(whole, longest_read(self.engine.config))
         request = dataclasses.replace(held.partial.request, limit=limit)
-        held.partial = Partial(request, sample, fed)
+        held.partial, held.logits_by = Partial(request, sample, fed), None
         if feeds:
             held.ended = False
             self._give.append(Given(slot, queue, limit, len(fed)))
@@ -339,7 +355,7 @@ class Scheduler:
                 resident.held = False
                 self._unhold.append((resident.rank, resident.entry))
             self._free_entry(resident)
-        group.residents, group.prefix = {}, None
+        group.residents, group.prefix, group.logits_by = {}, None, None
 
     def _free_entry(self, resident: _Resident) -> None:
         if not (resident.live or resident.held):
@@ -352,6 +368,7 @@ class Scheduler:
     def _leave(self, slot: int, *, alive: bool = True) -> None:
         """Empties a slot. `alive`: the engine has still to be told."""
         held = self._running.pop(slot)
+        self._stalled = False
         resident = held.resident
         resident.live -= 1
         resident.members.append(held.member)
@@ -541,6 +558,8 @@ class Scheduler:
             self._running[slot] = _Slot(
                 group, partial, resident, member, self._order, len(partial.tokens)
             )
+            if shared:
+                self._running[slot].logits_by = group.logits_by
             self._order += 1
         resident.live += len(slots)
         resident.held = shared and bool(group.waiting)
@@ -579,6 +598,8 @@ class Scheduler:
                 self.stats.accepted += int(guesses[slot, 1])
             if count:
                 version = np.full(count, self.version, np.int32)
+                if held.logits_by is not None:
+                    version[0], held.logits_by = held.logits_by, None
                 part = (data.tokens[0, :count], logp[slot, :count], margin[slot, :count], version)
                 held.partial.parts.append(part)
             if count or not goes_on[slot]:

@@ -306,6 +306,23 @@ def test_turns_sample_by_position(sampler, scheduler):
     assert results[0] == results[1]
 
 
+def test_who_waits_behind_held_responses_costs_no_decode_call(scheduler):
+    """All slots held: the scheduler says that it stalls, until one is released."""
+    slots = scheduler.engine.config.slots
+    full = dataclasses.replace(REQUESTS[0], num_samples=slots, limit=1, hold=True)
+    group = scheduler.submit(full)
+    assert len(drive(scheduler)) == slots
+    scheduler.submit(dataclasses.replace(REQUESTS[1], num_samples=1))
+    calls = scheduler.stats.generate_calls
+    assert scheduler.step() == [] and scheduler.stalled and scheduler.busy
+    assert scheduler.stats.generate_calls == calls
+    scheduler.release(group, 0)
+    assert not scheduler.stalled
+    assert len(drive(scheduler)) == 1 and not scheduler.stalled
+    for sample in range(1, slots):
+        scheduler.release(group, sample)
+
+
 def test_what_cannot_be_gone_on_with_is_refused(scheduler):
     group = scheduler.submit(dataclasses.replace(REQUESTS[1], num_samples=1, limit=3, hold=True))
     with pytest.raises(ValueError, match=f"response 0 of request {group} is not held"):
