@@ -26,12 +26,13 @@ OverCache = Callable[[jax.Array, jax.Array, Part], Part]
 
 
 class Readers(NamedTuple):
-    """Which slots read each page of one kind of owners; [first chunk, end chunk) has them all."""
+    """The pages of one kind of owners that are read, and which slots read each."""
 
-    slot: jax.Array  # int32 [D, N, m]; S: none
-    count: jax.Array  # int32 [D, N]: tokens of the page that count, 0 where nobody reads it
+    page: jax.Array  # int32 [D, N]: those that are read, in their order, then any
+    slot: jax.Array  # int32 [D, N, m]: of each of these; S: none
+    count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where nobody reads it
     chunk: int  # pages that are read at a time
-    chunks: tuple[jax.Array, jax.Array]
+    chunks: jax.Array  # int32: how often, on the rank with the most
 
 
 def slot_readers(cache: Cache, length: jax.Array) -> Readers:
@@ -80,18 +81,23 @@ def _readers(
     of_owner = jnp.take_along_axis(length, jnp.clip(owner, 0, length.shape[1] - 1), axis=1)
     count = jnp.where(mine, jnp.clip(of_owner - cache.rank * width, 0, width), 0)
     used = count > 0
-    page = jnp.arange(pages, dtype=jnp.int32)
-    end = jnp.max(jnp.where(used, page[None] + 1, 0))
-    start = jnp.min(jnp.where(used, page[None], pages))
-    return Readers(slot, count, chunk, (start // chunk, (end + chunk - 1) // chunk))
+    order = jnp.argsort(~used, axis=1, stable=True).astype(jnp.int32)
+    number = used.sum(1, dtype=jnp.int32).max()
+    return Readers(
+        order,
+        jnp.take_along_axis(slot, order[..., None], axis=1),
+        jnp.take_along_axis(count, order, axis=1),
+        chunk,
+        (number + chunk - 1) // chunk,
+    )
 
 
 def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, seen: Part) -> Part:
     """Rows q [D, S, K, R, H] of each slot over the pages that it reads in one layer, merged with
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
-    Pages are read where they lie, queries are brought to them, and what each page gives is added up
-    by slot with a product: moving keys and values would cost more than using them.
+    Pages are read as they lie, queries are brought to them, and what each page gives is added up by
+    slot with a product: sorting keys and values by slot would cost more than using them.
     """
     ranks, slots, heads, rows, head_dim = q.shape
     width, chunk, members = cache.key.shape[-1], readers.chunk, readers.slot.shape[-1]
@@ -101,9 +107,10 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
     def step(index, part):
         before, lse = part
         start = index * chunk
-        at = (layer, 0, start, 0, 0, 0)
-        k = jax.lax.dynamic_slice(cache.key, at, (1, ranks, chunk, *cache.key.shape[3:]))[0]
-        v = jax.lax.dynamic_slice(cache.value, at, (1, ranks, chunk, *cache.value.shape[3:]))[0]
+        page = jax.lax.dynamic_slice(readers.page, (0, start), (ranks, chunk))
+        k, v = (
+            jax.vmap(lambda x, at: x[layer, at], (1, 0))(x, page) for x in (cache.key, cache.value)
+        )
         slot = jax.lax.dynamic_slice(readers.slot, (0, start, 0), (ranks, chunk, members))
         count = jax.lax.dynamic_slice(readers.count, (0, start), (ranks, chunk))
         mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None, None]
@@ -135,7 +142,7 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
         out = before * shrink[..., None] + jnp.einsum("DSCM,DCKMRH->DSKRH", add, out)
         return out / total[..., None], jnp.where(none, -jnp.inf, top + jnp.log(total))
 
-    return jax.lax.fori_loop(*readers.chunks, step, seen)
+    return jax.lax.fori_loop(0, readers.chunks, step, seen)
 
 
 def over_cache(cache: Cache, kinds: Sequence[Readers]) -> OverCache:
