@@ -49,9 +49,8 @@ def release(cache: Cache, alive: jax.Array) -> Cache:
     """Takes back the pages of owners that are not `alive`, bool [D, S + P]."""
     owners = alive.shape[1]
     keeps = jnp.take_along_axis(alive, jnp.minimum(cache.owner, owners - 1), axis=1)
-    return dataclasses.replace(
-        cache, owner=jnp.where(keeps & (cache.owner < owners), cache.owner, owners)
-    )
+    gone = (cache.owner < owners) & ~keeps
+    return dataclasses.replace(cache, owner=jnp.where(gone, owners, cache.owner))
 
 
 def free_pages(cache: Cache, owners: int) -> jax.Array:

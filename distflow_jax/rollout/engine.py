@@ -19,7 +19,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.transformer import arrange, param_shardings
-from distflow_jax.rollout import decode, decode_state, occupancy, prefill
+from distflow_jax.rollout import decode, decode_state, occupancy, prefill, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.prefill import Prefix
@@ -158,6 +158,10 @@ class RolloutEngine(engine_api.Engine):
         self._generate = program(
             decode.generate, out=(layout, whole), donate=1, bound=(self.stop_ids,)
         )
+        self._small = tail.small_shapes(self.shapes)
+        self._generate_few = program(
+            tail.generate_few, out=(layout, whole), donate=1, bound=(self._small, self.stop_ids)
+        )
 
     # -- what JetStream asks for ------------------------------------------------------------------
 
@@ -212,16 +216,20 @@ class RolloutEngine(engine_api.Engine):
         """
         return self.start(prefix, decode_state, slots, requests)[0]
 
-    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, RolloutTokens]:
+    def generate(
+        self, params: Any, decode_state: DecodeState, *, few: bool = False
+    ) -> tuple[DecodeState, RolloutTokens]:
         """k steps, of up to 1 + d tokens for every active slot. Donates decode_state.
 
         d: tokens that are guessed in a step (`speculative_tokens`), 0 where that is off. Returns
         early once `exit_below` or fewer slots are active. In the result a slot's tokens are packed
         to the front and `valid` tells how many there are; the end token is one of them.
+        `few`: no data rank has more than `few_slots` active slots, which cost less then.
         """
         r = self._result_tokens
         counted = 2 if self.config.speculative_tokens else 0
-        decode_state, data = self._generate(params, decode_state)
+        program = self._generate_few if few else self._generate
+        decode_state, data = program(params, decode_state)
         return decode_state, RolloutTokens(
             data=data,
             tokens_idx=(0, r),
@@ -284,6 +292,11 @@ class RolloutEngine(engine_api.Engine):
     def width(self) -> int:
         """Slots that can share a prompt."""
         return self.shapes.members
+
+    @property
+    def few_slots(self) -> int:
+        """Active slots of a data rank that `generate` can decode as `few`; 0: none."""
+        return self._small.slots if self._small else 0
 
     def check_length(self, length: int, most: int | None = None) -> None:
         """ValueError for a prompt that is empty or longer than `max_prompt` (or `most`)."""
@@ -394,8 +407,9 @@ class RolloutEngine(engine_api.Engine):
                 self._prefill_pieces(params, token, read)
             self._prefill_pieces(params, token, prefix)
         state = self.change(state)
-        _, result = self.generate(params, state)
-        result.convert_to_numpy()
+        for few in (False, True)[: 1 + bool(self.few_slots)]:
+            state, result = self.generate(params, state, few=few)
+            result.convert_to_numpy()
 
     def _columns(self, slots, requests, members):
         width, size = self.shapes.members, self.shapes.slots

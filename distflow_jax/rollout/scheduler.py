@@ -578,7 +578,7 @@ class Scheduler:
 
     def _decode(self) -> list[Response]:
         """One generate call; takes out what has ended."""
-        self._state, result = self.engine.generate(self._params, self._state)
+        self._state, result = self.engine.generate(self._params, self._state, few=self._few())
         self.stats.generate_calls += 1
         host = result.convert_to_numpy()
         logp, margin, goes_on = host.logp(), host.margin(), host.active()
@@ -618,6 +618,13 @@ class Scheduler:
             if group.on_response is not None:
                 group.on_response(response)
         return [response for _, response in responses]
+
+    def _few(self) -> bool:
+        """Whether so few responses run that the engine has a smaller program for them."""
+        running = [0] * self.engine.shapes.ranks
+        for held in self._running.values():
+            running[held.resident.rank] += not held.ended
+        return max(running) <= self.engine.few_slots
 
     def _unblock(self, rank: int, moved: set[int]) -> None:
         """Puts the last response in back where all of a rank wait for a page."""
