@@ -259,7 +259,7 @@ def speculative_step(
     most = jnp.minimum(most, given + state.limit - state.emitted - 1)
     wanted = jnp.where(state.active, jnp.where(known, most, given), 0)
     state, room = _make_room(shapes, state, wanted)
-    count = jnp.minimum(wanted, room)
+    count = jnp.clip(room, 0, wanted)  # the room of a slot that is gone is below 0
 
     def run():
         made = feed(params, shapes, state, token, count)
