@@ -36,6 +36,7 @@ from distflow_jax.parallel.mesh import (
 )
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.decode_state import EngineConfig, check_speculation, num_pages
+from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
 from distflow_jax.stages.evaluate import EvalConfig
@@ -360,12 +361,14 @@ def _engine_config(
         attention=rollout.attention,
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
+        prefix_tokens=rollout.prefix_tokens,
         # after a long observation, all of a response but its last token may be read again
         max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
     )
     check_speculation(engine)
+    check_prefix_cache(engine)
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         return dataclasses.replace(engine, slots=rollout.num_slots // samplers)

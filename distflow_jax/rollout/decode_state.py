@@ -31,6 +31,7 @@ class EngineConfig:
     group_size: int = 8  # slots that share one prompt at most
     cache_tokens: int = 0  # room of the cache; 0: for full slots, see `default_pages`
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
+    prefix_tokens: int = 0  # of beginnings that prompts share, kept apart; 0: off
     max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of weights, activations and cache

@@ -22,7 +22,8 @@ from distflow_jax.models.transformer import arrange, param_shardings
 from distflow_jax.rollout import decode, decode_state, occupancy, prefill, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill import Beginning, Prefix
+from distflow_jax.rollout.prefix_cache import check_prefix_cache
 
 
 @struct.dataclass
@@ -125,6 +126,7 @@ class RolloutEngine(engine_api.Engine):
                 f"model's {model.max_position} positions"
             )
         decode_state.check_speculation(config)
+        check_prefix_cache(config)
         self.model, self.config, self._mesh = model, config, mesh
         self.shapes = StateShapes(model, config, mesh)
         self.buckets = prefill.buckets(config)
@@ -148,9 +150,8 @@ class RolloutEngine(engine_api.Engine):
         self._room = jax.jit(
             functools.partial(prefill.no_tokens, self.shapes), static_argnums=0, out_shardings=whole
         )
-        self._widen = jax.jit(
-            functools.partial(prefill.widen, self.shapes), static_argnums=3, out_shardings=whole
-        )
+        self._widen = jax.jit(prefill.widen, static_argnums=4, out_shardings=whole)
+        self._row_after = program(prefill.read_row_after)
         self._piece = program(prefill.read_piece, donate=(3, 4))
         self._insert = program(occupancy.insert, out=(layout, whole), donate=0)
         self._admit = program(occupancy.admit, out=layout, donate=0)
@@ -304,10 +305,23 @@ class RolloutEngine(engine_api.Engine):
         if not 0 < length <= most:
             raise ValueError(f"a prompt must have 1 to {most} tokens, got {length}")
 
-    def prefill_row(self, params: Any, prompts: Sequence[np.ndarray]) -> list[Prefix]:
-        """Reads several prompts at once, that together fit the largest of `buckets`."""
-        row = prefill.pack(prompts, self.config)
-        key, value, logits = self._row(params, row.tokens, row.segment, row.position, row.last)
+    def prefill_row(
+        self, params: Any, prompts: Sequence[np.ndarray], *, after: Prefix | None = None
+    ) -> list[Prefix]:
+        """Reads several prompts at once, that together fit the largest of `buckets`.
+
+        `after`: what all of them begin with, from `prefill_beginning`; only what follows it is
+        read, and has to fit.
+        """
+        before = 0 if after is None else int(after.length)
+        row = prefill.pack([prompt[before:] for prompt in prompts], self.config)
+        packed = row.tokens, row.segment, row.position, row.last
+        if after is None:
+            beginning = None
+            key, value, logits = self._row(params, *packed)
+        else:
+            beginning = self._beginning(after)
+            key, value, logits = self._row_after(params, *packed, beginning)
         return [
             Prefix(
                 key,
@@ -317,9 +331,20 @@ class RolloutEngine(engine_api.Engine):
                 np.int32(offset),
                 np.int32(len(prompt)),
                 prefill.known_tokens(prompt, self.config),
+                beginning,
             )
             for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
         ]
+
+    def prefill_beginning(self, params: Any, tokens: np.ndarray) -> Prefix:
+        """Reads what prompts begin with, up to `prefix_tokens`, into arrays to be kept: no longer
+        than the longest beginning, nor than twice its own tokens (or a page)."""
+        self.check_length(len(tokens), min(self.config.prefix_tokens, self.config.max_prompt))
+        prefix = self.prefill(params=params, padded_tokens=tokens, true_length=len(tokens))
+        # also where they have the size already: in one layout, rows after them are one program
+        size = min(prefix.key.shape[1], prefill.beginning_room(self.config))
+        key, value = self._widen(prefix.key, prefix.value, prefix.offset, prefix.beginning, size)
+        return prefix.replace(key=key, value=value)
 
     def start(
         self,
@@ -406,10 +431,37 @@ class RolloutEngine(engine_api.Engine):
                 (read,) = self.prefill_row(params, [np.zeros(bucket, np.int32)])
                 self._prefill_pieces(params, token, read)
             self._prefill_pieces(params, token, prefix)
+        if self.config.prefix_tokens:
+            state = self._compile_beginnings(params, state)
         state = self.change(state)
         for few in (False, True)[: 1 + bool(self.few_slots)]:
             state, result = self.generate(params, state, few=few)
             result.convert_to_numpy()
+
+    def _compile_beginnings(self, params, state):
+        longest = min(self.config.prefix_tokens, self.config.max_prompt)
+        in_pieces = decode_state.longest_read(self.config) > self.buckets[-1]
+        token, request = np.zeros(1, np.int32), SlotRequest(0, 0, 1)
+        for length in sorted({longest, *(b for b in self.buckets if b < longest)}):
+            kept = self.prefill_beginning(params, np.zeros(length, np.int32))
+            self._beginning(kept)
+            if in_pieces:
+                self._prefill_pieces(params, token, kept)
+        kept = self.prefill_beginning(params, token)
+        for bucket in self.buckets:
+            prompt = np.zeros(1 + bucket, np.int32)
+            (prefix,) = self.prefill_row(params, [prompt], after=kept)
+            state, _ = self.start(prefix, state, [0], [request])
+            state = self.join(prefix, state, [0], [request], entry=0, members=[0], hold=False)
+        return state
+
+    def _beginning(self, prefix: Prefix) -> Beginning:
+        """One that is kept, with room for the longest, so that one program fits all."""
+        room = prefill.beginning_room(self.config)
+        key, value = prefix.key, prefix.value
+        if key.shape[1] != room:
+            key, value = self._widen(key, value, prefix.offset, None, room)
+        return Beginning(key, value, prefix.length)
 
     def _columns(self, slots, requests, members):
         width, size = self.shapes.members, self.shapes.slots
@@ -444,7 +496,9 @@ class RolloutEngine(engine_api.Engine):
         if existing is None:
             key, value = self._room(room)
         else:
-            key, value = self._widen(existing.key, existing.value, existing.offset, room)
+            key, value = self._widen(
+                existing.key, existing.value, existing.offset, existing.beginning, room
+            )
         for at in range(0, len(tokens), size):
             piece = tokens[at : at + size]
             padded = np.pad(piece, (0, size - len(piece)))

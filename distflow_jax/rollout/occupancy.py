@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill import Prefix, whole
 
 Columns = dict[str, jax.Array]
 
@@ -25,14 +25,15 @@ def place_prompt(
     state = shapes.released(state)
     used = shapes.alive(state)[data_rank, shapes.slots :]
     entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
+    key, value, offset = whole(prefix, shapes.config)
     cache = cache_lib.write_prompt(
         state.cache,
-        prefix.key,
-        prefix.value,
+        key,
+        value,
         data_rank=data_rank,
         owner=shapes.slots + entry,
         owners=shapes.owners,
-        offset=prefix.offset,
+        offset=offset,
         count=pages_of(prefix.length, shapes.config.page_size),
     )
     state = state.replace(

@@ -1,7 +1,7 @@
-"""Reading prompts: several short ones in one row, a long one in pieces.
+"""Reading prompts: several short ones in one row, a long one in pieces, after a beginning or whole.
 
-T tokens of a row, X tokens read before, G prompts of a row at most, K key/value heads, H head dim,
-V vocabulary.
+T tokens of a row, X tokens read before (and room), G prompts of a row at most, K key/value heads,
+H head dim, V vocabulary.
 """
 
 import dataclasses
@@ -26,6 +26,15 @@ from distflow_jax.rollout.decode_state import (
 
 
 @struct.dataclass
+class Beginning:
+    """What all prompts of a row begin with, read before."""
+
+    key: Any  # [layers, X, K, H]
+    value: Any  # [layers, X, K, H]
+    length: Any  # int32, tokens; what lies beyond them is finite and not looked at
+
+
+@struct.dataclass
 class Prefix:
     """A prompt that has been read; it may share its arrays with others of its row."""
 
@@ -33,9 +42,10 @@ class Prefix:
     value: Any  # [layers, T, K, H]
     logits: Any  # float32 [G, V]: of the next token
     row: Any  # int32: which of them
-    offset: Any  # int32: where the prompt begins in them, tokens
-    length: Any  # int32, tokens
+    offset: Any  # int32: where the prompt, or what follows its beginning, is in them, tokens
+    length: Any  # int32, tokens, the beginning's included
     tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
+    beginning: Beginning | None = None  # where key, value hold only what follows it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +114,45 @@ def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_
         return key, value, head_logits(shapes, params, hidden[0][last_G])
 
 
+def read_row_after(
+    shapes: StateShapes,
+    params,
+    tokens_T,
+    segment_T,
+    position_T,
+    last_G,
+    beginning: Beginning,
+):
+    """`read_row` of what follows one beginning, which every prompt of the row sees.
+
+    position_T counts from its end on.
+    """
+    with use_mesh(shapes.mesh):
+        here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
+        own = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
+        seen = jnp.arange(beginning.key.shape[1], dtype=jnp.int32) < beginning.length
+        seen = jnp.broadcast_to(seen[None], (len(here), len(seen)))
+        mask = jnp.concatenate([seen, own], axis=1)
+
+        def attend(q, k, v, before):
+            keys, values = (
+                jnp.concatenate([old[None].astype(new.dtype), new], axis=1)
+                for old, new in zip(before, (k, v), strict=True)
+            )
+            return masked_attention(q, keys, values, mask[None]), (k[0], v[0])
+
+        hidden, (key, value) = hidden_states(
+            shapes.model,
+            params,
+            tokens_T[None],
+            beginning.length + position_T[None],
+            attend,
+            layer_inputs=(beginning.key, beginning.value),
+            dtype=jnp.dtype(shapes.config.dtype),
+        )
+        return key, value, head_logits(shapes, params, hidden[0][last_G])
+
+
 def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before):
     """Reads `length` tokens after the `before` that key, value [layers, X, K, H] hold.
 
@@ -151,8 +200,38 @@ def no_tokens(shapes: StateShapes, room: int):
     return empty, empty + 0
 
 
-def widen(shapes: StateShapes, key, value, offset, room: int):
-    """key, value from token `offset` on, with room for what comes after: [layers, room, K, H]."""
-    at = offset + jnp.arange(room, dtype=jnp.int32)
-    at = jnp.minimum(at, key.shape[1] - 1)
-    return key[:, at], value[:, at]
+def beginning_room(config: EngineConfig) -> int:
+    """X: room for the longest beginning that is kept, tokens in whole pages."""
+    longest = min(config.prefix_tokens, config.max_prompt)
+    return config.page_size * pages_of(longest, config.page_size)
+
+
+def widen(key, value, offset, beginning: Beginning | None, room: int):
+    """A prompt that was read, with room for what comes after: keys, values [layers, room, K, H].
+
+    key, value [layers, T, K, H] from token `offset` on, after the beginning if there is one.
+    """
+    at = jnp.arange(room, dtype=jnp.int32)
+    if beginning is None:
+        at = jnp.minimum(offset + at, key.shape[1] - 1)
+        return key[:, at], value[:, at]
+    before = at < beginning.length
+    first = jnp.minimum(at, beginning.key.shape[1] - 1)
+    rest = jnp.clip(offset + at - beginning.length, 0, key.shape[1] - 1)
+    before = before[None, :, None, None]
+    return (
+        jnp.where(before, beginning.key[:, first], key[:, rest].astype(beginning.key.dtype)),
+        jnp.where(before, beginning.value[:, first], value[:, rest].astype(beginning.value.dtype)),
+    )
+
+
+def whole(prefix: Prefix, config: EngineConfig):
+    """Keys, values [layers, whole pages, K, H] of a row in which the prompt lies, and where."""
+    if prefix.beginning is None:
+        return prefix.key, prefix.value, prefix.offset
+    room = prefix.beginning.key.shape[1] + prefix.key.shape[1]
+    longest = config.page_size * pages_of(longest_read(config), config.page_size)
+    key, value = widen(
+        prefix.key, prefix.value, prefix.offset, prefix.beginning, min(room, longest)
+    )
+    return key, value, jnp.zeros((), jnp.int32)

@@ -40,6 +40,8 @@ class RolloutStats:
     generate_calls: int = 0
     prefills: int = 0  # rows of prompts, or pieces of one
     prompts: int = 0  # read, one for all responses to it
+    prefix_hits: int = 0  # of these, after a beginning that had been read
+    prefix_tokens: int = 0  # of such beginnings, that were not read again
     tokens: int = 0  # sampled
     preempted: int = 0  # responses put back because the cache was full
     proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens

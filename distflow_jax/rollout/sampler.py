@@ -32,6 +32,9 @@ class RolloutConfig:
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
+    # of beginnings that prompts share (a system prompt), read once in a rollout; in each sampler,
+    # at least a page; 0: off
+    prefix_tokens: int = 0
     # what a response talks to between its turns: calculator, tools, my_module:MyClass,
     # file.py:MyClass; "": a response is one turn
     environment: str = ""
@@ -51,7 +54,13 @@ class RolloutConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_slots", "cache_tokens", "page_size", "speculative_tokens"):
+        for name in (
+            "num_slots",
+            "cache_tokens",
+            "page_size",
+            "prefix_tokens",
+            "speculative_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 < self.cache_fraction < 1:

@@ -62,6 +62,9 @@ def build_rollout(context: StageContext) -> Stage:
             )
             written, metrics = turn_columns(of_each(episodes), state.version), _metrics(episodes)
         metrics["perf/generate_calls"] = stats.generate_calls
+        if engine.config.prefix_tokens:
+            metrics["rollout/prefix/hits"] = stats.prefix_hits
+            metrics["rollout/prefix/tokens"] = stats.prefix_tokens
         if engine.config.speculative_tokens:
             share = stats.accepted / max(stats.proposed, 1)
             metrics["rollout/speculation/accepted_share"] = share

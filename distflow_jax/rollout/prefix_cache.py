@@ -1,0 +1,132 @@
+"""Beginnings that prompts share, a system prompt above all: read once, kept, gone on from.
+
+What is kept, and what is read for it, depends on tokens alone: all processes that share an engine
+decide alike.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from distflow_jax.rollout.decode_state import EngineConfig, pages_of
+from distflow_jax.rollout.prefill import Prefix, buckets
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """A beginning whose keys and values are there."""
+
+    version: int  # of the weights that read it
+    tokens: np.ndarray  # int32 [n]
+    prefix: Prefix
+
+
+class PrefixCache:
+    """Beginnings by weight version and tokens; the least recently used makes room.
+
+    `budget`: tokens of all their arrays together, padding included.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self._kept: list[Kept] = []  # the least recently used first
+
+    @property
+    def tokens(self) -> int:
+        """Room that is taken, in tokens."""
+        return sum(_room(kept.prefix) for kept in self._kept)
+
+    def find(self, version: int, tokens: np.ndarray) -> Kept | None:
+        """The longest one that `tokens` [T] begin with and go on after; read by these weights."""
+        found = [
+            kept
+            for kept in self._kept
+            if kept.version == version
+            and len(kept.tokens) < len(tokens)
+            and np.array_equal(kept.tokens, tokens[: len(kept.tokens)])
+        ]
+        return max(found, key=lambda kept: len(kept.tokens), default=None)
+
+    def use(self, kept: Kept) -> Prefix:
+        """Its keys and values; it is the most recently used one now."""
+        self._kept.remove(kept)
+        self._kept.append(kept)
+        return kept.prefix
+
+    def add(self, version: int, tokens: np.ndarray, prefix: Prefix) -> Kept:
+        """Keeps one that has been read. ValueError where it alone is above the budget."""
+        if _room(prefix) > self.budget:
+            raise ValueError(
+                f"a beginning that takes room for {_room(prefix)} tokens is above the cache's "
+                f"{self.budget}"
+            )
+        self._kept = [
+            kept
+            for kept in self._kept
+            if kept.version != version or not np.array_equal(kept.tokens, tokens)
+        ]
+        while self.tokens + _room(prefix) > self.budget:
+            self._kept.pop(0)
+        self._kept.append(Kept(version, np.array(tokens, np.int32), prefix))
+        return self._kept[-1]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._kept.clear()
+
+
+def check_prefix_cache(config: EngineConfig) -> None:
+    """ValueError for a budget that no beginning fits into."""
+    if config.prefix_tokens and config.prefix_tokens < config.page_size:
+        raise ValueError(
+            f"rollout.prefix_tokens {config.prefix_tokens} must be 0 (off) or at least the page "
+            f"size of {config.page_size} tokens: shorter beginnings are not kept"
+        )
+
+
+def cache_budget(config: EngineConfig) -> int:
+    """Tokens that the cache of beginnings has room for: `prefix_tokens` in whole pages."""
+    return config.page_size * pages_of(config.prefix_tokens, config.page_size)
+
+
+def shared_beginning(
+    prompt: np.ndarray, others: Sequence[np.ndarray], *, known: int, config: EngineConfig
+) -> int:
+    """How much of `prompt` [T] to read apart, for itself and the `others` that begin alike.
+
+    The n that saves most, where it saves anything, else 0: the m prompts that begin with n tokens,
+    of which `known` are kept already, need m (n - known) fewer, and one row of n, as long as the
+    rows that are compiled, is read more. n adds a page at least: what differs early is read whole.
+    """
+    longest = min(config.prefix_tokens, len(prompt) - 1)
+    shared = np.sort([min(_common(prompt, other), len(other) - 1, longest) for other in others])
+    if not len(shared):
+        return 0
+    # between two of these, one token more costs nothing
+    sizes = [*buckets(config), *range(buckets(config)[-1], longest + 1, buckets(config)[-1])]
+    best, most = 0, 0
+    for n in sorted({*map(int, shared), *(size for size in sizes if size <= shared[-1])}):
+        if n < known + config.page_size:
+            continue
+        prompts = 1 + len(shared) - int(np.searchsorted(shared, n))
+        saved = prompts * (n - known) - _row_tokens(n, config)
+        if saved > 0 and saved >= most:
+            best, most = n, saved
+    return best
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _row_tokens(count: int, config: EngineConfig) -> int:
+    """Tokens, padding included, of the rows or pieces that read so many."""
+    sizes = buckets(config)
+    return next((size for size in sizes if size >= count), sizes[-1] * pages_of(count, sizes[-1]))
+
+
+def _room(prefix: Prefix) -> int:
+    return prefix.key.shape[1]
