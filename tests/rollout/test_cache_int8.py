@@ -39,8 +39,8 @@ CONFIG = EngineConfig(
     cache_dtype="int8",
 )
 # |log-prob - the forward pass's| of a network with sharp predictions, whose float32 cache has 1e-5:
-# measured 0.076 at most and 0.011 in the mean over the cases below
-MOST_ERROR, MEAN_ERROR = 0.2, 0.02
+# measured 0.059 at most and 0.0086 in the mean
+MOST_ERROR, MEAN_ERROR = 0.12, 0.017
 
 
 # -- rounding --------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_what_is_not_finite_does_not_look_like_a_number(wrong):
     x = np.ones((2, 16), np.float32)
     x[1, 3] = wrong
     whole, scale = cache_lib.quantise(jnp.asarray(x))
-    back = np.asarray(whole * scale[:, None])
+    back = whole.astype(jnp.float32) * scale[:, None]
     assert np.isfinite(back[0]).all() and np.isnan(back[1]).any()
 
 
@@ -114,12 +114,16 @@ def filled_cache(rng):
             written[rank, SLOTS + entry] = key[:, 2 : 2 + length], value[:, 2 : 2 + length]
     most = max(map(max, OWN))
     key, value = (random_tokens(rng, TINY.num_layers, 2, SLOTS, most) for _ in range(2))
-    for token in range(most):
+
+    @jax.jit
+    def grow(cache, token, key, value):
         here = jnp.where(token < ints(OWN), token, -1)
         need, which = (here >= 0) & (token % WIDTH == 0), here // WIDTH
         cache, _ = cache_lib.take_low(cache, need, which, owners)
-        page, within = cache_lib.place(cache, here)
-        cache = cache_lib.append(cache, key[:, :, :, token], value[:, :, :, token], page, within)
+        return cache_lib.append(cache, key, value, *cache_lib.place(cache, here))
+
+    for token in range(most):
+        cache = grow(cache, jnp.int32(token), key[:, :, :, token], value[:, :, :, token])
     for rank, lengths in enumerate(OWN):
         for slot, length in enumerate(lengths):
             written[rank, slot] = key[:, rank, slot, :length], value[:, rank, slot, :length]
@@ -230,22 +234,108 @@ def forward_logp(responses):
     return values_of(samples, placement, np.asarray(logp)[None])
 
 
-@pytest.mark.parametrize(
-    ("axes", "changes"),
-    [
-        ((1, 1), {}),
-        ((2, 2), {}),
-        ((2, 2), {"attention": "reference"}),
-        # long prompts in pieces, guesses, and a cache that does not hold all that go on
-        ((1, 1), {"speculative_tokens": 3, "prefill_tokens": 16, "cache_tokens": 160}),
-    ],
-)
-def test_log_probs_are_near_those_of_one_forward_pass(axes, changes):
-    responses, _ = sampled(axes, **changes)
+def assert_near_forward_pass(responses):
     wanted = forward_logp(responses)
     error = np.abs(np.concatenate([r.logp for r in responses]) - np.concatenate(wanted))
-    print(len(error), error.max(), error.mean())
     assert error.max() < MOST_ERROR and error.mean() < MEAN_ERROR
-    assert error.max() > 1e-4  # rounding is there
-    # what is read in one go is not rounded yet
-    assert max(abs(r.logp[0] - w[0]) for r, w in zip(responses, wanted, strict=True)) < 1e-4
+    assert error.max() > 1e-3  # rounding is there
+    # prompts are read before they are rounded
+    first = [abs(r.logp[0] - w[0]) for r, w in zip(responses, wanted, strict=True)]
+    assert max(first) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def responses():
+    return sampled()[0]
+
+
+def test_log_probs_are_near_those_of_one_forward_pass(responses):
+    assert_near_forward_pass(responses)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention": "reference"}])
+def test_devices_do_not_matter(responses, changes):
+    """Up to near-ties: sums in another order round a key the other way now and then."""
+    others, _ = sampled((2, 2), **changes)
+    compared = 0
+    for mine, theirs in zip(others, responses, strict=True):
+        ties = np.flatnonzero(theirs.margin < 0.01)
+        end = ties[0] if len(ties) else len(theirs.tokens)
+        np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end])
+        np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=0.01)
+        compared += end
+    assert compared > 0.8 * sum(len(r.tokens) for r in responses)
+
+
+def test_pieces_guesses_and_a_cache_that_is_full():
+    """Long prompts in pieces, tokens guessed, and responses put back that are read again."""
+    others, stats = sampled(
+        page_size=8,
+        prefill_tokens=16,
+        cache_tokens=96,
+        max_read=52,
+        speculative_tokens=3,
+        speculative_ngram=1,
+    )
+    assert stats.preempted > 0 and stats.proposed > 0
+    assert_near_forward_pass(others)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_arrays(axes, dtype):
+    mesh = mesh_of(*axes, names=("data", "tensor"))
+    bytes_of = {}
+    for cache_dtype in ("auto", "int8"):
+        config = dataclasses.replace(CONFIG, dtype=dtype, cache_dtype=cache_dtype)
+        shapes = StateShapes(TINY, config, mesh)
+        cache = jax.jit(lambda s=shapes: s.empty(0), out_shardings=shapes.shardings())().cache
+        arrays = jax.tree.leaves((cache.key, cache.value, cache.key_scale, cache.value_scale))
+        held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        assert cache_bytes(TINY, config, ranks=axes[0], tensor=axes[1]) == held
+        assert len(arrays) == (4 if cache_dtype == "int8" else 2)
+        bytes_of[cache_dtype] = held
+    # a token and head: 16 numbers, beside one byte each and a float32
+    item = np.dtype(jnp.dtype(dtype)).itemsize
+    assert bytes_of["int8"] * 16 * item == bytes_of["auto"] * (16 + 4)
+
+
+def test_auto_keeps_what_the_sampler_computes():
+    mesh = mesh_of(1, 1, names=("data", "tensor"))
+    for dtype in ("float32", "bfloat16"):
+        config = dataclasses.replace(CONFIG, dtype=dtype, cache_dtype="auto")
+        cache = jax.eval_shape(lambda c=config: StateShapes(TINY, c, mesh).empty(0)).cache
+        assert cache.key.dtype == cache.value.dtype == dtype
+        assert cache.key_scale is None and cache.value_scale is None
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_the_setting_reaches_the_engine_and_the_plan():
+    model, machine = DecoderConfig(max_position=2048), Machine(1, 1, 1, "cpu")
+    rows = {}
+    for cache_dtype in ("auto", "int8"):
+        config = Config(rollout=RolloutConfig(cache_dtype=cache_dtype))
+        sizes = derive_sizes(config, model, machine)
+        assert sizes.engine.cache_dtype == cache_dtype
+        table = sizes.table(config, model, machine)
+        (rows[cache_dtype],) = (row[2] for row in table if row[0] == "decode slots")
+    assert "MiB of int8: " in rows["int8"] and "MiB: " in rows["auto"]
+
+
+def test_more_slots_fit():
+    model, machine = DecoderConfig(max_position=2048), Machine(1, 1, 1, "gpu", memory=2**27)
+    slots = []
+    for cache_dtype in ("auto", "int8"):
+        rollout = RolloutConfig(num_slots=0, cache_dtype=cache_dtype, max_response_length=128)
+        slots.append(derive_sizes(Config(rollout=rollout), model, machine).engine.slots)
+    assert slots[0] < slots[1]
+
+
+def test_other_kinds_are_refused():
+    wanted = "rollout.cache_dtype must be one of auto, int8, got 'fp8'"
+    with pytest.raises(ValueError, match=wanted):
+        RolloutConfig(cache_dtype="fp8")
+    with pytest.raises(ValueError, match=wanted):
+        sampled(cache_dtype="fp8")
