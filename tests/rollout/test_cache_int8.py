@@ -29,6 +29,7 @@ from distflow_jax.rollout.sizing import cache_bytes
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
 PARAMS = random_params(TINY, 2)
+STOP_IDS = tuple(range(16))
 CONFIG = EngineConfig(
     slots=8,
     max_prompt=32,
@@ -204,11 +205,11 @@ def test_both_ways_to_append_write_the_same(axes):
 # -- the sampler -----------------------------------------------------------------------------------
 
 
-def sampled(axes=(1, 1), **changes):
+def sampled(axes=(1, 1), stop_ids=STOP_IDS, **changes):
     """Responses to prompts of many lengths, four to each."""
     config = dataclasses.replace(CONFIG, **changes)
     mesh = mesh_of(*axes, names=("data", "tensor"))
-    engine = RolloutEngine(TINY, config, mesh, stop_ids=tuple(range(16)), seed=3)
+    engine = RolloutEngine(TINY, config, mesh, stop_ids=stop_ids, seed=3)
     rng = np.random.default_rng(4)
     requests = [
         GroupRequest(prompt_of(i, rng.integers(0, TINY.vocab_size, length)), 4, 20)
@@ -270,7 +271,7 @@ def test_devices_do_not_matter(responses, changes):
 def test_pieces_guesses_and_a_cache_that_is_full():
     """Long prompts in pieces, tokens guessed, and responses put back that are read again."""
     others, stats = sampled(
-        page_size=8,
+        stop_ids=(),
         prefill_tokens=16,
         cache_tokens=96,
         max_read=52,
