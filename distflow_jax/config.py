@@ -209,8 +209,9 @@ class Sizes:
         if not config.rollout.num_slots:
             share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.0f} GiB"
             chosen = f", the most of use that fit into {share}"
+        kept = "" if self.engine.cache_dtype == "auto" else f" of {self.engine.cache_dtype}"
         return (
-            f"over all samplers; cache of a device {size / 2**20:,.0f} MiB: {pages} pages of "
+            f"over all samplers; cache of a device {size / 2**20:,.0f} MiB{kept}: {pages} pages of "
             f"{self.engine.page_size} tokens{chosen}"
         )
 
@@ -359,6 +360,7 @@ def _engine_config(
         speculative_ngram=rollout.speculative_ngram,
         page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
         attention=rollout.attention,
+        cache_dtype=rollout.cache_dtype,
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
         prefix_tokens=rollout.prefix_tokens,

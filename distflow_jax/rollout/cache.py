@@ -3,6 +3,9 @@
 D data ranks, S slots and P prompts of a rank, N pages of a rank, K key/value heads, H head dim, W
 tokens per page, C pages of the longest owner.
 
+As int8, a token's key is int8 [H] times a float32 of its own in each layer and head, and so is its
+value: what is near is not made coarse by a token that is far larger.
+
 Pages have owners: a slot, for what its response adds, or a prompt, kept once for all slots that
 answer it. Slots take the lowest free pages and prompts the highest, so that attention can walk
 through the pages as they lie, from 0 and from N, and its cost follows what is used. An owner that
@@ -19,6 +22,7 @@ from distflow_jax.models.config import DecoderConfig
 
 KEY_AXES = ("layers", "batch", "blocks", "kv_heads", "head_dim", "length")
 VALUE_AXES = ("layers", "batch", "blocks", "kv_heads", "length", "head_dim")
+SCALE_AXES = ("layers", "batch", "blocks", "kv_heads", "length")
 
 
 @jax.tree_util.register_dataclass
@@ -30,19 +34,48 @@ class Cache:
     value: Any  # [layers, D, N, K, W, H]
     owner: Any  # int32 [D, N]; S + P where free
     rank: Any  # int32 [D, N]: which of its owner's pages it is
+    key_scale: Any = None  # float32 [layers, D, N, K, W] where key and value are int8
+    value_scale: Any = None
 
 
 def empty(
     config: DecoderConfig, *, ranks: int, pages: int, page_size: int, owners: int, dtype: Any
 ) -> Cache:
-    """A cache without an owner."""
+    """A cache without an owner, of `dtype`: a float's, or int8 with scales beside it."""
     head = (config.num_layers, ranks, pages, config.num_kv_heads)
+    scaled = jnp.dtype(dtype) == jnp.int8
+
+    def scales():  # an array each: the two are donated apart
+        return jnp.zeros((*head, page_size), jnp.float32) if scaled else None
+
     return Cache(
         jnp.zeros((*head, config.head_dim, page_size), dtype),
         jnp.zeros((*head, page_size, config.head_dim), dtype),
         jnp.full((ranks, pages), owners, jnp.int32),
         jnp.zeros((ranks, pages), jnp.int32),
+        scales(),
+        scales(),
     )
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 over the last dim: x [..., H] -> (int8 [..., H], scale float32 [...]).
+
+    scale = max |x| / 127 and |x - int8 scale| <= scale / 2, up to float32's rounding. A row with
+    inf or nan has a scale that is neither zero nor finite: it comes back as nan, not as a number.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    # a row of zeros has scale 0: its quotient would be nan
+    whole = jnp.where((scale > 0)[..., None], jnp.round(x / scale[..., None]), 0)
+    return whole.astype(jnp.int8), scale
+
+
+def stored(cache: Cache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Keys or values [..., H] as the cache keeps them, and their scales [...] where it has any."""
+    if cache.key_scale is None:
+        return x.astype(cache.key.dtype), None
+    return quantise(x)
 
 
 def release(cache: Cache, alive: jax.Array) -> Cache:
@@ -112,13 +145,26 @@ def write_prompt(
     page = jnp.where((nth < count) & (found >= 0), pages - 1 - found, pages)
     shape = (layers, most, width, kv_heads, head_dim)
     source = jnp.minimum(offset + jnp.arange(length, dtype=jnp.int32), length - 1)
-    k = key[:, source].reshape(shape).transpose(0, 1, 3, 4, 2).astype(cache.key.dtype)
-    v = value[:, source].reshape(shape).transpose(0, 1, 3, 2, 4).astype(cache.value.dtype)
-    return Cache(
-        cache.key.at[:, data_rank, page].set(k, mode="drop"),
-        cache.value.at[:, data_rank, page].set(v, mode="drop"),
-        cache.owner.at[data_rank, page].set(owner, mode="drop"),
-        cache.rank.at[data_rank, page].set(nth, mode="drop"),
+    k, key_scale = stored(cache, key[:, source].reshape(shape))
+    v, value_scale = stored(cache, value[:, source].reshape(shape))
+
+    def put(pages, new, *order):
+        new = new.transpose(0, 1, *order)
+        return pages.at[:, data_rank, page].set(new, mode="drop")
+
+    cache = dataclasses.replace(
+        cache,
+        key=put(cache.key, k, 3, 4, 2),
+        value=put(cache.value, v, 3, 2, 4),
+        owner=cache.owner.at[data_rank, page].set(owner, mode="drop"),
+        rank=cache.rank.at[data_rank, page].set(nth, mode="drop"),
+    )
+    if key_scale is None:
+        return cache
+    return dataclasses.replace(
+        cache,
+        key_scale=put(cache.key_scale, key_scale, 3, 2),
+        value_scale=put(cache.value_scale, value_scale, 3, 2),
     )
 
 
@@ -144,12 +190,24 @@ def append(
     ranks = jnp.arange(page.shape[0], dtype=jnp.int32)[:, None]
     data_rank = jnp.broadcast_to(ranks, page.shape)
     # advanced indices around slices put the indexed dims first: [D, S, layers, K, H]
-    k = key.transpose(1, 2, 0, 3, 4).astype(cache.key.dtype)
-    v = value.transpose(1, 2, 0, 3, 4).astype(cache.value.dtype)
-    return dataclasses.replace(
+    (k, key_scale), (v, value_scale) = (
+        stored(cache, x.transpose(1, 2, 0, 3, 4)) for x in (key, value)
+    )
+
+    def put(pages, new):
+        return pages.at[:, data_rank, page, :, within].set(new, mode="drop")
+
+    cache = dataclasses.replace(
         cache,
         key=cache.key.at[:, data_rank, page, :, :, within].set(k, mode="drop"),
-        value=cache.value.at[:, data_rank, page, :, within].set(v, mode="drop"),
+        value=put(cache.value, v),
+    )
+    if key_scale is None:
+        return cache
+    return dataclasses.replace(
+        cache,
+        key_scale=put(cache.key_scale, key_scale),
+        value_scale=put(cache.value_scale, value_scale),
     )
 
 

@@ -109,8 +109,7 @@ def keep(
     split = (shapes.model.num_layers, shapes.ranks, -1)
     key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
     if shapes.attention == "tpu":
-        keys, values = kernel_attention.append_pages(cache, key, value, page, within, shapes.mesh)
-        return dataclasses.replace(cache, key=keys, value=values)
+        return kernel_attention.append_pages(cache, key, value, page, within, shapes.mesh)
     return cache_lib.append(cache, key, value, page, within)
 
 

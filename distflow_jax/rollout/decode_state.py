@@ -17,6 +17,7 @@ from distflow_jax.parallel.rules import sharding
 from distflow_jax.rollout import cache as cache_lib
 
 ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
+CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class EngineConfig:
     prefix_tokens: int = 0  # of beginnings that prompts share, kept apart; 0: off
     max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
-    dtype: str = "float32"  # of weights, activations and cache
+    dtype: str = "float32"  # of weights and activations
+    cache_dtype: str = "auto"  # of keys and values: "auto": `dtype`, "int8": with a scale per token
     attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
     weights: str = "auto"  # of layers "stacked", or "apart" as products on CPUs want them
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
@@ -90,6 +92,20 @@ def check_speculation(config: EngineConfig) -> None:
         raise ValueError(
             f"rollout.speculative_ngram must be at least 1, got {config.speculative_ngram}"
         )
+
+
+def check_cache_dtype(name: str) -> None:
+    """ValueError for what keys and values cannot be kept as."""
+    if name not in CACHE_DTYPES:
+        raise ValueError(
+            f"rollout.cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r}"
+        )
+
+
+def stored_dtype(config: EngineConfig) -> str:
+    """What the cache keeps keys and values as."""
+    check_cache_dtype(config.cache_dtype)
+    return config.dtype if config.cache_dtype == "auto" else config.cache_dtype
 
 
 def result_tokens(config: EngineConfig) -> int:
@@ -169,7 +185,7 @@ class StateShapes:
                 pages=self.pages,
                 page_size=c.page_size,
                 owners=self.owners,
-                dtype=c.dtype,
+                dtype=stored_dtype(c),
             ),
             logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
             length=none,
@@ -217,6 +233,9 @@ class StateShapes:
             layout(cache.value, *cache_lib.VALUE_AXES),
             layout(cache.owner, "batch"),
             layout(cache.rank, "batch"),
+            *jax.tree.map(
+                lambda x: layout(x, *cache_lib.SCALE_AXES), (cache.key_scale, cache.value_scale)
+            ),
         )
         return DecodeState(**fields)
 

@@ -4,6 +4,8 @@ D data ranks, O owners of a rank, S slots of a rank, K key/value heads, R query 
 dim, N pages of a rank, W tokens per page, C pages of the longest owner.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +21,11 @@ def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
     """[D, `before` dims, K, `after` dims]: ranks over data, heads over tensor where they divide."""
     over = "tensor" if heads % mesh.shape["tensor"] == 0 else None
     return PartitionSpec("data", *[None] * before, over, *[None] * after)
+
+
+def _page_spec(heads: int, mesh: Mesh) -> PartitionSpec:
+    """[layers, D, N, K, ...]: pages, and their scales."""
+    return PartitionSpec(None, *_spec(heads, mesh, 1, 0))
 
 
 def over_table(
@@ -39,30 +46,35 @@ def over_table(
     """
     heads = q.shape[2]
 
-    def local(q, key, value, layer, table, length):
-        layers, _, pages = key.shape[:3]
+    def local(q, pages, layer, table, length):
+        layers, _, number = pages["key_pages"].shape[:3]
         # layers are not sliced: a kernel's operand would be a copy of the layer
-        flat = (x.reshape(layers * pages, *x.shape[3:]) for x in (key, value))
+        flat = jax.tree.map(lambda x: x.reshape(layers * number, *x.shape[3:]), pages)
         part = partial_attention(
             q[0],
-            *flat,
-            table[0] + layer * pages,
-            length[0],
+            table=table[0] + layer * number,
+            length=length[0],
             implementation=implementation,
             interpret=interpret,
+            **flat,
         )
         return jax.tree.map(lambda x: x[None], part)
 
     row = _spec(heads, mesh, 1, 2)
-    pages = PartitionSpec(None, *_spec(heads, mesh, 1, 2))
     ranks = PartitionSpec("data")
+    pages = {
+        "key_pages": cache.key,
+        "value_pages": cache.value,
+        "key_scale": cache.key_scale,
+        "value_scale": cache.value_scale,
+    }
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(row, pages, pages, PartitionSpec(), ranks, ranks),
+        in_specs=(row, _page_spec(heads, mesh), PartitionSpec(), ranks, ranks),
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
-    )(q, cache.key, cache.value, layer, table, length)
+    )(q, pages, layer, table, length)
 
 
 def over_cache(
@@ -115,7 +127,7 @@ def over_cache(
 
 def append_pages(
     cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array, mesh: Mesh
-) -> tuple[jax.Array, jax.Array]:
+) -> Cache:
     """Writes tokens page by page, S slots times the new tokens of one: key, value
     [layers, D, S, K, H].
 
@@ -123,34 +135,38 @@ def append_pages(
     into the cache makes XLA copy all of it; a page that is read, changed and written back does not.
     """
     heads = key.shape[3]
+    (k, key_scale), (v, value_scale) = (cache_lib.stored(cache, x) for x in (key, value))
+    new = {"key": k, "value": v, "key_scale": key_scale, "value_scale": value_scale}
+    new = {name: x for name, x in new.items() if x is not None}
+    length_dim = {"key": 5, "value": 4, "key_scale": 4, "value_scale": 4}
 
-    def local(keys, values, key, value, page, within):
-        pages, width = keys.shape[2], keys.shape[-1]
+    def local(buffers, new, page, within):
+        pages, width = buffers["key"].shape[2], buffers["key"].shape[-1]
 
         def put(slot, buffers):
             here = jnp.arange(width, dtype=jnp.int32) == within[0, slot]
             at = jnp.minimum(page[0, slot], pages - 1)
             here &= page[0, slot] < pages
 
-            def change(buffer, new, axis):
+            def change(buffer, new, dim):
                 old = jax.lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
-                new = jnp.expand_dims(new[:, :, slot][:, :, None], axis)
+                new = jnp.expand_dims(new[:, :, slot][:, :, None], dim)
                 shape = [1] * old.ndim
-                shape[axis] = width
-                changed = jnp.where(here.reshape(shape), new.astype(old.dtype), old)
+                shape[dim] = width
+                changed = jnp.where(here.reshape(shape), new, old)
                 return jax.lax.dynamic_update_slice_in_dim(buffer, changed, at, axis=2)
 
-            return change(buffers[0], key, 5), change(buffers[1], value, 4)
+            return {name: change(x, new[name], length_dim[name]) for name, x in buffers.items()}
 
-        return jax.lax.fori_loop(0, page.shape[1], put, (keys, values))
+        return jax.lax.fori_loop(0, page.shape[1], put, buffers)
 
-    pages = PartitionSpec(None, *_spec(heads, mesh, 1, 2))
-    token = PartitionSpec(None, *_spec(heads, mesh, 1, 1))
-    ranks = PartitionSpec("data")
-    return jax.shard_map(
+    pages, ranks = _page_spec(heads, mesh), PartitionSpec("data")
+    written = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(pages, pages, token, token, ranks, ranks),
-        out_specs=(pages, pages),
+        # slots where the pages were: the specs are the same
+        in_specs=(pages, pages, ranks, ranks),
+        out_specs=pages,
         check_vma=False,
-    )(cache.key, cache.value, key, value, page, within)
+    )({name: getattr(cache, name) for name in new}, new, page, within)
+    return dataclasses.replace(cache, **written)

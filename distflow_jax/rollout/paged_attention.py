@@ -97,20 +97,26 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
     Pages are read as they lie, queries are brought to them, and what each page gives is added up by
-    slot with a product: sorting keys and values by slot would cost more than using them.
+    slot with a product: sorting keys and values by slot would cost more than using them. Scales of
+    int8 pages multiply scores and weights: keys and values themselves are only converted.
     """
     ranks, slots, heads, rows, head_dim = q.shape
     width, chunk, members = cache.key.shape[-1], readers.chunk, readers.slot.shape[-1]
     scale = head_dim**-0.5
+    scaled = cache.key_scale is not None
     by_reader = (ranks, chunk, heads, members, rows)
 
     def step(index, part):
         before, lse = part
         start = index * chunk
         page = jax.lax.dynamic_slice(readers.page, (0, start), (ranks, chunk))
-        k, v = (
-            jax.vmap(lambda x, at: x[layer, at], (1, 0))(x, page) for x in (cache.key, cache.value)
-        )
+
+        def of_chunk(pages):
+            return jax.vmap(lambda x, at: x[layer, at], (1, 0))(pages, page)
+
+        k, v = (of_chunk(x) for x in (cache.key, cache.value))
+        if scaled:
+            k, v = (x.astype(q.dtype) for x in (k, v))
         slot = jax.lax.dynamic_slice(readers.slot, (0, start, 0), (ranks, chunk, members))
         count = jax.lax.dynamic_slice(readers.count, (0, start), (ranks, chunk))
         mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None, None]
@@ -124,14 +130,19 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
 
         queries = to_readers(q).reshape(*by_reader[:3], -1, head_dim)
         logits = jnp.einsum("DCKXH,DCKHW->DCKXW", queries, k).astype(jnp.float32) * scale
-        logits = jnp.where(valid, logits.reshape(*by_reader, width), _NEVER)
+        logits = logits.reshape(*by_reader, width)
+        if scaled:
+            logits = logits * of_chunk(cache.key_scale)[:, :, :, None, None]
+        logits = jnp.where(valid, logits, _NEVER)
         top = logits.max(-1).swapaxes(2, 3)[:, None]  # [D, 1, c, m, K, R]
         top = jnp.max(jnp.where(mine[..., None, None], top, _NEVER), axis=(2, 3))
         top = jnp.maximum(lse, top)
         weight = jnp.where(valid, jnp.exp(logits - to_readers(top)[..., None]), 0.0)
-        out = jnp.einsum(
-            "DCKXW,DCKWH->DCKXH", weight.reshape(*by_reader[:3], -1, width).astype(v.dtype), v
-        )
+        by_value = weight
+        if scaled:
+            by_value = weight * of_chunk(cache.value_scale)[:, :, :, None, None]
+        by_value = by_value.reshape(*by_reader[:3], -1, width).astype(v.dtype)
+        out = jnp.einsum("DCKXW,DCKWH->DCKXH", by_value, v)
         out = out.astype(jnp.float32).reshape(*by_reader, head_dim)
         add = mine.astype(jnp.float32)
         # divided here, not after the loop: a product that follows would divide in its midst

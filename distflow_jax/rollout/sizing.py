@@ -3,18 +3,20 @@
 import dataclasses
 import math
 
-import numpy as np
+import jax.numpy as jnp
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.rollout.decode_state import EngineConfig, num_pages
+from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
 
 def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
-    """Bytes of one page on one of `tensor` devices: keys and values of all layers."""
+    """Bytes of one page on one of `tensor` devices: keys and values of all layers, and scales."""
     heads = model.num_kv_heads
     heads = heads // tensor if heads % tensor == 0 else heads  # few heads are copied
-    item = 2 if config.dtype == "bfloat16" else np.dtype(config.dtype).itemsize
-    return 2 * model.num_layers * heads * model.head_dim * config.page_size * item
+    dtype = jnp.dtype(stored_dtype(config))
+    scale = 4 if dtype == jnp.int8 else 0
+    token = model.head_dim * dtype.itemsize + scale
+    return 2 * model.num_layers * heads * config.page_size * token
 
 
 def cache_bytes(model: DecoderConfig, config: EngineConfig, *, ranks: int, tensor: int) -> int:
