@@ -161,6 +161,25 @@ def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str
     return "pages" if kernel == "reference" else kernel
 
 
+def _check_int8_pages(shapes: "StateShapes") -> None:
+    """ValueError for pages that the GPU kernel cannot address, whose own error comes while it is
+    compiled and knows of no setting: see models/kernels/gpu.check_gpu."""
+    config, model, tensor = shapes.config, shapes.model, shapes.mesh.shape["tensor"]
+    if shapes.attention != "gpu" or stored_dtype(config) != "int8":
+        return
+    heads = model.num_kv_heads
+    heads = heads // tensor if heads % tensor == 0 else heads
+    page = model.num_layers * heads * model.head_dim * config.page_size
+    if 2**31 < shapes.pages * page <= 2**32:
+        fits = 2**31 // page // 32 * 32 * config.page_size * shapes.ranks
+        raise ValueError(
+            "rollout.cache_dtype=int8: the GPU kernel takes keys of at most 2 GiB on a device, or "
+            f"of more than 4, and {shapes.pages} pages of {config.page_size} tokens have "
+            f"{shapes.pages * page / 2**30:.2f} GiB; set rollout.cache_tokens to at most {fits} "
+            "for each sampler, or change rollout.num_slots"
+        )
+
+
 class StateShapes:
     """Shapes and layouts of a decode state on a mesh with axes ("data", "tensor")."""
 
@@ -172,6 +191,7 @@ class StateShapes:
         self.members = min(config.group_size, self.slots)  # slots that share a prompt, at most
         self.pages = num_pages(config, self.ranks)
         self.attention = attention_for(config, model, mesh)
+        _check_int8_pages(self)
 
     def empty(self, seed: int) -> DecodeState:
         """All slots free."""

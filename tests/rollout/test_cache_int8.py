@@ -340,3 +340,16 @@ def test_other_kinds_are_refused():
         RolloutConfig(cache_dtype="fp8")
     with pytest.raises(ValueError, match=wanted):
         sampled(cache_dtype="fp8")
+
+
+def test_pages_that_the_gpu_kernel_cannot_address_are_refused():
+    """Between 2 and 4 GiB of keys; what the error proposes is right."""
+    mesh = mesh_of(1, 1, names=("data", "tensor"))
+    model = DecoderConfig(num_layers=32, num_heads=8, num_kv_heads=8, head_dim=128)
+    config = dataclasses.replace(CONFIG, page_size=64, attention="gpu", slots=1)
+    with pytest.raises(ValueError, match="3.00 GiB; set rollout.cache_tokens to at most 65536"):
+        StateShapes(model, dataclasses.replace(config, cache_tokens=3 << 15), mesh)
+    for tokens in (65536, 5 << 15):
+        StateShapes(model, dataclasses.replace(config, cache_tokens=tokens), mesh)
+    pages = dataclasses.replace(config, cache_tokens=3 << 15, cache_dtype="auto")
+    StateShapes(model, pages, mesh)
