@@ -14,8 +14,8 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, longest_read, pages_of
 from distflow_jax.rollout.engine import Given, RolloutEngine, SlotRequest
-from distflow_jax.rollout.prefill import Prefix, max_prompts
-from distflow_jax.rollout.prefix_cache import Kept, PrefixCache, cache_budget, shared_beginning
+from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prompt_reader import PromptReader
 from distflow_jax.rollout.responses import GroupRequest, Partial, Response, RolloutStats
 
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._heap: list[tuple[Any, ...]] = []  # groups with responses that wait, in their order
         self._resumed: list[tuple[_Group, Partial]] = []  # before all that is new; the next last
         self._running: dict[int, _Slot] = {}
-        self._beginnings = PrefixCache(cache_budget(engine.config))
+        self._reader = PromptReader(engine, params, version, self.stats)
         self._next_id = self._order = 0
         self._paused = self._stalled = False
         ranks, slots = engine.shapes.ranks, engine.shapes.slots
@@ -246,7 +246,7 @@ class Scheduler:
             if holder.logits_by is None:
                 holder.logits_by = self.version
         self._params, self.version = params, version
-        self._beginnings.clear()
+        self._reader.load(params, version)
         if cache == "recompute":
             for slot, held in sorted(self._running.items(), key=lambda item: -item[1].order):
                 if not held.ended:
@@ -259,7 +259,7 @@ class Scheduler:
         """Gives up everything; returns the state, all of it free, for another scheduler."""
         for group_id in list(self._groups):
             self.abort(group_id)
-        self._beginnings.clear()
+        self._reader.forget()
         self._tell(0)
         return self._state
 
@@ -436,58 +436,11 @@ class Scheduler:
 
     def _read(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
-        most = self.engine.buckets[-1]
         waiting = [entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])]
         waiting = [group for group in waiting if group.prefix is None]
-        kept = self._shared([group.request.prompt.tokens for group in waiting])
-        before = 0 if kept is None else len(kept.tokens)
-        row, slots = waiting[:1], self.free_slots - len(waiting[0].waiting)
-        length = len(waiting[0].request.prompt.tokens) - before
-        prompts = max_prompts(most, self.engine.config.page_size)
-        for group in waiting[1:]:
-            tokens = group.request.prompt.tokens
-            if self._beginnings.find(self.version, tokens) is not kept:
-                continue  # in a row of its own kind
-            length += len(tokens) - before
-            if length > most or slots <= 0 or len(row) == prompts:
-                break
-            row.append(group)
-            slots -= len(group.waiting)
-        found = self._read_prompts([group.request.prompt.tokens for group in row], kept)
-        for group, prefix in zip(row, found, strict=True):
-            group.prefix = prefix
-
-    def _shared(self, prompts: Sequence[np.ndarray]) -> Kept | None:
-        """What the first prompt is to be read after; it is read now where that saves tokens."""
-        config = self.engine.config
-        if not config.prefix_tokens:
-            return None
-        kept = self._beginnings.find(self.version, prompts[0])
-        known = 0 if kept is None else len(kept.tokens)
-        length = shared_beginning(prompts[0], prompts[1:], known=known, config=config)
-        if not length:
-            return kept
-        tokens = prompts[0][:length]
-        self.stats.prefills += 1
-        prefix = self.engine.prefill_beginning(self._params, tokens)
-        return self._beginnings.add(self.version, tokens, prefix)
-
-    def _read_prompts(self, prompts: Sequence[np.ndarray], kept: Kept | None) -> list[Prefix]:
-        """Reads a row of prompts that begin with what is `kept`, or a long one alone."""
-        after = None if kept is None else self._beginnings.use(kept)
-        before = 0 if kept is None else len(kept.tokens)
-        self.stats.prefills += 1
-        self.stats.prompts += len(prompts)
-        if kept is not None:
-            self.stats.prefix_hits += len(prompts)
-            self.stats.prefix_tokens += before * len(prompts)
-        rest = prompts[0][before:]
-        if len(rest) <= self.engine.buckets[-1]:
-            return self.engine.prefill_row(self._params, prompts, after=after)
-        prefix = self.engine.prefill(
-            params=self._params, existing_prefix=after, padded_tokens=rest, true_length=len(rest)
-        )
-        return [prefix]
+        wanted = [(group.request.prompt.tokens, len(group.waiting)) for group in waiting]
+        for index, prefix in self._reader.read_next(wanted, self.free_slots).items():
+            waiting[index].prefix = prefix
 
     @property
     def _reads_again(self) -> bool:
@@ -541,8 +494,7 @@ class Scheduler:
         for rank in order:
             limit = partial.request.limit - len(partial.tokens)
             if self._free[rank] and self._room(rank, len(tokens), 1, limit):
-                kept = self._beginnings.find(self.version, tokens)
-                (prefix,) = self._read_prompts([tokens], kept)
+                prefix = self._reader.read(tokens)
                 self._admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False

@@ -221,14 +221,14 @@ def test_new_weights_read_anew(sampler, scheduler, plain):
     other = sampler.engine.load_params(OTHER)
     submit_all(scheduler, REQUESTS[:3])
     drive(scheduler)
-    assert scheduler._beginnings.tokens > 0
+    assert scheduler._reader._beginnings.tokens > 0
     fresh = Scheduler(plain.engine, other, version=4, state=plain.state)
     submit_all(fresh, REQUESTS[3:])
     wanted = drive(fresh)
     plain.state = assert_all_free(fresh)
     for version in (4, 4, 3):
         scheduler.load(other, version)
-        assert scheduler._beginnings.tokens == 0
+        assert scheduler._reader._beginnings.tokens == 0
         submit_all(scheduler, REQUESTS[3:])
         assert_same(drive(scheduler), wanted)
 
@@ -277,7 +277,7 @@ def test_two_kinds_of_prompts_have_their_rows(scheduler, plain, room, most):
     """Room for both beginnings: each is read once. For one: they take turns."""
     requests = REQUESTS + make_requests(tokens_of(9, 40), (5, 12, 3), start=40)
     mixed = [requests[i] for i in (0, 6, 1, 2, 7, 3, 8, 4, 5)]
-    scheduler._beginnings.budget = room
+    scheduler._reader._beginnings.budget = room
     read, prefill = [], scheduler.engine.prefill_beginning
     scheduler.engine.prefill_beginning = lambda params, tokens: (
         read.append(tokens.tolist()) or prefill(params, tokens)
@@ -286,7 +286,7 @@ def test_two_kinds_of_prompts_have_their_rows(scheduler, plain, room, most):
     got = drive(scheduler)
     del scheduler.engine.prefill_beginning
     assert_same(got, by_uid(plain.run(mixed)))
-    assert scheduler._beginnings.tokens <= room
+    assert scheduler._reader._beginnings.tokens <= room
     assert 2 <= len(read) <= most and len(set(map(tuple, read))) == 2
     assert scheduler.stats.prefix_hits >= len(mixed) - 1
 
