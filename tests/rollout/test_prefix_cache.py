@@ -237,7 +237,8 @@ def test_the_version_alone_keeps_weights_apart(sampler, scheduler, plain):
     """Also where nobody has cleared what the old ones read."""
     submit_all(scheduler, REQUESTS[:3])
     drive(scheduler)
-    scheduler._params, scheduler.version = sampler.engine.load_params(OTHER), 4
+    reader = scheduler._reader
+    reader._params, reader._version = sampler.engine.load_params(OTHER), 4
     submit_all(scheduler, REQUESTS[3:4])
     hits = scheduler.stats.prefix_hits
     drive(scheduler)
