@@ -191,16 +191,21 @@ def side_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def take_turns(turns: dict[str, tuple[Side, Case]], rounds: int) -> dict[str, list[dict]]:
-    """Records of each, round after round, one working at a time."""
+def take_turns(
+    turns: dict[str, tuple[Side, Case]], rounds: int, report: "Report"
+) -> dict[str, list[dict]]:
+    """Records of each, round after round, one working at a time; `report` gets them at once."""
     for side, case in turns.values():
         side.begin(case)
     records: dict[str, list[dict]] = {name: [] for name in turns}
     for turn in range(1, rounds + 1):
-        for name, (side, _) in turns.items():
+        for name, (side, case) in turns.items():
             record = side.play(turn)
             record["tokens_per_s"] = record["tokens"] / record["seconds"]
             records[name].append(record)
+            report.write(
+                {"record": "round", "case": case.name, "side": name, "round": turn} | record
+            )
     return records
 
 
@@ -285,7 +290,7 @@ class Report:
     def __init__(self, path: str, options: dict[str, Any]):
         self._path = pathlib.Path(path) if path else None
         at = {"time": time.strftime("%FT%TZ", time.gmtime()), "cores": os.cpu_count()}
-        self._write({"record": "options", **at, "jax": jax.__version__, **options})
+        self.write({"record": "options", **at, "jax": jax.__version__, **options})
         print(HEADER, flush=True)
 
     def add(self, case: Case, records: dict[str, list[dict]]) -> dict[str, dict[str, Any]]:
@@ -293,15 +298,13 @@ class Report:
         results = {}
         ours = records.get("ours", next(iter(records.values())))
         for side, rounds in records.items():
-            for turn, record in enumerate(rounds, start=1):
-                at = {"case": case.name, "side": side, "round": turn}
-                self._write({"record": "round", **at, **record})
             results[side] = summary(rounds, ours, case)
-            self._write({"record": "summary", "case": case.name, "side": side, **results[side]})
+            self.write({"record": "summary", "case": case.name, "side": side, **results[side]})
             print(row(case.name, side, results[side]), flush=True)
         return results
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds a line to the file, if there is one."""
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -317,7 +320,7 @@ def compare(args: argparse.Namespace, cases: list[Case], options: dict, report: 
         }
         for case in cases:
             turns = {name: (side, case) for name, side in sides.items()}
-            results = report.add(case, take_turns(turns, args.rounds))
+            results = report.add(case, take_turns(turns, args.rounds, report))
             good &= results["ours"]["compilations"] == 0
     return good
 
@@ -331,7 +334,7 @@ def compare_capacities(
         for case in cases:
             side = Side(side_commands(args)["ours"], options)
             turns[case.name] = (stack.enter_context(contextlib.closing(side)), case)
-        records = take_turns(turns, args.rounds)
+        records = take_turns(turns, args.rounds, report)
     results = [report.add(case, {"ours": records[case.name]})["ours"] for case in cases]
     good = all(result["compilations"] == 0 for result in results)
     if len(cases) > 1:
