@@ -35,7 +35,12 @@ from distflow_jax.parallel.mesh import (
     resolve_sizes,
 )
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.decode_state import EngineConfig, check_speculation, num_pages
+from distflow_jax.rollout.decode_state import (
+    EngineConfig,
+    check_attention,
+    check_speculation,
+    num_pages,
+)
 from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
@@ -349,6 +354,7 @@ def _engine_config(
 ) -> EngineConfig:
     """Sizes of one sampler, with as many slots as asked for or as fit."""
     data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
+    check_attention(rollout.attention, machine.platform)
     samplers, ranks = machine.processes // hosts, machine.devices // tensor
     response = max(rollout.max_response_length, config.eval.max_response_length)
     engine = EngineConfig(

@@ -28,7 +28,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.rollout.environments import Environments
+from distflow_jax.rollout.environments import Environments, load_environment
 from distflow_jax.settings import with_settings
 from distflow_jax.stages.table import Demands, resolve, wanted_reads
 from distflow_jax.states import ModelOfRun, models_of, samplers_of
@@ -162,6 +162,8 @@ def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> 
     FileNotFoundError.
     """
     config, graph = settle(config, chosen)
+    if config.rollout.environment:
+        load_environment(config.rollout.environment)
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)

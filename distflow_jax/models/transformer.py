@@ -139,31 +139,9 @@ class Decoder(nnx.Module):
         self.config = config
         _declare(param_specs(config), rngs, self)
 
-    def hidden(
-        self,
-        tokens_BT: jax.Array,
-        position_BT: jax.Array,
-        attend: Attend,
-        *,
-        layer_inputs: Any = None,
-        dtype: Any = jnp.float32,
-        remat: bool = False,
-    ) -> tuple[jax.Array, Any]:
-        """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
-
-        `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer.
-        `remat`: recompute each layer in the backward pass instead of keeping its activations.
-        """
-        return hidden_states(
-            self.config,
-            params_of(self),
-            tokens_BT,
-            position_BT,
-            attend,
-            layer_inputs=layer_inputs,
-            dtype=dtype,
-            remat=remat,
-        )
+    def hidden(self, *args: Any, **options: Any) -> tuple[jax.Array, Any]:
+        """`hidden_states` of the module's parameters: (tokens, positions, attend), options."""
+        return hidden_states(self.config, params_of(self), *args, **options)
 
     def head_weight(self, dtype: Any = jnp.float32) -> jax.Array:
         """Output projection [V, D]: the embedding itself where tied."""
@@ -181,8 +159,12 @@ def hidden_states(
     dtype: Any = jnp.float32,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """`Decoder.hidden` of parameters as a nested dict; their layers stacked, or a list of them
-    apart (layer_weights.py)."""
+    """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
+
+    `params`: nested dict, its layers stacked, or a list of them apart (layer_weights.py).
+    `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
+    recompute each layer in the backward pass instead of keeping its activations.
+    """
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
     tables = rope.rotary_tables(position_BT, frequencies)
     x = _table(params, dtype)[tokens_BT]

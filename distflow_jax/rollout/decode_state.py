@@ -102,6 +102,17 @@ def check_cache_dtype(name: str) -> None:
         )
 
 
+def check_attention(name: str, platform: str = "") -> None:
+    """ValueError for no way of attention, or a kernel that is not for this platform."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"rollout.attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+    if platform and name in ("gpu", "tpu") and implementation_for(platform) != name:
+        raise ValueError(
+            f"rollout.attention={name!r} is a kernel for {name.upper()}s, and the devices here are "
+            f'of platform {platform!r}: use "auto" or "pages"'
+        )
+
+
 def stored_dtype(config: EngineConfig) -> str:
     """What the cache keeps keys and values as."""
     check_cache_dtype(config.cache_dtype)
@@ -150,11 +161,8 @@ def num_pages(config: EngineConfig, ranks: int) -> int:
 
 
 def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:
-    """How attention runs on the mesh. ValueError for what its platform cannot run."""
-    if config.attention not in ATTENTIONS:
-        raise ValueError(
-            f"rollout.attention must be one of {', '.join(ATTENTIONS)}, got {config.attention!r}"
-        )
+    """How attention runs on the mesh. ValueError for an unknown way."""
+    check_attention(config.attention)
     if config.attention != "auto":
         return config.attention
     kernel = implementation_for(mesh.devices.flat[0].platform)

@@ -52,6 +52,10 @@ class RolloutTokens(engine_api.ResultTokens):
         """Tokens guessed for each slot and how many of these held, int [B, 2]; [B, 0] where off."""
         return self.data[:, slice(*self.speculation_idx)]
 
+    def counts(self) -> np.ndarray:
+        """Tokens of each slot, int [B]."""
+        return self.data[:, slice(*self.valid_idx)].sum(1)
+
     def active(self) -> np.ndarray:
         """Which slots go on, bool [B]."""
         return self.data[:, -2] > 0

@@ -71,7 +71,7 @@ class Environments:
         self, name: str, kwargs: Mapping[str, Any], tokenizer: Tokenizer, *, seconds: float
     ):
         self.name, self.seconds, self.tokenizer = name, seconds, tokenizer
-        self._make, self._kwargs = _load(name), dict(kwargs)
+        self._make, self._kwargs = load_environment(name), dict(kwargs)
         self._check_signature()
         self._logged: set[str] = set()
 
@@ -246,7 +246,8 @@ def _failure(error: BaseException) -> Failure:
     return Failure(f"{summary}{place}\n{text}", f"{type(error).__name__}{place}")
 
 
-def _load(name: str) -> Callable[..., Environment]:
+def load_environment(name: str) -> Callable[..., Environment]:
+    """What `rollout.environment` names. ValueError or FileNotFoundError where there is none."""
     if ":" in name:
         return plugins.load_function(name, "environment")
     if name not in ENVIRONMENTS:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.decode_state import DecodeState, check_cache_dtype
+from distflow_jax.rollout.decode_state import DecodeState, check_attention, check_cache_dtype
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.scheduler import run_requests
@@ -66,6 +66,7 @@ class RolloutConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        check_attention(self.attention)
         check_cache_dtype(self.cache_dtype)
         if not 0 < self.cache_fraction < 1:
             raise ValueError(

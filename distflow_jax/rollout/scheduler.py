@@ -1,5 +1,8 @@
 """Continuous batching: which response runs in which slot, and when a slot is refilled.
 
+Between two steps a decode call is under way. A step waits for it, refills the slots that it has
+emptied and begins the next one; only then, while the devices are at work, it hands on what came.
+
 The order depends on what was submitted when, and on what was sampled, never on time: a rerun, and
 every process that shares an engine, schedules alike.
 """
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, longest_read, pages_of
-from distflow_jax.rollout.engine import Given, RolloutEngine, SlotRequest
+from distflow_jax.rollout.engine import Given, RolloutEngine, RolloutTokens, SlotRequest
 from distflow_jax.rollout.prefill import Prefix
 from distflow_jax.rollout.prompt_reader import PromptReader
 from distflow_jax.rollout.responses import GroupRequest, Partial, Response, RolloutStats
@@ -54,8 +57,18 @@ class _Slot:
     member: int
     order: int  # of admission: the last one in is the first to be put back
     admitted: int  # tokens that its response had then
+    tokens: int  # that it has now; its `partial` learns of the last of them later
     ended: bool = False  # and kept
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A decode call: under way, then done."""
+
+    result: RolloutTokens
+    version: int
+    slots: dict[int, _Slot]  # who goes on in it
 
 
 class Scheduler:
@@ -81,6 +94,8 @@ class Scheduler:
         self._heap: list[tuple[Any, ...]] = []  # groups with responses that wait, in their order
         self._resumed: list[tuple[_Group, Partial]] = []  # before all that is new; the next last
         self._running: dict[int, _Slot] = {}
+        self._call: _Call | None = None  # under way
+        self._ended: list[tuple[int, Response]] = []  # by group, that `step` has to return yet
         self._reader = PromptReader(engine, params, version, self.stats)
         self._next_id = self._order = 0
         self._paused = self._stalled = False
@@ -98,8 +113,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a response waits or runs; those that ended and are held do not count."""
-        return bool(self._heap or self._resumed or any(not s.ended for s in self._running.values()))
+        """Whether a response waits, runs, or is yet to be returned by `step`.
+
+        Those that were returned and are held do not count.
+        """
+        waits = self._heap or self._resumed or self._ended
+        return bool(waits) or any(not s.ended for s in self._running.values())
 
     @property
     def stalled(self) -> bool:
@@ -113,7 +132,7 @@ class Scheduler:
         return sum(map(len, self._free))
 
     def under_way(self) -> Iterator[tuple[int, Partial]]:
-        """(id of its group, what has been sampled so far) of each response that has begun."""
+        """(id of its group, what has come of it so far) of each response that has begun."""
         for _, held in sorted(self._running.items()):
             if not held.ended:
                 yield held.group.id, held.partial
@@ -134,30 +153,33 @@ class Scheduler:
         return group.id
 
     def step(self) -> list[Response]:
-        """One round: reads prompts for free slots, fills these, decodes; returns what has ended.
+        """One round: waits for the decode call under way, reads prompts for free slots and fills
+        these, begins the next call; returns what had ended in the one before.
 
         While responses run, at most one row (or piece) of prompts is read in a round, so that they
         do not wait long.
         """
         if self._paused or not self.busy:
             return []
-        self._tell()
-        self._fill()
-        # with work waiting, come back as soon as enough slots for a group are free
-        waits = bool(self._heap or self._resumed)
-        running = sum(not held.ended for held in self._running.values())
-        self._stalled = not running
-        if self._stalled:
-            return []
-        self._tell(max(0, running - self.engine.width) if waits else 0)
-        return self._decode()
+        if self._call is None:
+            self._begin_call()
+        call = self._await_call()
+        if self._resumed:  # of these the tokens are needed now
+            self._hand_on(call)
+            call = None
+        self._begin_call()
+        self._hand_on(call)
+        ended, self._ended = self._ended, []
+        return [response for _, response in ended]
 
     def abort(self, group_id: int) -> list[Response]:
-        """Gives up what waits and runs of a request; returns what was sampled of it."""
+        """Gives up a request; returns what has come of it that `step` has not returned."""
+        cut = [response for index, response in self._ended if index == group_id]
+        self._ended = [entry for entry in self._ended if entry[0] != group_id]
         group = self._groups.get(group_id)
         if group is None:
-            return []
-        cut = [p.response(self._stops) for g, p in reversed(self._resumed) if g is group]
+            return cut
+        cut += [p.response(self._stops) for g, p in reversed(self._resumed) if g is group]
         self._resumed = [entry for entry in self._resumed if entry[0] is not group]
         for slot, held in sorted(self._running.items()):
             if held.group is group:
@@ -197,8 +219,10 @@ class Scheduler:
     def export(self) -> list[Partial]:
         """Everything that waits or runs, in its order, with what was sampled so far.
 
-        The scheduler is empty then, but for responses that have ended and are held.
+        The scheduler is empty then, but for responses that have ended and are held, or are yet to
+        be returned by `step`.
         """
+        self._hand_on(self._await_call())
         partials = []
         for slot, held in sorted(self._running.items(), key=lambda item: item[1].order):
             if not held.ended:
@@ -241,6 +265,7 @@ class Scheduler:
                 'cache="recompute" reads responses again with their prompts: make the engine with '
                 f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
             )
+        self._hand_on(self._await_call())  # by the weights that it was begun with
         for holder in (*self._running.values(), *self._groups.values()):
             # the next token is drawn from logits that are there already
             if holder.logits_by is None:
@@ -260,6 +285,7 @@ class Scheduler:
         for group_id in list(self._groups):
             self.abort(group_id)
         self._reader.forget()
+        self._call, self._ended = None, []
         self._tell(0)
         return self._state
 
@@ -288,6 +314,7 @@ class Scheduler:
             self.engine.check_length(whole, longest_read(self.engine.config))
         request = dataclasses.replace(held.partial.request, limit=limit)
         held.partial, held.logits_by = Partial(request, sample, fed), None
+        held.tokens = len(fed)
         if feeds:
             held.ended = False
             self._give.append(Given(slot, queue, limit, len(fed)))
@@ -462,7 +489,7 @@ class Scheduler:
         if self._reads_again:
             return self._pages[rank] >= need + slots + len(running)
         for held in running:
-            own = len(held.partial.tokens) - held.admitted
+            own = held.tokens - held.admitted
             most = held.partial.request.limit - held.admitted
             need += pages_of(most, size) - pages_of(max(0, own - 1), size)
         return self._pages[rank] >= need + slots * pages_of(limit, size)
@@ -536,9 +563,8 @@ class Scheduler:
                     keep=request.hold,
                 )
             )
-            self._running[slot] = _Slot(
-                group, partial, resident, member, self._order, len(partial.tokens)
-            )
+            done = len(partial.tokens)
+            self._running[slot] = _Slot(group, partial, resident, member, self._order, done, done)
             if shared:
                 self._running[slot].logits_by = group.logits_by
             self._order += 1
@@ -557,48 +583,76 @@ class Scheduler:
                     other.held = False
                     self._unhold.append((other.rank, other.entry))
 
-    def _decode(self) -> list[Response]:
-        """One generate call; takes out what has ended."""
+    # -- decode calls -----------------------------------------------------------------------------
+
+    def _begin_call(self) -> None:
+        """Fills slots and begins a decode call, where there is anything to decode."""
+        self._tell()
+        self._fill()
+        going = {slot: held for slot, held in self._running.items() if not held.ended}
+        # with work waiting, come back as soon as enough slots for a group are free
+        waits = bool(self._heap or self._resumed)
+        self._stalled = waits and not going
+        if not going:
+            return
+        self._tell(max(0, len(going) - self.engine.width) if waits else 0)
         self._state, result = self.engine.generate(self._params, self._state, few=self._few())
+        result.copy_to_host_async()
+        self._call = _Call(result, self.version, going)
         self.stats.generate_calls += 1
-        host = result.convert_to_numpy()
-        logp, margin, goes_on = host.logp(), host.margin(), host.active()
+
+    def _await_call(self) -> _Call | None:
+        """Waits for the call under way, and frees the slots and pages of what has ended in it."""
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        host = call.result.convert_to_numpy()
+        goes_on, counts = host.active(), host.counts()
+        free, slots = host.free_pages(), self.engine.shapes.slots
+        self._pages = [int(n) for n in free[::slots]]
+        moved = set()
+        # without those that were given up meanwhile
+        there = {s: held for s, held in call.slots.items() if self._running.get(s) is held}
+        for slot, held in sorted(there.items()):
+            held.tokens += int(counts[slot])
+            if counts[slot] or not goes_on[slot]:
+                moved.add(held.resident.rank)
+            if not goes_on[slot]:
+                held.ended = True
+                if not held.partial.request.hold:
+                    self._leave(slot, alive=False)
+        for rank in range(self.engine.shapes.ranks):
+            self._unblock(rank, moved)
+        return _Call(host, call.version, there)
+
+    def _hand_on(self, call: _Call | None) -> None:
+        """Adds the tokens of a call to their responses, and hands on those that have ended."""
+        if call is None:
+            return
+        host, ended = call.result, []
+        logp, margin, counts = host.logp(), host.margin(), host.counts()
         guesses = host.speculation()
-        free, ranks = host.free_pages(), self.engine.shapes.ranks
-        self._pages = [int(free[r * self.engine.shapes.slots]) for r in range(ranks)]
-        responses, moved = [], set()
-        for slot in sorted(self._running):
-            held = self._running[slot]
-            if held.ended:
-                continue
-            data = host.get_result_at_slot(slot)
-            count = int(data.valid[0].sum())
+        for slot, held in sorted(call.slots.items()):
+            count = int(counts[slot])
             self.stats.tokens += count
             if guesses.shape[1]:
                 self.stats.proposed += int(guesses[slot, 0])
                 self.stats.accepted += int(guesses[slot, 1])
             if count:
-                version = np.full(count, self.version, np.int32)
+                version = np.full(count, call.version, np.int32)
                 if held.logits_by is not None:
                     version[0], held.logits_by = held.logits_by, None
-                part = (data.tokens[0, :count], logp[slot, :count], margin[slot, :count], version)
+                tokens = host.get_result_at_slot(slot).tokens[0, :count]
+                part = (tokens, logp[slot, :count], margin[slot, :count], version)
                 held.partial.parts.append(part)
-            if count or not goes_on[slot]:
-                moved.add(held.resident.rank)
-            if not goes_on[slot]:
-                response = held.partial.response(self._stops)
-                responses.append((held.group, response))
-                if held.partial.request.hold:
-                    held.ended = True
-                else:
-                    self._leave(slot, alive=False)
+            if held.ended:
+                ended.append((held, held.partial.response(self._stops)))
+                if not held.partial.request.hold:
                     self._end(held.group)
-        for rank in range(ranks):
-            self._unblock(rank, moved)
-        for group, response in responses:
-            if group.on_response is not None:
-                group.on_response(response)
-        return [response for _, response in responses]
+        self._ended += [(held.group.id, response) for held, response in ended]
+        for held, response in ended:
+            if held.group.on_response is not None:
+                held.group.on_response(response)
 
     def _few(self) -> bool:
         """Whether so few responses run that the engine has a smaller program for them."""
