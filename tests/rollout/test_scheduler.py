@@ -58,8 +58,8 @@ def assert_same(got, wanted, atol=1e-4):
 def assert_all_free(scheduler):
     """Every slot, prompt and page, as the scheduler and as the devices see it."""
     state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._entries:
+    assert sorted(sum(scheduler._slots.free, [])) == list(range(engine.max_concurrent_decodes))
+    for entries in scheduler._slots.entries:
         assert sorted(entries) == list(range(engine.shapes.slots))
     state = engine.change(state)
     assert not np.asarray(engine.shapes.alive(state)).any()
@@ -122,7 +122,7 @@ def test_a_prompt_lies_in_the_cache_once(sampler):
     scheduler = Scheduler(engine, sampler.params, state=sampler.state)
     scheduler.submit(dataclasses.replace(REQUESTS[3], limit=4))
     scheduler._fill()
-    owner = np.asarray(scheduler._state.cache.owner)[0]
+    owner = np.asarray(scheduler._slots.state.cache.owner)[0]
     assert (owner < shapes.slots).sum() == 0
     assert ((owner >= shapes.slots) & (owner < shapes.owners)).sum() == 2
     drive(scheduler)
@@ -166,7 +166,7 @@ def test_the_next_call_is_under_way_when_a_response_is_handed_on(sampler, respon
     generate = engine.generate
 
     def noted(*args, few):
-        events.append(sum(not held.ended for held in scheduler._running.values()))
+        events.append(sum(not held.ended for held in scheduler._slots.running.values()))
         return generate(*args, few=few)
 
     engine.generate = noted
@@ -200,7 +200,7 @@ def test_abort(scheduler, responses):
     ids = submit_all(scheduler)
     found = scheduler.step() + scheduler.step()
     waiting = ids[4]
-    running = next(h.group.id for h in scheduler._running.values())
+    running = next(h.group.id for h in scheduler._slots.running.values())
     cut = scheduler.abort(running)
     assert cut and all(len(r.tokens) for r in cut)
     for response in cut:
@@ -320,7 +320,7 @@ def test_turns_sample_by_position(sampler, scheduler):
         if answer_first:
             scheduler.extend(group, 0, tokens, limit=20)
         else:  # through the long way
-            scheduler._put_back(next(iter(scheduler._running)))
+            scheduler._put_back(next(iter(scheduler._slots.running)))
             held, partial = scheduler._resumed.pop()
             fed = np.concatenate([partial.tokens, np.asarray(tokens, np.int32)])
             again = dataclasses.replace(partial.request, limit=20)
