@@ -367,6 +367,7 @@ def _engine_config(
         page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
         attention=rollout.attention,
         cache_dtype=rollout.cache_dtype,
+        weights_dtype=rollout.weights_dtype,
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
         prefix_tokens=rollout.prefix_tokens,

@@ -89,7 +89,8 @@ def read_weights(
         params = load_or_init_params(source, config.seed, mesh)
     local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
     replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
-    held = functools.partial(arrange, source.config, sizes.engine.weights)
+    kept = sizes.engine.weights_dtype
+    held = functools.partial(arrange, source.config, sizes.engine.weights, dtype=kept)
     with turn or contextlib.nullcontext():
         weights = WeightSync(replica, local, sizes.engine.dtype, held)(params)
         return jax.block_until_ready(weights), step

@@ -78,7 +78,8 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     sync = None
     if engine is not None:
         replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
-        held = functools.partial(arrange, model, sizes.engine.weights)
+        kept = sizes.engine.weights_dtype
+        held = functools.partial(arrange, model, sizes.engine.weights, dtype=kept)
         sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype, held)
     stages, first = contexts.stages(setup.plan.tasks)
     programs = _trace(setup, stages, first, meshes)

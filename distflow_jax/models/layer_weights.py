@@ -9,12 +9,14 @@ X rows (tokens), I inputs, O outputs.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from distflow_jax.models.int8 import Int8
 from distflow_jax.parallel.rules import sharding
 
 WEIGHTS = ("auto", "stacked", "apart")
@@ -28,9 +30,10 @@ def are_apart(weights: str, platform: str) -> bool:
     return weights == "apart" or (weights == "auto" and platform == "cpu")
 
 
-def by_input(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
-    """x [X, I] times a weight whose first `inputs` dims are I: [X, *outputs]."""
-    return jnp.tensordot(x, weight.reshape(-1, *weight.shape[inputs:]), 1)
+def by_input(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = None) -> jax.Array:
+    """x [X, I] times a weight whose first `inputs` dims are I: [X, *outputs], in `dtype`."""
+    matrix = weight.reshape(-1, *weight.shape[inputs:])
+    return jnp.tensordot(x, matrix, 1, preferred_element_type=dtype)
 
 
 def by_output(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = None) -> jax.Array:
@@ -61,19 +64,30 @@ def set_apart(params: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> dict[
     that no more than one array is there twice where nobody else holds it.
     """
     stacked, head = params.pop("layers"), params.pop("head", None)
-    count = len(next(iter(stacked.values())))
+    count = len(jax.tree.leaves(stacked)[0])
     layers: list[dict[str, Any]] = [{} for _ in range(count)]
     for name in list(stacked):
         parts = _split(stacked.pop(name), name, axes[f"layers/{name}"][1:])
         for layer, part in zip(layers, parts, strict=True):
             layer[name] = part
     if head is not None:
-        (params["head"],) = _split(head[None], "head", axes["head"])
+        (params["head"],) = _split(jax.tree.map(lambda x: x[None], head), "head", axes["head"])
     return params | {"layers": layers}
 
 
-def _split(stacked: jax.Array, name: str, axes: tuple[str, ...]) -> tuple[jax.Array, ...]:
+def _split(stacked: Any, name: str, axes: tuple[str, ...]) -> Sequence[Any]:
     order = _turned(name, len(axes))
+    if not isinstance(stacked, Int8):
+        return _split_array(stacked, axes, order)
+    outputs = tuple(range(stacked.scale.ndim - 1))
+    scales = _split_array(stacked.scale, [axes[order[d]] for d in outputs], outputs)
+    values = _split_array(stacked.values, axes, order)
+    return [Int8(*each) for each in zip(values, scales, strict=True)]
+
+
+def _split_array(
+    stacked: jax.Array, axes: Sequence[str], order: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
     dims, shape = zip(*((axes[d], stacked.shape[1:][d]) for d in order), strict=True)
     layout = sharding(stacked.sharding.mesh, dims, shape)
     return _split_program(stacked, order, layout)

@@ -6,6 +6,7 @@ and in what it keeps, never in the layers.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from flax import nnx
 
 from distflow_jax.models import rope
 from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.int8 import Int8, lookup, quantised, times
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
 from distflow_jax.parallel.rules import constrain, sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
@@ -27,11 +29,13 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape, logical dims and standard deviation at birth (None: ones) of one parameter."""
+    """Shape, logical dims, standard deviation at birth (None: ones) of one parameter, and over
+    which of its dims products sum; of an embedding, those as the head."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     stddev: float | None
+    inputs: tuple[int, ...] = ()
 
 
 Network = DecoderConfig | ScalarModel
@@ -53,28 +57,28 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
     layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
     d, f = c.hidden_size, c.mlp_size
     specs = {
-        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std),
+        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std, (1,)),
         "layers/attention_norm": ParamSpec((layers, d), ("layers", "activation"), None),
         "layers/query": ParamSpec(
-            (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std
+            (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std, (1,)
         ),
         "layers/key": ParamSpec(
-            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std
+            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std, (1,)
         ),
         "layers/value": ParamSpec(
-            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std
+            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std, (1,)
         ),
         "layers/output": ParamSpec(
-            (layers, n, h, d), ("layers", "heads", "head_dim", "hidden"), back
+            (layers, n, h, d), ("layers", "heads", "head_dim", "hidden"), back, (1, 2)
         ),
         "layers/mlp_norm": ParamSpec((layers, d), ("layers", "activation"), None),
-        "layers/gate": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std),
-        "layers/up": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std),
-        "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back),
+        "layers/gate": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
+        "layers/up": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
+        "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back, (1,)),
         "final_norm": ParamSpec((d,), ("activation",), None),
     }
     if not c.tie_embeddings:
-        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std)
+        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
     return specs
 
 
@@ -84,15 +88,30 @@ def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
 
 
-def arrange(config: DecoderConfig, weights: str, params: dict[str, Any]) -> dict[str, Any]:
+def arrange(
+    config: DecoderConfig, weights: str, params: dict[str, Any], *, dtype: str = "auto"
+) -> dict[str, Any]:
     """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
 
+    `dtype`: "auto" (as they come), or "int8": all but norms are rounded, an array at a time.
     `params` may be emptied.
     """
     mesh = params["final_norm"].sharding.mesh
+    specs = param_specs(config)
+    if dtype == "int8":
+        for path, spec in specs.items():
+            *groups, name = path.split("/")
+            group = functools.reduce(dict.__getitem__, groups, params)
+            if spec.inputs:
+                group[name] = quantised(group.pop(name), spec.inputs, _scales(mesh, spec))
     if not are_apart(weights, mesh.devices.flat[0].platform):
         return params
-    return set_apart(params, {path: spec.axes for path, spec in param_specs(config).items()})
+    return set_apart(params, {path: spec.axes for path, spec in specs.items()})
+
+
+def _scales(mesh: jax.sharding.Mesh, spec: ParamSpec) -> jax.sharding.NamedSharding:
+    kept = [d for d in range(len(spec.shape)) if d not in spec.inputs]
+    return sharding(mesh, tuple(spec.axes[d] for d in kept), tuple(spec.shape[d] for d in kept))
 
 
 def abstract_params(config: Network) -> dict[str, Any]:
@@ -167,10 +186,10 @@ def hidden_states(
     """
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
     tables = rope.rotary_tables(position_BT, frequencies)
-    x = _table(params, dtype)[tokens_BT]
+    x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     x = constrain(x, "batch", "length", "activation")
     apart = isinstance(params["layers"], list)
-    product = by_output if apart else by_input
+    product = functools.partial(times, by_output if apart else by_input)
 
     # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
     # inside the fusion that computes them, which takes longer than the products themselves
@@ -181,16 +200,15 @@ def hidden_states(
         return x.reshape(*tokens_BT.shape, *x.shape[1:])
 
     def layer(x, inputs):
-        weights, extra = inputs
-        w = {name: value.astype(dtype) for name, value in weights.items()}
-        h = flat(rms_norm(x, weights["attention_norm"], c.norm_eps))
+        w, extra = inputs
+        h = flat(rms_norm(x, w["attention_norm"], c.norm_eps))
         q, k, v = (unflat(product(h, w[name])) for name in ("query", "key", "value"))
         q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
         k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
         out, kept = attend(q, k, v, extra)
         out = out.reshape(-1, c.num_heads * c.head_dim)
         x = x + unflat(product(out, w["output"], inputs=2))
-        h = flat(rms_norm(x, weights["mlp_norm"], c.norm_eps))
+        h = flat(rms_norm(x, w["mlp_norm"], c.norm_eps))
         h = jax.nn.silu(product(h, w["gate"])) * product(h, w["up"])
         h = flat(constrain(unflat(h), "batch", "length", "mlp"))
         x = x + unflat(product(h, w["down"]))
@@ -209,20 +227,33 @@ def hidden_states(
     return rms_norm(x, params["final_norm"], c.norm_eps), kept
 
 
-def head_weight(c: DecoderConfig, params: dict[str, Any], dtype: Any = jnp.float32) -> jax.Array:
-    """Output projection [V, D]: the embedding itself where tied."""
+def head_weight(
+    c: DecoderConfig, params: dict[str, Any], dtype: Any = jnp.float32
+) -> jax.Array | Int8:
+    """Output projection [V, D]: the embedding itself where tied. In `dtype`, or int8 as it is."""
     if c.tie_embeddings:
-        return _table(params, dtype)
-    head = params["head"].astype(dtype)
-    if not isinstance(params["layers"], list):
-        head = head.T
-    return constrain(head, "vocab", "activation")
+        return _gathered(params["embed"]["embedding"], dtype)
+    head = params["head"]
+    return _gathered(head if isinstance(params["layers"], list) else head.T, dtype)
 
 
-def _table(params: dict[str, Any], dtype: Any) -> jax.Array:
+def _gathered(table: jax.Array | Int8, dtype: Any) -> jax.Array | Int8:
+    if isinstance(table, Int8):  # a sampler's: no data rank has a part of it only
+        return table
     # Gathered here, over the data ranks. Left to choose, XLA gathers the tokens of all ranks
     # for the lookup, and the head once per chunk of the loop over the vocabulary's logits.
-    return constrain(params["embed"]["embedding"].astype(dtype), "vocab", "activation")
+    return constrain(table.astype(dtype), "vocab", "activation")
+
+
+def head_logits(c: DecoderConfig, params: dict[str, Any], hidden_XD: jax.Array) -> jax.Array:
+    """Next-token logits float32 [X, V] of final hidden states."""
+    weight = head_weight(c, params, hidden_XD.dtype)
+
+    def by_rows(x, weight, inputs, dtype):
+        return jnp.einsum("XD,VD->XV", x, weight, preferred_element_type=dtype)
+
+    product = by_output if isinstance(params["layers"], list) else by_rows
+    return times(product, hidden_XD, weight, dtype=jnp.float32)
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.int8 import quantise
 
 KEY_AXES = ("layers", "batch", "blocks", "kv_heads", "head_dim", "length")
 VALUE_AXES = ("layers", "batch", "blocks", "kv_heads", "length", "head_dim")
@@ -56,19 +57,6 @@ def empty(
         scales(),
         scales(),
     )
-
-
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 over the last dim: x [..., H] -> (int8 [..., H], scale float32 [...]).
-
-    scale = max |x| / 127 and |x - int8 scale| <= scale / 2, up to float32's rounding. A row with
-    inf or nan has a scale that is neither zero nor finite: it comes back as nan, not as a number.
-    """
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    # a row of zeros has scale 0: its quotient would be nan
-    whole = jnp.where((scale > 0)[..., None], jnp.round(x / scale[..., None]), 0)
-    return whole.astype(jnp.int8), scale
 
 
 def stored(cache: Cache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.models.layer_weights import by_output
-from distflow_jax.models.transformer import head_weight, hidden_states
+from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, speculation
@@ -41,14 +40,6 @@ from distflow_jax.rollout.paged_attention import (
     slot_readers,
 )
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
-
-
-def head_logits(shapes: StateShapes, params: Any, hidden: jax.Array) -> jax.Array:
-    """Next-token logits float32 [B, V] of hidden states [B, D]."""
-    weight = head_weight(shapes.model, params, shapes.config.dtype)
-    if isinstance(params["layers"], list):
-        return by_output(hidden, weight, dtype=jnp.float32)
-    return jnp.einsum("BD,VD->BV", hidden, weight, preferred_element_type=jnp.float32)
 
 
 class Step(NamedTuple):
@@ -210,7 +201,7 @@ def step(
 
     def run():
         made = feed(params, shapes, state, _queued(state, 1), count)
-        return made.key, made.value, head_logits(shapes, params, made.hidden[:, 0])
+        return made.key, made.value, head_logits(shapes.model, params, made.hidden[:, 0])
 
     def rest():
         return *_nothing_made(shapes, 1), state.logits
@@ -263,7 +254,7 @@ def speculative_step(
     def run():
         made = feed(params, shapes, state, token, count)
         flat = made.hidden.reshape(-1, made.hidden.shape[-1])
-        logits = head_logits(shapes, params, flat).reshape(*made.hidden.shape[:2], -1)
+        logits = head_logits(shapes.model, params, flat).reshape(*made.hidden.shape[:2], -1)
         # after each token but the last, the one at the place of the next
         place = jnp.maximum(state.emitted[:, None] + nth[:, 1:] - given[:, None], 0)
         each = queries - 1

@@ -18,6 +18,7 @@ from distflow_jax.rollout import cache as cache_lib
 
 ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
 CACHE_DTYPES = ("auto", "int8")
+WEIGHTS_DTYPES = ("auto", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class EngineConfig:
     prefix_tokens: int = 0  # of beginnings that prompts share, kept apart; 0: off
     max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
-    dtype: str = "float32"  # of weights and activations
+    dtype: str = "float32"  # of activations, and of weights where `weights_dtype` is "auto"
+    weights_dtype: str = "auto"  # of matrices and tables: `dtype`, "int8": with a scale per output
     cache_dtype: str = "auto"  # of keys and values: "auto": `dtype`, "int8": with a scale per token
     attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
     weights: str = "auto"  # of layers "stacked", or "apart" as products on CPUs want them
@@ -110,6 +112,14 @@ def check_attention(name: str, platform: str = "") -> None:
         raise ValueError(
             f"rollout.attention={name!r} is a kernel for {name.upper()}s, and the devices here are "
             f'of platform {platform!r}: use "auto" or "pages"'
+        )
+
+
+def check_weights_dtype(name: str) -> None:
+    """ValueError for what a sampler's weights cannot be kept as."""
+    if name not in WEIGHTS_DTYPES:
+        raise ValueError(
+            f"rollout.weights_dtype must be one of {', '.join(WEIGHTS_DTYPES)}, got {name!r}"
         )
 
 

@@ -130,6 +130,7 @@ class RolloutEngine(engine_api.Engine):
                 f"model's {model.max_position} positions"
             )
         decode_state.check_speculation(config)
+        decode_state.check_weights_dtype(config.weights_dtype)
         check_prefix_cache(config)
         self.model, self.config, self._mesh = model, config, mesh
         self.shapes = StateShapes(model, config, mesh)
@@ -175,7 +176,8 @@ class RolloutEngine(engine_api.Engine):
         dtype = jnp.dtype(self.config.dtype)
         layout = param_shardings(self.model, self._mesh)
         placed = jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
-        return arrange(self.model, self.config.weights, placed)
+        kept = self.config.weights_dtype
+        return arrange(self.model, self.config.weights, placed, dtype=kept)
 
     def prefill(
         self,

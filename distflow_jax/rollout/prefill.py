@@ -14,9 +14,8 @@ import numpy as np
 from flax import struct
 
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.transformer import hidden_states
+from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.rollout.decode import head_logits
 from distflow_jax.rollout.decode_state import (
     EngineConfig,
     StateShapes,
@@ -111,7 +110,7 @@ def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_
             attend,
             dtype=jnp.dtype(shapes.config.dtype),
         )
-        return key, value, head_logits(shapes, params, hidden[0][last_G])
+        return key, value, head_logits(shapes.model, params, hidden[0][last_G])
 
 
 def read_row_after(
@@ -150,7 +149,7 @@ def read_row_after(
             layer_inputs=(beginning.key, beginning.value),
             dtype=jnp.dtype(shapes.config.dtype),
         )
-        return key, value, head_logits(shapes, params, hidden[0][last_G])
+        return key, value, head_logits(shapes.model, params, hidden[0][last_G])
 
 
 def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before):
@@ -181,7 +180,7 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
             dtype=jnp.dtype(shapes.config.dtype),
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], length - 1, 1, axis=0)
-        return key, value, head_logits(shapes, params, last)
+        return key, value, head_logits(shapes.model, params, last)
 
 
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:

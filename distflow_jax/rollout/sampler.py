@@ -8,7 +8,12 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.decode_state import DecodeState, check_attention, check_cache_dtype
+from distflow_jax.rollout.decode_state import (
+    DecodeState,
+    check_attention,
+    check_cache_dtype,
+    check_weights_dtype,
+)
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.scheduler import run_requests
@@ -33,6 +38,9 @@ class RolloutConfig:
     # keys and values: auto (the compute dtype), or int8 with a float32 per token and head, which
     # takes about half the room of bfloat16 and makes log-probs less exact (docs/decisions.md)
     cache_dtype: str = "auto"
+    # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 per output,
+    # half of what bfloat16 has to read in a step, with log-probs less exact (docs/decisions.md)
+    weights_dtype: str = "auto"
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
     # of beginnings that prompts share (a system prompt), read once in a rollout; in each sampler,
@@ -68,6 +76,7 @@ class RolloutConfig:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
         check_attention(self.attention)
         check_cache_dtype(self.cache_dtype)
+        check_weights_dtype(self.weights_dtype)
         if not 0 < self.cache_fraction < 1:
             raise ValueError(
                 f"rollout.cache_fraction must be between 0 and 1, got {self.cache_fraction}"
