@@ -43,7 +43,7 @@ from distflow_jax.rollout.decode_state import (
 )
 from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
+from distflow_jax.rollout.sizing import cache_bytes, fitting_slots, weight_bytes
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig
@@ -220,6 +220,12 @@ class Sizes:
             f"{self.engine.page_size} tokens{chosen}"
         )
 
+    def _weights(self, model: DecoderConfig) -> tuple[str, str]:
+        engine = self.engine
+        kept = engine.dtype if engine.weights_dtype == "auto" else engine.weights_dtype
+        size = weight_bytes(model, engine, self.rollout_tensor)
+        return kept, f"{size / 2**20:,.1f} MiB of a device"
+
     def table(self, config: Config, model: DecoderConfig, machine: Machine) -> list[tuple]:
         """(name, value, meaning) for people."""
         p, r = self.packing, config.rollout
@@ -236,6 +242,7 @@ class Sizes:
             ("training mesh", *self.mesh.describe()),
             *others,
             ("samplers", samplers, f"{hosts}, tensor {self.rollout_tensor}"),
+            ("sampler's weights", *self._weights(model)),
             ("decode slots", self.engine.slots * samplers, self._slots(config, model, machine)),
             ("compute dtype", self.forward.compute_dtype, "parameters are float32"),
             ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),

@@ -38,8 +38,8 @@ class RolloutConfig:
     # keys and values: auto (the compute dtype), or int8 with a float32 per token and head, which
     # takes about half the room of bfloat16 and makes log-probs less exact (docs/decisions.md)
     cache_dtype: str = "auto"
-    # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 per output,
-    # half of what bfloat16 has to read in a step, with log-probs less exact (docs/decisions.md)
+    # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
+    # output: half of bfloat16's bytes, and log-probs less exact (docs/decisions.md)
     weights_dtype: str = "auto"
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces

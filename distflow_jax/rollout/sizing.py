@@ -4,8 +4,11 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.transformer import param_specs
+from distflow_jax.parallel.rules import partition_spec
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
 
@@ -22,6 +25,22 @@ def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
 def cache_bytes(model: DecoderConfig, config: EngineConfig, *, ranks: int, tensor: int) -> int:
     """Bytes of the cache on one device of a sampler with `ranks` data ranks."""
     return num_pages(config, ranks) * page_bytes(model, config, tensor)
+
+
+def weight_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
+    """Bytes of a sampler's weights on one of `tensor` devices."""
+    mesh = AbstractMesh((1, tensor), ("data", "tensor"))
+    item, total = jnp.dtype(config.dtype).itemsize, 0
+    for spec in param_specs(model).values():
+        shape = NamedSharding(mesh, partition_spec(mesh, spec.axes, spec.shape)).shard_shape(
+            spec.shape
+        )
+        count = math.prod(shape)
+        if config.weights_dtype == "int8" and spec.inputs:
+            total += count + 4 * math.prod(n for d, n in enumerate(shape) if d not in spec.inputs)
+        else:
+            total += count * item
+    return total
 
 
 def fitting_slots(
