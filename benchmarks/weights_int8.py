@@ -26,8 +26,6 @@ from distflow_jax.parallel.transfer import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine, SlotRequest
 
-ROUNDS = 4  # of each kind, by turns
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -35,10 +33,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="how layers are held")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each response at most")
+    parser.add_argument("--rounds", type=int, default=4, help="of decoding, by turns of the kinds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.new_tokens < 32:
         parser.error(f"--new-tokens must be at least 32, two calls, got {args.new_tokens}")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     return args
 
 
@@ -83,20 +84,20 @@ def main():
     )
     kinds = {kind: dataclasses.replace(config, weights_dtype=kind) for kind in WEIGHTS_DTYPES}
     steps = {kind: Steps(source, params, of_kind, mesh) for kind, of_kind in kinds.items()}
-    for _ in range(ROUNDS):
+    for _ in range(args.rounds):
         for timed in steps.values():
             timed.round()
     print(f"{jax.default_backend()}, {len(QUESTIONS)} slots")
     print("| weights | MB | step | tokens | mean error | 99 % below | largest |")
     print("|---|---|---|---|---|---|---|")
     for kind, of_kind in kinds.items():
-        error = errors(
-            source, params, sampled(source, params, of_kind, mesh, args.seed), args.dtype
-        )
+        responses = sampled(source, params, of_kind, mesh, args.seed)
+        error = errors(source, params, responses, args.dtype)
         print(
             f"| {args.dtype if kind == 'auto' else kind} | {steps[kind].bytes / 1e6:.0f} "
             f"| {1e3 * steps[kind].seconds:.1f} ms | {len(error)} | {error.mean():.2g} "
-            f"| {np.quantile(error, 0.99):.2g} | {error.max():.2g} |"
+            f"| {np.quantile(error, 0.99):.2g} | {error.max():.2g} |",
+            flush=True,
         )
 
 
