@@ -5,9 +5,10 @@ the same for all that a product sums over, and is taken out of the sum,
 
     sum_i x_i (W_io s_o) = s_o sum_i x_i W_io,
 
-so that int8 is what is read from memory, converted on its way into the product (every int8 is exact
-in bfloat16), and no weight is ever there in a float type where the compiler fuses the conversion.
-Jacob et al. 2018, arxiv.org/abs/1712.05877, with a scale per channel and zero at zero.
+so that int8 is what TPUs and GPUs read from memory, converted on its way into the product (every
+int8 is exact in bfloat16). A CPU's products are calls of a library that takes floats: there XLA
+converts a program's weights before it uses them. Jacob et al. 2018, arxiv.org/abs/1712.05877, with
+a scale per channel and zero at zero.
 """
 
 import functools
