@@ -122,6 +122,8 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
         mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None, None]
         who = jnp.minimum(slot, slots - 1)
         within = jnp.arange(width, dtype=jnp.int32)[None, None] < count[..., None]
+        if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
+            v = jnp.where(within[:, :, None, :, None], v, 0)
         read = (slot < slots)[..., None] & within[:, :, None]
         valid = read[:, :, None, :, None]  # [D, c, 1, m, 1, W]
 
@@ -141,6 +143,7 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
         by_value = weight
         if scaled:
             by_value = weight * of_chunk(cache.value_scale)[:, :, :, None, None]
+            by_value = jnp.where(valid, by_value, 0.0)
         by_value = by_value.reshape(*by_reader[:3], -1, width).astype(v.dtype)
         out = jnp.einsum("DCKXW,DCKWH->DCKXH", by_value, v)
         out = out.astype(jnp.float32).reshape(*by_reader, head_dim)

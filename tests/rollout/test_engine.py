@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
@@ -283,6 +284,28 @@ def test_order_of_requests(sampler, responses):
 
 def test_who_shares_the_batch(sampler, responses):
     assert_agree(sampler.run(REQUESTS[1:2]), [r for r in responses if r.prompt.counter == 1])
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_what_others_left_in_a_page(cache_dtype):
+    """Pages that start full of nan: what lies beyond a response's length is not even multiplied."""
+    other = Sampler(cache_dtype=cache_dtype)
+    wanted = by_uid(other.run(REQUESTS))
+
+    @jax.jit
+    def poison(cache):
+        def fill(x):
+            floats = jnp.issubdtype(x.dtype, jnp.floating)
+            return jnp.full_like(x, jnp.nan if floats else jnp.iinfo(x.dtype).max)
+
+        filled = jax.tree.map(fill, cache)  # owners stay
+        return dataclasses.replace(filled, owner=cache.owner, rank=cache.rank)
+
+    state = other.engine.init_decode_state()
+    other.state = state.replace(cache=poison(state.cache))
+    for uid, response in by_uid(other.run(REQUESTS)).items():
+        np.testing.assert_array_equal(response.tokens, wanted[uid].tokens)
+        np.testing.assert_array_equal(response.logp, wanted[uid].logp)
 
 
 def test_number_of_slots_and_tokens_per_call(responses):
