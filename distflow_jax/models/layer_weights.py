@@ -2,8 +2,9 @@
 
 "stacked": one array [layers, inputs, outputs] per parameter, as the trainer has it; a scan walks
 through it. "apart": a dict of arrays per layer, each [outputs, inputs]. Where a product is a call
-of a library, as on CPUs, a scan copies each layer's weights before it multiplies, and a product of
-few rows takes half the time when the weights are its left side. Accelerators have neither problem.
+of a library, as on CPUs and GPUs, a scan copies each layer's weights before it multiplies; and on
+CPUs a product of few rows takes half the time when the weights are its left side. TPUs have neither
+problem.
 
 X rows (tokens), I inputs, O outputs.
 """
@@ -27,7 +28,7 @@ def are_apart(weights: str, platform: str) -> bool:
     """Whether a sampler on `platform` holds each layer apart. ValueError for an unknown way."""
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-    return weights == "apart" or (weights == "auto" and platform == "cpu")
+    return weights == "apart" or (weights == "auto" and platform != "tpu")
 
 
 def by_input(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = None) -> jax.Array:

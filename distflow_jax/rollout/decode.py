@@ -169,11 +169,16 @@ def _take_where(
     return state.replace(cache=dataclasses.replace(cache, owner=owner, rank=rank)), got
 
 
-def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of tokens that nobody was fed."""
-    c = shapes.model
-    shape = (c.num_layers, shapes.config.slots, queries, c.num_kv_heads, c.head_dim)
-    return (jnp.zeros(shape, shapes.config.dtype),) * 2
+def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys, values and logits where nobody was fed.
+
+    The logits that were there are not needed any more, since whoever goes on is fed before he
+    draws: kept, they would cost a copy of [B, V] in every step.
+    """
+    c, slots = shapes.model, shapes.config.slots
+    shape = (c.num_layers, slots, queries, c.num_kv_heads, c.head_dim)
+    made = jnp.zeros(shape, shapes.config.dtype)
+    return made, made, jnp.zeros((slots, c.vocab_size), jnp.float32)
 
 
 def step(
@@ -204,7 +209,7 @@ def step(
         return made.key, made.value, head_logits(shapes.model, params, made.hidden[:, 0])
 
     def rest():
-        return *_nothing_made(shapes, 1), state.logits
+        return _nothing_made(shapes, 1)
 
     key, value, logits = jax.lax.cond(jnp.any(fed), run, rest)
     state = state.replace(
@@ -275,7 +280,7 @@ def speculative_step(
     def rest():
         ints = jnp.zeros((config.slots, queries - 1), jnp.int32)
         floats = ints.astype(jnp.float32)
-        return *_nothing_made(shapes, queries), state.logits, Draw(ints, floats, floats), count
+        return *_nothing_made(shapes, queries), Draw(ints, floats, floats), count
 
     key, value, logits, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest)
     state = state.replace(

@@ -59,27 +59,41 @@ def _largest_threshold(value_BV: jax.Array, weight_BV: jax.Array, needed_B: jax.
     return jax.lax.fori_loop(0, 32, halve, jnp.zeros(value_BV.shape[0], jnp.uint32))
 
 
-def truncate(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits with everything outside top-k, then outside top-p (of what is left), at -inf.
+def smallest_kept(
+    logits_BV: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """The smallest logit / temperature within top-k, and within top-p of what is left, [B].
 
     Ties with the last token kept are kept too. top-p keeps the smallest set of most likely tokens
-    whose probability reaches p (Holtzman et al. 2019, arxiv.org/abs/1904.09751).
+    whose probability reaches p (Holtzman et al. 2019, arxiv.org/abs/1904.09751). -inf where all are
+    kept. A number per slot, and computed from logits that are there already: a branch that hands
+    [B, V] on costs a copy of it in every step.
     """
 
-    def by_count(logits):
+    def by_count():
+        logits = logits_BV / temperature[:, None]
         vocab = logits.shape[-1]
         needed = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
         least = _largest_threshold(logits, jnp.ones_like(logits), needed)
-        return jnp.where(_ordered_bits(logits) >= least[:, None], logits, -jnp.inf)
+        return _smallest(logits, _ordered_bits(logits) >= least[:, None])
 
-    def by_mass(logits):
+    least_k = jax.lax.cond(
+        jnp.any(top_k > 0), by_count, lambda: jnp.full(top_k.shape, -jnp.inf, jnp.float32)
+    )
+
+    def by_mass():
+        logits = logits_BV / temperature[:, None]
+        logits = jnp.where(logits >= least_k[:, None], logits, -jnp.inf)
         p = jax.nn.softmax(logits, axis=-1)
         least = _largest_threshold(p, p, top_p)
-        keep = (_ordered_bits(p) >= least[:, None]) | (top_p >= 1.0)[:, None]
-        return jnp.where(keep, logits, -jnp.inf)
+        kept = (_ordered_bits(p) >= least[:, None]) | (top_p >= 1.0)[:, None]
+        return jnp.maximum(_smallest(logits, kept), least_k)
 
-    logits_BV = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda x: x, logits_BV)
-    return jax.lax.cond(jnp.any(top_p < 1.0), by_mass, lambda x: x, logits_BV)
+    return jax.lax.cond(jnp.any(top_p < 1.0), by_mass, lambda: least_k)
+
+
+def _smallest(x_BV: jax.Array, where: jax.Array) -> jax.Array:
+    return jnp.min(jnp.where(where, x_BV, jnp.inf), axis=-1)
 
 
 def _best_two(x_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,10 +118,11 @@ def draw(
     """
     slots, vocab = logits_BV.shape
     greedy = params.temperature <= 0.0
-    logits = logits_BV / jnp.where(greedy, 1.0, params.temperature)[:, None]
-    logits = truncate(
-        logits, jnp.where(greedy, 0, params.top_k), jnp.where(greedy, 1.0, params.top_p)
-    )
+    temperature = jnp.where(greedy, 1.0, params.temperature)
+    top_k, top_p = jnp.where(greedy, 0, params.top_k), jnp.where(greedy, 1.0, params.top_p)
+    least = smallest_kept(logits_BV, temperature, top_k, top_p)
+    logits = logits_BV / temperature[:, None]
+    logits = jnp.where(logits >= least[:, None], logits, -jnp.inf)
     blocks = -(-vocab // _BLOCK)
     padded = jnp.pad(logits, ((0, 0), (0, blocks * _BLOCK - vocab)), constant_values=-jnp.inf)
     padded = padded.reshape(slots, blocks, _BLOCK)

@@ -74,8 +74,8 @@ def test_the_network_is_the_same(config, axes):
 
 
 def test_who_holds_them_apart():
-    assert are_apart("auto", "cpu") and are_apart("apart", "gpu")
-    assert not are_apart("auto", "gpu") and not are_apart("auto", "tpu")
+    assert are_apart("auto", "cpu") and are_apart("auto", "gpu") and are_apart("apart", "tpu")
+    assert not are_apart("auto", "tpu") and not are_apart("stacked", "gpu")
     assert not are_apart("stacked", "cpu")
     with pytest.raises(ValueError, match="weights must be one of auto, stacked, apart, got 'x'"):
         are_apart("x", "cpu")

@@ -4,20 +4,26 @@ B slots, V vocabulary.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
-from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key, truncate
+from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key, smallest_kept
 
 # two programs of draw in all: compiling is what takes the time here
 VOCAB, MANY = 200, 20_000
 SLOTS = 64
 
-run_truncate = jax.jit(truncate)
 run_draw = jax.jit(draw)
 # one program for all slots' keys
 keys_of = jax.jit(jax.vmap(sample_key, in_axes=(None, 0, 0)))
+
+
+@jax.jit
+def run_truncate(logits, top_k, top_p):
+    least = smallest_kept(logits, np.ones(len(logits), np.float32), top_k, top_p)
+    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
 def settings(slots, temperature=1.0, top_k=0, top_p=1.0):
