@@ -6,6 +6,10 @@ VENV ?= .venv
 WORKDIR ?= runs/grpo_smollm2
 CONFIG ?= configs/grpo_smollm2.py
 BIN := $(VENV)/bin
+# tests run in so many processes, a file's in one: each takes up to 2 GiB
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadfile
 INPUTS := requirements.txt pyproject.toml $(wildcard third_party/seqio/*.toml third_party/seqio/seqio/*.py)
 
 .PHONY: train test test-all test-soak lint clean setup setup-dev
@@ -14,13 +18,13 @@ train: $(VENV)/installed
 	$(BIN)/python scripts/train.py --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST) $(SPREAD)
 
 test-all: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not soak and not gpu and not tpu"
+	$(PYTEST) $(SPREAD) -m "not soak and not gpu and not tpu"
 
 test-soak: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m soak
+	$(PYTEST) -m soak
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
