@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout import kernel_attention, speculation
+from distflow_jax.rollout import kernel_attention, paged_attention, speculation
 from distflow_jax.rollout.decode_state import (
     DecodeState,
     StateShapes,
@@ -32,13 +32,8 @@ from distflow_jax.rollout.decode_state import (
     pages_of,
     result_tokens,
 )
-from distflow_jax.rollout.paged_attention import (
-    OverCache,
-    over_cache,
-    prompt_readers,
-    slot_attention,
-    slot_readers,
-)
+from distflow_jax.rollout.paged_attention import slot_attention
+from distflow_jax.rollout.prompt_attention import OverCache
 from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
 
@@ -110,10 +105,11 @@ def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> 
     own, prompts, member = by_rank(state.own), state.prompt_length, by_rank(state.member)
     # of slots that have ended the number among the prompt's members may be another's
     prompt = by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots))
+    longest = pages_of(longest_read(config), config.page_size)
     if shapes.attention == "pages":
-        shared = prompt_readers(cache, prompts, prompt, member, shapes.members)
-        return over_cache(cache, (shared, slot_readers(cache, own)))
-    tokens = config.max_response, longest_read(config)
+        return paged_attention.over_cache(
+            cache, own, prompts, prompt, member, members=shapes.members, longest=longest
+        )
     return kernel_attention.over_cache(
         cache,
         own,
@@ -121,7 +117,7 @@ def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> 
         prompt,
         member,
         members=shapes.members,
-        longest=tuple(pages_of(n, config.page_size) for n in tokens),
+        longest=(pages_of(config.max_response, config.page_size), longest),
         mesh=shapes.mesh,
         implementation=shapes.attention,
     )

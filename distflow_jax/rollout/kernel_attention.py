@@ -14,7 +14,7 @@ from distflow_jax.models.kernels.merge import Part, merge
 from distflow_jax.models.kernels.paged_attention import partial_attention
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.paged_attention import OverCache, answering
+from distflow_jax.rollout.prompt_attention import OverCache, answering
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -93,7 +93,7 @@ def over_cache(
     int32 [D, P] tokens, at most `longest` pages each.
 
     Rows of the slots that answer a prompt are brought together: `prompt`, `member` int32 [D, S] as
-    paged_attention.answering takes them, for each data rank.
+    prompt_attention.answering takes them, for each data rank.
     """
     slots, number = prompt.shape[1], prompts.shape[1]
     tables = (

@@ -1,16 +1,13 @@
 """Attention of the tokens being decoded over the pages of slots and of prompts.
 
-D data ranks, S slots and P prompts of a rank, N pages of a rank, M members (slots) of a prompt at
-most, Q new tokens of a slot, K key/value heads, G query heads of one, R = G Q query rows of one, H
-head dim, W tokens per page.
+D data ranks, S slots and P prompts of a rank, N pages of a rank, c of them read at a time, Q new
+tokens of a slot, K key/value heads, G query heads of one, R = G Q query rows of one, H head dim, W
+tokens per page.
 
 A slot attends to its new tokens up to itself, to its prompt, and to what its response has so far;
-the three are merged by their log-sum-exp. A prompt's keys and values are read once for all slots
-that answer it, which for n samples divides their memory and traffic by n (Hydragen: Juravsky et al.
-2024, arxiv.org/abs/2402.05099).
+the three are merged by their log-sum-exp. Prompts that slots share: prompt_attention.py.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,18 +15,21 @@ import jax.numpy as jnp
 
 from distflow_jax.models.kernels.merge import Part
 from distflow_jax.rollout.cache import Cache
-
-_NEVER = -1e30  # finite: the difference of two is 0, not NaN
-
-# rows q [D, S, K, R, H], layer, what they have seen -> that merged with attention over the cache
-OverCache = Callable[[jax.Array, jax.Array, Part], Part]
+from distflow_jax.rollout.prompt_attention import (
+    NEVER,
+    OverCache,
+    answering,
+    groups_of,
+    layer_pages,
+    over_prompts,
+)
 
 
 class Readers(NamedTuple):
-    """The pages of one kind of owners that are read, and which slots read each."""
+    """Pages that are read, each by one slot."""
 
     page: jax.Array  # int32 [D, N]: those that are read, in their order, then any
-    slot: jax.Array  # int32 [D, N, m]: of each of these; S: none
+    slot: jax.Array  # int32 [D, N]: who reads each of these; S: nobody
     count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where nobody reads it
     chunk: int  # pages that are read at a time
     chunks: jax.Array  # int32: how often, on the rank with the most
@@ -38,46 +38,28 @@ class Readers(NamedTuple):
 def slot_readers(cache: Cache, length: jax.Array) -> Readers:
     """Slots and their own pages, the lowest. `length` int32 [D, S]: tokens of their own."""
     slots = length.shape[1]
-    # as many pages as there are slots: young responses have one each
-    most = max(8, min(32, slots))
-    return _readers(cache, jnp.minimum(cache.owner, slots)[..., None], cache.owner, length, most)
+    return _readers(cache, jnp.minimum(cache.owner, slots), cache.owner, length, slots)
 
 
-def prompt_readers(
-    cache: Cache, length: jax.Array, prompt: jax.Array, member: jax.Array, members: int
-) -> Readers:
-    """Prompts' pages, the highest. `length` int32 [D, P]: tokens; `prompt` and `member`: see
-    `answering`."""
+def prompt_readers(cache: Cache, length: jax.Array, prompt: jax.Array) -> Readers:
+    """Slots and the pages of their prompts, the highest, where no two slots share one: `length`
+    int32 [D, P] tokens, `prompt` int32 [D, S] as `answering` takes it."""
     slots, number = prompt.shape[1], length.shape[1]
-    table = jax.vmap(lambda p, m: answering(p, m, number, members))(prompt, member)
+    reader = jax.vmap(lambda p: answering(p, jnp.zeros_like(p), number, 1))(prompt)
     of_prompt = cache.owner - slots
     known = (of_prompt >= 0) & (of_prompt < number)
-    here = jnp.clip(of_prompt, 0, number - 1)
-    slot = jax.vmap(lambda table, here: table[here])(table.reshape(-1, number, members), here)
-    # where a page has rows of many slots, few pages are enough for a product to be worth its start
-    most = max(8, min(32, slots // members))
-    return _readers(cache, jnp.where(known[..., None], slot, slots), of_prompt, length, most)
-
-
-def answering(prompt: jax.Array, member: jax.Array, number: int, members: int) -> jax.Array:
-    """Slots that answer each prompt, int32 [number * members], S for none.
-
-    `prompt` int32 [S]: which of the `number` prompts each slot answers, out of range for none;
-    `member` int32 [S]: its number among those that answer it, below `members`.
-    """
-    slots = prompt.shape[0]
-    place = jnp.where((prompt >= 0) & (prompt < number), prompt * members + member, -1)
-    place = jnp.where(place < 0, number * members, place)
-    table = jnp.full(number * members, slots, jnp.int32)
-    return table.at[place].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+    slot = jnp.take_along_axis(reader, jnp.clip(of_prompt, 0, number - 1), axis=1)
+    return _readers(cache, jnp.where(known, slot, slots), of_prompt, length, slots)
 
 
 def _readers(
-    cache: Cache, slot: jax.Array, owner: jax.Array, length: jax.Array, most: int
+    cache: Cache, slot: jax.Array, owner: jax.Array, length: jax.Array, slots: int
 ) -> Readers:
     pages, width = cache.owner.shape[1], cache.key.shape[-1]
-    chunk = next(c for c in range(min(most, pages), 0, -1) if pages % c == 0)
-    mine = (owner >= 0) & (owner < length.shape[1])
+    # as many pages at a time as there are slots: young responses have one each
+    most = min(pages, max(8, min(32, slots)))
+    chunk = next(c for c in range(most, 0, -1) if pages % c == 0)
+    mine = (owner >= 0) & (owner < length.shape[1]) & (slot < slots)
     of_owner = jnp.take_along_axis(length, jnp.clip(owner, 0, length.shape[1] - 1), axis=1)
     count = jnp.where(mine, jnp.clip(of_owner - cache.rank * width, 0, width), 0)
     used = count > 0
@@ -85,7 +67,7 @@ def _readers(
     number = used.sum(1, dtype=jnp.int32).max()
     return Readers(
         order,
-        jnp.take_along_axis(slot, order[..., None], axis=1),
+        jnp.take_along_axis(slot, order, axis=1),
         jnp.take_along_axis(count, order, axis=1),
         chunk,
         (number + chunk - 1) // chunk,
@@ -100,72 +82,82 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
     slot with a product: sorting keys and values by slot would cost more than using them. Scales of
     int8 pages multiply scores and weights: keys and values themselves are only converted.
     """
-    ranks, slots, heads, rows, head_dim = q.shape
-    width, chunk, members = cache.key.shape[-1], readers.chunk, readers.slot.shape[-1]
+    ranks, slots, _, _, head_dim = q.shape
+    width, chunk = cache.key.shape[-1], readers.chunk
     scale = head_dim**-0.5
     scaled = cache.key_scale is not None
-    by_reader = (ranks, chunk, heads, members, rows)
 
     def step(index, part):
         before, lse = part
         start = index * chunk
-        page = jax.lax.dynamic_slice(readers.page, (0, start), (ranks, chunk))
-
-        def of_chunk(pages):
-            return jax.vmap(lambda x, at: x[layer, at], (1, 0))(pages, page)
-
-        k, v = (of_chunk(x) for x in (cache.key, cache.value))
+        page, slot, count = (
+            jax.lax.dynamic_slice(x, (0, start), (ranks, chunk))
+            for x in (readers.page, readers.slot, readers.count)
+        )
+        k, v = (layer_pages(x, layer, page) for x in (cache.key, cache.value))
         if scaled:
             k, v = (x.astype(q.dtype) for x in (k, v))
-        slot = jax.lax.dynamic_slice(readers.slot, (0, start, 0), (ranks, chunk, members))
-        count = jax.lax.dynamic_slice(readers.count, (0, start), (ranks, chunk))
-        mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None, None]
+        mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None]
         who = jnp.minimum(slot, slots - 1)
-        within = jnp.arange(width, dtype=jnp.int32)[None, None] < count[..., None]
+        valid = jnp.arange(width, dtype=jnp.int32)[None, None] < count[..., None]
+        valid = valid[:, :, None, None]  # [D, c, 1, 1, W]
         if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
-            v = jnp.where(within[:, :, None, :, None], v, 0)
-        read = (slot < slots)[..., None] & within[:, :, None]
-        valid = read[:, :, None, :, None]  # [D, c, 1, m, 1, W]
+            v = jnp.where(valid.swapaxes(3, 4), v, 0)
 
-        def to_readers(x):  # [D, S, K, ...] -> [D, c, K, m, ...]
-            return jax.vmap(lambda x, who: x[who])(x, who).swapaxes(2, 3)
+        def to_pages(x):  # [D, S, ...] -> [D, c, ...]
+            return jax.vmap(lambda x, who: x[who])(x, who)
 
-        queries = to_readers(q).reshape(*by_reader[:3], -1, head_dim)
-        logits = jnp.einsum("DCKXH,DCKHW->DCKXW", queries, k).astype(jnp.float32) * scale
-        logits = logits.reshape(*by_reader, width)
+        logits = jnp.einsum("DCKRH,DCKHW->DCKRW", to_pages(q), k).astype(jnp.float32) * scale
         if scaled:
-            logits = logits * of_chunk(cache.key_scale)[:, :, :, None, None]
-        logits = jnp.where(valid, logits, _NEVER)
-        top = logits.max(-1).swapaxes(2, 3)[:, None]  # [D, 1, c, m, K, R]
-        top = jnp.max(jnp.where(mine[..., None, None], top, _NEVER), axis=(2, 3))
+            logits = logits * layer_pages(cache.key_scale, layer, page)[:, :, :, None]
+        logits = jnp.where(valid, logits, NEVER)
+        top = jnp.where(mine[..., None, None], logits.max(-1)[:, None], NEVER).max(2)
         top = jnp.maximum(lse, top)
-        weight = jnp.where(valid, jnp.exp(logits - to_readers(top)[..., None]), 0.0)
+        weight = jnp.where(valid, jnp.exp(logits - to_pages(top)[..., None]), 0.0)
         by_value = weight
         if scaled:
-            by_value = weight * of_chunk(cache.value_scale)[:, :, :, None, None]
+            by_value = weight * layer_pages(cache.value_scale, layer, page)[:, :, :, None]
             by_value = jnp.where(valid, by_value, 0.0)
-        by_value = by_value.reshape(*by_reader[:3], -1, width).astype(v.dtype)
-        out = jnp.einsum("DCKXW,DCKWH->DCKXH", by_value, v)
-        out = out.astype(jnp.float32).reshape(*by_reader, head_dim)
+        out = jnp.einsum("DCKRW,DCKWH->DCKRH", by_value.astype(v.dtype), v).astype(jnp.float32)
         add = mine.astype(jnp.float32)
         # divided here, not after the loop: a product that follows would divide in its midst
         shrink = jnp.exp(lse - top)
-        total = shrink + jnp.einsum("DSCM,DCKMR->DSKR", add, weight.sum(-1))
+        total = shrink + jnp.einsum("DSC,DCKR->DSKR", add, weight.sum(-1))
         none = total == 0.0
         total = jnp.where(none, 1.0, total)
-        out = before * shrink[..., None] + jnp.einsum("DSCM,DCKMRH->DSKRH", add, out)
+        out = before * shrink[..., None] + jnp.einsum("DSC,DCKRH->DSKRH", add, out)
         return out / total[..., None], jnp.where(none, -jnp.inf, top + jnp.log(total))
 
     return jax.lax.fori_loop(0, readers.chunks, step, seen)
 
 
-def over_cache(cache: Cache, kinds: Sequence[Readers]) -> OverCache:
-    """Attention over the pages of several kinds of owners, one after the other."""
+def over_cache(
+    cache: Cache,
+    own: jax.Array,
+    prompts: jax.Array,
+    prompt: jax.Array,
+    member: jax.Array,
+    *,
+    members: int,
+    longest: int,
+) -> OverCache:
+    """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
+    int32 [D, P] tokens; a prompt has at most `longest` pages.
+
+    `prompt`, `member` int32 [D, S]: see `answering`, for each data rank.
+    """
+    by_slot = slot_readers(cache, own)
+    if members == 1:
+        alone = prompt_readers(cache, prompts, prompt)
+    else:
+        groups = groups_of(cache, prompts, prompt, member, members, longest)
 
     def attend(q, layer, seen):
-        for readers in kinds:
-            seen = over_pages(q, cache, layer, readers, seen)
-        return seen
+        if members == 1:
+            seen = over_pages(q, cache, layer, alone, seen)
+        else:
+            seen = over_prompts(q, cache, layer, groups, seen)
+        return over_pages(q, cache, layer, by_slot, seen)
 
     return attend
 
@@ -175,7 +167,7 @@ def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     queries = q.shape[4]
     logits = jnp.einsum("DSKGQH,DSTKH->DSKGQT", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones((queries, queries), bool))
-    logits = jnp.where(causal[None, None, None, None], logits, _NEVER)
+    logits = jnp.where(causal[None, None, None, None], logits, NEVER)
     lse = jax.nn.logsumexp(logits, axis=-1)
     weight = jnp.exp(logits - lse[..., None])
     return jnp.einsum("DSKGQT,DSTKH->DSKGQH", weight.astype(v.dtype), v).astype(jnp.float32), lse

@@ -12,16 +12,11 @@ from distflow_jax.batch import RowShape, Samples
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout import kernel_attention
+from distflow_jax.rollout import kernel_attention, paged_attention
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.kernel_attention import append_pages
-from distflow_jax.rollout.paged_attention import (
-    over_cache,
-    prompt_readers,
-    slot_attention,
-    slot_readers,
-)
+from distflow_jax.rollout.paged_attention import slot_attention
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
@@ -166,8 +161,9 @@ def test_attention_is_that_over_the_rounded_tokens(way):
     @jax.jit
     def attend(cache, q, k, v, layer):
         if way == "pages":
-            shared = prompt_readers(cache, prompts, prompt, member, 2)
-            over = over_cache(cache, (shared, slot_readers(cache, own)))
+            over = paged_attention.over_cache(
+                cache, own, prompts, prompt, member, members=2, longest=2
+            )
         else:
             over = kernel_attention.over_cache(
                 cache,
