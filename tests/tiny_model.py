@@ -1,5 +1,7 @@
 """A network and a batch small enough for tests, with weights that make sharp predictions."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,8 @@ from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import param_specs
+from distflow_jax.rollout.responses import Response
+from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.types import Layout, unflatten_dict
 
 # 320 tokens: not a multiple of the sampler's block of 128, but of 8 devices
@@ -124,3 +128,24 @@ def values_of(samples: Samples, placement: Placement, field: np.ndarray) -> list
 def mini_batch(rows: Rows, index: int = 0) -> Rows:
     """One mini-batch's rows as device arrays, [R, L] and [R, S]."""
     return jax.tree.map(lambda x: jnp.asarray(x[index]), rows)
+
+
+def forward_logp(
+    model: DecoderConfig, params: dict, responses: Sequence[Response], temperature: float = 1.0
+) -> list[np.ndarray]:
+    """Log-probs of the responses' tokens in one pass of the trainer over packed rows."""
+    samples = Samples(
+        [r.prompt for r in responses],
+        np.array([r.sample for r in responses], np.int32),
+        [r.tokens for r in responses],
+        [np.ones(len(r.tokens), bool) for r in responses],
+    )
+    rows, placement = rows_of(samples, RowShape(1, 8, 128, 8), shared=True)
+    config = ForwardConfig(logp_chunk=32)
+
+    @jax.jit
+    def logp(params):
+        rows_of_batch = mini_batch(rows)
+        return response_logp(params, model, rows_of_batch, np.float32(temperature), config)[0]
+
+    return values_of(samples, placement, np.asarray(logp(params))[None])

@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows_of, values_of
+from tiny_model import (
+    TINY,
+    forward_logp,
+    mesh_of,
+    prompt_of,
+    random_params,
+)
 
-from distflow_jax.batch import RowShape, Samples
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.rollout import cache as cache_lib
@@ -21,7 +26,6 @@ from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.sizing import cache_bytes
-from distflow_jax.training.forward import ForwardConfig, response_logp
 
 PARAMS = random_params(TINY, 2)
 STOP_IDS = tuple(range(16))
@@ -215,24 +219,8 @@ def sampled(axes=(1, 1), stop_ids=STOP_IDS, **changes):
     return run_requests(engine, params, engine.init_decode_state(), requests)[1:]
 
 
-def forward_logp(responses):
-    """Log-probs of the tokens in one full pass."""
-    samples = Samples(
-        [r.prompt for r in responses],
-        np.array([r.sample for r in responses], np.int32),
-        [r.tokens for r in responses],
-        [np.ones(len(r.tokens), bool) for r in responses],
-    )
-    rows, placement = rows_of(samples, RowShape(1, 8, 128, 8), shared=True)
-    config = ForwardConfig(logp_chunk=32)
-    logp, _ = jax.jit(lambda p: response_logp(p, TINY, mini_batch(rows), np.float32(1), config))(
-        PARAMS
-    )
-    return values_of(samples, placement, np.asarray(logp)[None])
-
-
 def assert_near_forward_pass(responses):
-    wanted = forward_logp(responses)
+    wanted = forward_logp(TINY, PARAMS, responses)
     error = np.abs(np.concatenate([r.logp for r in responses]) - np.concatenate(wanted))
     assert error.max() < MOST_ERROR and error.mean() < MEAN_ERROR
     assert error.max() > 1e-3  # rounding is there

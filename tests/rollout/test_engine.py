@@ -9,21 +9,17 @@ import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
 from tiny_model import (
     TINY,
+    forward_logp,
     mesh_of,
-    mini_batch,
     prompt_of,
     random_params,
-    rows_of,
-    values_of,
 )
 
-from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine, SlotRequest
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
-from distflow_jax.training.forward import ForwardConfig, response_logp
 
 PARAMS = random_params(TINY, 2)
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
@@ -191,23 +187,7 @@ def test_result_at_slot(sampler):
 def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
     """Prefill + decode block by block, against the trainer's packed rows at each temperature."""
     mine = [r for r in responses if REQUESTS[r.prompt.counter].top_k == 0]
-    samples = Samples(
-        [r.prompt for r in mine],
-        np.array([r.sample for r in mine], np.int32),
-        [r.tokens for r in mine],
-        [np.ones(len(r.tokens), bool) for r in mine],
-    )
-    rows, placement = rows_of(samples, RowShape(1, 8, 128, 8), shared=True)
-
-    @jax.jit
-    def logp(params, temperature):
-        config = ForwardConfig(logp_chunk=32)
-        return response_logp(params, TINY, mini_batch(rows), temperature, config)[0]
-
-    trained = {
-        t: values_of(samples, placement, np.asarray(logp(PARAMS, np.float32(t)))[None])
-        for t in (0.7, 1.0)
-    }
+    trained = {t: forward_logp(TINY, PARAMS, mine, t) for t in (0.7, 1.0)}
     for i, response in enumerate(mine):
         temperature = REQUESTS[response.prompt.counter].temperature or 1.0  # greedy reports at 1
         np.testing.assert_allclose(response.logp, trained[temperature][i], atol=1e-4)

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows_of, values_of
+from tiny_model import (
+    TINY,
+    forward_logp,
+    mesh_of,
+    prompt_of,
+    random_params,
+)
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.batch import RowShape, Samples
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
@@ -28,7 +33,6 @@ from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.sizing import weight_bytes
-from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.types import flatten_dict, unflatten_dict
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
@@ -130,22 +134,6 @@ class Sampler:
         state = self.engine.init_decode_state()
         _, responses, self.stats = run_requests(self.engine, params, state, requests)
         return responses
-
-
-def forward_logp(model, params, responses):
-    """Log-probs of the tokens in one full pass of float32 weights."""
-    samples = Samples(
-        [r.prompt for r in responses],
-        np.array([r.sample for r in responses], np.int32),
-        [r.tokens for r in responses],
-        [np.ones(len(r.tokens), bool) for r in responses],
-    )
-    rows, placement = rows_of(samples, RowShape(1, 8, 128, 8), shared=True)
-    config = ForwardConfig(logp_chunk=32)
-    logp, _ = jax.jit(lambda p: response_logp(p, model, mini_batch(rows), np.float32(1), config))(
-        params
-    )
-    return values_of(samples, placement, np.asarray(logp)[None])
 
 
 def assert_logp(model, params, responses, atol=1e-4):
