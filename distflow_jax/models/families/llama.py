@@ -60,6 +60,44 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` of a config: config_from_hf(config_to_hf(c)) == c.
+
+    rope_theta and rope_scaling stand where all releases of transformers look for them.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position,
+    }
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+
+
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
