@@ -143,13 +143,19 @@ def _read(
     folder: pathlib.Path, step: int, key: str, network: Network
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(path, float32 array) of each parameter, read when it is asked for."""
-    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
         for path, spec in param_specs(network).items():
-            wanted = jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=on_host)
-            tree = {key: {"params": unflatten_dict({path: wanted})}}
-            _, arrays, _ = checkpointer.restore(step, tree, partial=True)
-            yield path, np.asarray(flatten_dict(arrays[key]["params"])[path])
+            yield path, _read_one(checkpointer, step, key, path, spec.shape)
     finally:
         checkpointer.close()
+
+
+def _read_one(
+    checkpointer: Checkpointer, step: int, key: str, path: str, shape: tuple[int, ...]
+) -> np.ndarray:
+    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    wanted = jax.ShapeDtypeStruct(shape, np.float32, sharding=on_host)
+    tree = {key: {"params": unflatten_dict({path: wanted})}}
+    _, arrays, _ = checkpointer.restore(step, tree, partial=True)
+    return np.asarray(flatten_dict(arrays[key]["params"])[path])

@@ -89,8 +89,8 @@ def write_hf_folder(
     with new_folder(out) as folder:
         with SafetensorsWriter(folder, shapes, dtype, max_shard_bytes) as writer:
             for path, array in model.params():
-                for name, tensor in _tensors(model.network, path, array):
-                    writer.write(name, tensor)
+                _write_parameter(writer, model.network, path, array)
+                del array  # before the stream makes the next one
         write_tokenizer(folder, model)
         _write_json(folder / "config.json", settings)
         files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
@@ -108,6 +108,13 @@ def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, 
         for name in weight.names(decoder.num_layers)
     }
     return shapes | ({_SCORE: (1, decoder.hidden_size)} if scalar else {})
+
+
+def _write_parameter(
+    writer: SafetensorsWriter, network: DecoderConfig | ScalarModel, path: str, array: np.ndarray
+) -> None:
+    for name, tensor in _tensors(network, path, array):
+        writer.write(name, tensor)
 
 
 def _tensors(

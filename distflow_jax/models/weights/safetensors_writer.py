@@ -25,6 +25,7 @@ DTYPES = {  # as on the command line -> (in the file's header, in memory)
 }
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
+_AT_ONCE = 1 << 20  # values cast at once: a whole embedding's would be copies by the gigabyte
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -107,17 +108,19 @@ class SafetensorsWriter:
             wanted = self._shapes.get(name, "no such tensor, or a second one")
             raise ValueError(f"tensor {name} {list(tensor.shape)} does not fit: want {wanted}")
         file = self._at(name)
-        file.write(np.ascontiguousarray(self._cast(tensor)).reshape(-1).view(np.uint8).data)
+        values = np.ascontiguousarray(tensor).reshape(-1)
+        for start in range(0, values.size, _AT_ONCE):
+            file.write(self._cast(values[start : start + _AT_ONCE]).view(np.uint8).data)
         self._missing.remove(name)
 
-    def _cast(self, tensor: np.ndarray) -> np.ndarray:
+    def _cast(self, values: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", under="ignore"):
-            cast = tensor.astype(self._dtype, copy=False)
-        finite = np.isfinite(tensor)
-        self.lost.not_finite += tensor.size - int(np.count_nonzero(finite))
-        if cast.dtype != tensor.dtype:
+            cast = values.astype(self._dtype, copy=False)
+        finite = np.isfinite(values)
+        self.lost.not_finite += values.size - int(np.count_nonzero(finite))
+        if cast.dtype != values.dtype:
             self.lost.above += int(np.count_nonzero(finite & ~np.isfinite(cast)))
-            self.lost.below += int(np.count_nonzero((cast == 0) & (tensor != 0)))
+            self.lost.below += int(np.count_nonzero((cast == 0) & (values != 0)))
         return cast
 
     def _at(self, name: str) -> BinaryIO:
