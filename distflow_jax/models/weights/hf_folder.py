@@ -1,6 +1,6 @@
 """Writes a model as a Hugging Face folder: weights, config, tokenizer, what ends a generation.
 
-transformers, vLLM and this package's own open_model read it. A scalar model (critic, reward model)
+transformers and this package's own open_model read it. A scalar model (critic, reward model)
 becomes the family's sequence classifier with one label, whose `score` is our head: transformers'
 score of a text is then the scalar at its last token.
 """
@@ -169,7 +169,7 @@ def _write_new_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) ->
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.stop_ids[0])}
     settings = special | dict(tokenizer.special_tokens)
-    # The class that takes tokenizer.json as it is; Llama's own would set another pre-tokenizer.
+    # The class that takes tokenizer.json as it is, whatever the model's family.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["model_max_length"] = max_length
     settings["clean_up_tokenization_spaces"] = False
