@@ -18,15 +18,14 @@ import dataclasses
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from peers.paced import Side, report, wait_for_turn
 
 from distflow_jax import machinery as machinery_lib
 from distflow_jax import setup as setup_lib
@@ -218,8 +217,8 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     stop_ids = setup.source.tokenizer.stop_ids
     prompts = random_prompts(args, setup.source.config.vocab_size)
     for step, batch in enumerate(prompts, start=1):
-        if args.paced and not sys.stdin.readline():
-            sys.exit("the other side of --paced is gone")
+        if args.paced:
+            wait_for_turn()
         wall, cpu = time.perf_counter(), time.process_time()
         if states["rollout"].version != step - 1:
             params = states["actor"].params
@@ -239,38 +238,6 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 # -- taking turns ------------------------------------------------------------------------------
-
-
-class Side:
-    """One of the two programs, waiting on its stdin until it may do a step."""
-
-    def __init__(self, command: list[str]):
-        self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
-
-    def step(self, turns: int = 1) -> None:
-        """Lets it begin `turns` steps; it goes on when the one before is over."""
-        self.process.stdin.write("\n" * turns)
-        self.process.stdin.flush()
-
-    def result(self) -> dict[str, float]:
-        """Waits for the record of a step. RuntimeError with the end of its log if it died."""
-        for line in self.process.stdout:
-            if line.startswith("STEP "):
-                return json.loads(line.removeprefix("STEP "))
-        self.process.wait()
-        self.log.seek(0)
-        raise RuntimeError(f"{self.process.args} ended:\n{self.log.read()[-3000:]}")
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.log.close()
 
 
 def take_turns(args: argparse.Namespace, case: str, beta: float) -> dict[str, list[dict]]:
@@ -373,7 +340,7 @@ def main() -> int:
     records = []
     for record in run_steps(args):
         records.append(record)
-        print("STEP " + json.dumps(record), flush=True)
+        report(record)
     result = summary(records[args.warmup :])
     print(describe(args.case, result))
     if args.json:

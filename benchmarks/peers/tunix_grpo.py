@@ -9,8 +9,6 @@ they follow each other anyway.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +17,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from paced import report, wait_for_turn
 from tunix.models.llama3 import model as llama3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
@@ -70,8 +69,8 @@ class StepTimer:
     def begin(self) -> None:
         """Ends the step before, waits for its turn, and starts the clocks."""
         self.end()
-        if self.paced and not sys.stdin.readline():
-            sys.exit("the other side of --paced is gone")
+        if self.paced:
+            wait_for_turn()
         self.began = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
@@ -82,7 +81,7 @@ class StepTimer:
         self.count += 1
         record = {"step": self.count, "step_s": time.perf_counter() - wall}
         record |= {"cpu_s": time.process_time() - cpu, "compilations": self.compilations}
-        print("STEP " + json.dumps(record | self.phases), flush=True)
+        report(record | self.phases)
         self.phases, self.compilations, self.began = {}, 0, None
 
     def timed(self, name: str, function: Callable, result: Callable[[Any], Any]) -> Callable:

@@ -1,0 +1,269 @@
+"""Share of a plain matrix product's rate that an update reaches, alone or taking turns with peers.
+
+python benchmarks/update.py --model=135m
+python benchmarks/update.py --case=shared --sides=ours,separate
+python benchmarks/update.py --sides=ours,transformers,tunix --rounds=5 \
+    --transformers-python=/tmp/hf_venv/bin/python --tunix-python=/tmp/peer_venv/bin/python
+
+One optimizer step of a policy on one CPU, float32: log-probs of all responses, clipped loss,
+gradients, clipping, AdamW; random weights, prompts and responses of fixed lengths. Side "ours"
+packs a prompt with its responses, "separate" gives every response its own prompt, as peers do.
+
+FLOPs are those that the work needs and no more: six for every matrix weight and distinct token, for
+the vocabulary six for every response token, and for attention twelve for every pair of tokens,
+head and dim that the mask lets see each other. A recomputed or masked product counts nothing. The
+rate of a plain float32 product is measured in the same process before each step.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peers.paced import Side, report, wait_for_turn
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
+from distflow_jax.models.attention import packed_mask
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.transformer import init_params, param_shardings, param_specs
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.training.forward import ForwardConfig, attention_block, parent_segment
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.state import init_state
+from distflow_jax.training.update import UpdateShape, make_update
+
+MODELS = {
+    "5m": DecoderConfig(tie_embeddings=False),
+    "135m": DecoderConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        mlp_size=1536,
+        rope_theta=1e5,
+    ),
+}
+CASES = {  # samples of a prompt, tokens of a prompt and of a response
+    "short": (8, 32, 64),
+    "shared": (8, 256, 64),
+}
+PEERS = pathlib.Path(__file__).parent / "peers"
+PRODUCT = 1536  # size of the plain product
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Flags, with sizes that follow from model and case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), default="5m")
+    parser.add_argument("--case", choices=sorted(CASES), default="short")
+    parser.add_argument("--prompts", type=int, default=0, help="0: 8, or 2 of the larger model")
+    parser.add_argument("--sides", default="ours", help="ours, separate, transformers, tunix")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--micro", type=int, default=0, help="rows at a time; 0: about 600 tokens")
+    parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
+    parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--transformers-python", default="", help="interpreter that has torch")
+    parser.add_argument("--tunix-python", default="", help="interpreter that has google-tunix")
+    parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.prompts = args.prompts or {"5m": 8, "135m": 2}[args.model]
+    for name in set(args.sides.split(",")) - {"ours", "separate"}:
+        if not getattr(args, f"{name}_python", None):
+            parser.error(f"--sides={args.sides} needs --{name}-python, or is no side")
+    return args
+
+
+# -- our side ----------------------------------------------------------------------------------
+
+
+def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows:
+    """Rows [1, R, L] of the case: a row for each prompt, or as many sequences as fit 640 tokens."""
+    samples, prompt, response = CASES[args.case]
+    rng = np.random.default_rng(0)
+    number = args.prompts * samples
+
+    def ids(*shape):
+        return rng.integers(3, model.vocab_size, shape, dtype=np.int32)
+
+    prompts = ids(args.prompts, prompt)
+    each = samples if shared else max(1, 640 // (prompt + response))
+    sequences = Sequences(
+        group=[i // samples for i in range(number)],
+        sample=[i % samples for i in range(number)],
+        prompt=[prompts[i // samples] for i in range(number)],
+        response=list(ids(number, response)),
+        response_mask=[np.ones(response, bool)] * number,
+    )
+    tokens = prompt + each * response if shared else each * (prompt + response)
+    tokens = -(-tokens // 64) * 64
+    at = tuple(tuple(range(i, min(i + each, number))) for i in range(0, number, each))
+    placement = Placement(RowShape(1, len(at), tokens, each), (at,), shared)
+    return to_rows(sequences, placement)
+
+
+def needed_flops(model: DecoderConfig, rows: Rows) -> float:
+    """FLOPs of forward and backward that the work needs; see above."""
+    layers = {path: s for path, s in param_specs(model).items() if path.startswith("layers/")}
+    weights = sum(int(np.prod(s.shape)) for s in layers.values() if s.inputs)
+    first = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+    pairs = int(packed_mask(first.segment, parent_segment(first)).sum())
+    head = model.vocab_size * model.hidden_size * int(rows.response_mask.sum())
+    heads = model.num_layers * model.num_heads * model.head_dim
+    return 6.0 * (weights * int((rows.segment > 0).sum()) + head) + 12.0 * pairs * heads
+
+
+def product_rate() -> float:
+    """FLOP/s of a plain float32 product, the best of five."""
+    a = jnp.ones((PRODUCT, PRODUCT))
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(_square(a))
+        times.append(time.perf_counter() - start)
+    return 2 * PRODUCT**3 / min(times)
+
+
+@jax.jit
+def _square(a: jax.Array) -> jax.Array:
+    return a @ a
+
+
+def run_side(args: argparse.Namespace) -> None:
+    """Steps, one for each line of stdin."""
+    model, shared = MODELS[args.model], args.side == "ours"
+    rows = packed(model, args, shared)
+    _, count, length = rows.tokens.shape
+    wanted = args.micro or max(1, 640 // length)
+    micro = max(n for n in range(1, count + 1) if count % n == 0 and n <= wanted)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+    block = attention_block(args.attention, length, "cpu")
+    forward = ForwardConfig("float32", 64, args.remat, block)
+    response = CASES[args.case][2]
+    settings = OptimizerConfig()
+    optimizer = make_optimizer(settings, 1000)
+    update = make_update(
+        optimizer,
+        learning_rate(settings, 1000),
+        shape=UpdateShape(mesh, micro, response),
+        objective=policy_objective(model, AlgorithmConfig(), forward, max_response=response),
+    )
+    params = init_params(model, 0, param_shardings(model, mesh))
+    state = init_state(params, model, optimizer, mesh)
+    spread = np.random.default_rng(1).normal(size=rows.tokens.shape).astype(np.float32)
+    batch = PolicyBatch(rows, np.where(rows.response_mask, spread, 0), None, None, None)
+    batch, flops = jax.device_put(batch), needed_flops(model, rows)
+    compilations = Compilations()
+    while True:
+        wait_for_turn()
+        rate = product_rate()
+        wall, cpu = time.perf_counter(), time.process_time()
+        state, _ = jax.block_until_ready(update(state, batch, np.int32(0), np.float32(1)))
+        record = {"seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        record |= {"product_rate": rate, "flops": flops, "compilations": compilations.take()}
+        report(record | {"peak_gb": peak_memory_gb(), "rows": count, "row_tokens": length})
+
+
+# -- taking turns ------------------------------------------------------------------------------
+
+
+def command(args: argparse.Namespace, side: str) -> list[str]:
+    """How a side is started."""
+    model, (samples, prompt, response) = MODELS[args.model], CASES[args.case]
+    if side in ("ours", "separate"):
+        flags = [f"--{n}={getattr(args, n)}" for n in ("model", "case", "prompts", "micro")]
+        flags += [f"--attention={args.attention}", *(["--remat"] if args.remat else [])]
+        return [sys.executable, __file__, f"--side={side}", *flags]
+    sizes = {
+        "hidden": model.hidden_size,
+        "layers": model.num_layers,
+        "heads": model.num_heads,
+        "kv-heads": model.num_kv_heads,
+        "mlp": model.mlp_size,
+        "vocab": model.vocab_size,
+        "prompts": args.prompts,
+        "samples": samples,
+        "prompt-length": prompt,
+        "new-tokens": response,
+    }
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    flags += ["--tied"] if model.tie_embeddings else []
+    if side == "transformers":
+        flags.append(f"--micro={args.micro or 8}")
+        return [args.transformers_python, str(PEERS / "transformers_update.py"), *flags]
+    flags += ["--paced", f"--steps={args.rounds + 2}"]
+    return [args.tunix_python, str(PEERS / "tunix_grpo.py"), *flags]
+
+
+def take_turns(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """`rounds` steps of every side, by turns, after one or two that are not counted."""
+    sides: dict[str, Side] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for name in args.sides.split(","):
+            sides[name] = Side(command(args, name))
+            for _ in range(2):
+                sides[name].step()
+                sides[name].result()
+        for _ in range(args.rounds):
+            for name, side in sides.items():
+                side.step()
+                record = side.result()
+                record["seconds"] = record.get("update_s", record.get("seconds"))
+                records.setdefault(name, []).append(record)
+    finally:
+        for side in sides.values():
+            side.close()
+    return records
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.side:
+        run_side(args)
+        return
+    samples, prompt, response = CASES[args.case]
+    tokens = args.prompts * samples * response
+    print(
+        f"{args.model}: {args.prompts} prompts of {prompt} tokens, {samples} responses of "
+        f"{response} to each"
+    )
+    print(
+        "| side | seconds median (best) | response tokens/s | GFLOP/s | plain product "
+        "| share median (best) | peak GiB | compilations | ours faster |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    everyone = take_turns(args)
+    first = everyone[next(iter(everyone))]
+    for name, steps in everyone.items():
+        seconds = [s["seconds"] for s in steps]
+        cells = [name, f"{statistics.median(seconds):.3f} ({min(seconds):.3f})"]
+        cells.append(f"{tokens / statistics.median(seconds):.0f}")
+        if "flops" in steps[0]:
+            shares = [s["flops"] / s["seconds"] / s["product_rate"] for s in steps]
+            cells += [
+                f"{statistics.median(s['flops'] / s['seconds'] for s in steps) / 1e9:.1f}",
+                f"{statistics.median(s['product_rate'] for s in steps) / 1e9:.1f}",
+                f"{statistics.median(shares):.2f} ({max(shares):.2f})",
+                f"{steps[-1]['peak_gb']:.2f}",
+                f"{sum(s['compilations'] for s in steps):.0f}",
+            ]
+        else:
+            cells += [""] * 5
+        pairs = zip(steps, first, strict=True)
+        cells.append(f"{statistics.median(s['seconds'] / f['seconds'] for s, f in pairs):.2f}x")
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
