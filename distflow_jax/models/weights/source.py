@@ -17,7 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.families import llama
+from distflow_jax.models.families import llama, qwen2, qwen3
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
@@ -31,7 +31,7 @@ from distflow_jax.models.weights.safetensors_file import (
 )
 
 # Hugging Face's `model_type` and GGUF's `general.architecture` -> the module that translates.
-FAMILIES: dict[str, ModuleType] = {"llama": llama}
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
 SOURCES = ("hf", "pypi", "random")
 
 # `random:` options -> fields of DecoderConfig.
@@ -104,8 +104,7 @@ def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
 
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
-    _family(name, spec)
-    values = {"family": name}
+    values = {"family": name, **_family(name, spec).SWITCHES}
     for item in filter(None, query.split("&")):
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
