@@ -26,7 +26,7 @@ from distflow_jax.models.transformer import (
 )
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.types import flatten_dict
+from distflow_jax.types import flatten_dict, unflatten_dict
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "families.json").read_text())
 EACH = pytest.mark.parametrize("case", CASES)
@@ -76,6 +76,53 @@ def test_layers_and_devices_do_not_matter(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2)
     params = place_params(config, drawn_params(config), param_shardings(config, mesh))
     assert_golden(case, logits_of(config, arrange(config, weights, params), mesh))
+
+
+@pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 untied"])
+def test_gradients_by_differences_and_on_any_mesh(case):
+    """Of the tokens' negative log-likelihood: whole on one device, recomputed on eight."""
+    config, grads = CASES[case], {}
+    length = len(TOKENS)
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+
+    def loss(params, remat):
+        hidden, _ = hidden_states(
+            config,
+            params,
+            jnp.asarray(TOKENS)[None],
+            jnp.arange(length, dtype=jnp.int32)[None],
+            lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
+            remat=remat,
+        )
+        logits = head_logits(config, params, hidden[0, :-1])
+        chosen = jnp.take_along_axis(logits, jnp.asarray(TOKENS)[1:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    for axes in ((1, 1), (4, 2)):
+        mesh = mesh_of(*axes)
+        params = place_params(config, drawn_params(config), param_shardings(config, mesh))
+
+        @jax.jit
+        def run(params, mesh=mesh):
+            with use_mesh(mesh):
+                return jax.grad(loss)(params, remat=mesh.size > 1)
+
+        grads[axes] = {path: np.asarray(g) for path, g in flatten_dict(run(params)).items()}
+    one, eight = grads.values()
+    norm = np.sqrt(sum(np.sum(g**2.0) for g in one.values()))
+    assert np.sqrt(sum(np.sum((one[p] - eight[p]) ** 2.0) for p in one)) < 1e-5 * norm
+    value = jax.jit(lambda params: loss(params, False))
+    params = dict(drawn_params(config))
+    rng = np.random.default_rng(3)
+    for path in params:
+        if not path.endswith(("_bias", "query_norm", "key_norm")):
+            continue
+        way = rng.standard_normal(params[path].shape).astype(np.float32)
+        ends = [unflatten_dict(params | {path: params[path] + s * way}) for s in (0.01, -0.01)]
+        slope = (value(ends[0]) - value(ends[1])) / 0.02
+        # a key's bias turns with its position, so that it does not cancel in the softmax
+        np.testing.assert_allclose(np.sum(one[path] * way), slope, rtol=0.02, atol=0.02)
+        assert np.abs(one[path]).max() > 0.01, path
 
 
 @EACH
