@@ -12,10 +12,8 @@ import numpy as np
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
-from distflow_jax.models.families.tensors import GGUF_IGNORED, gguf_decoder, hf_decoder, hf_ignored
+from distflow_jax.models.families.tensors import gguf_decoder, hf_decoder
 from distflow_jax.models.weights.names import Weight, unstacked_arrays
-
-__all__ = ["GGUF_IGNORED", "hf_ignored"]
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 _BIASES = ("attention_bias", "mlp_bias")

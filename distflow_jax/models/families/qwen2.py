@@ -16,17 +16,13 @@ from distflow_jax.models.families.hf_config import (
     refuse_sliding_windows,
 )
 from distflow_jax.models.families.tensors import (
-    GGUF_IGNORED,
     GGUF_LAYER,
     HF_LAYER,
     gguf_decoder,
     head_vectors,
     hf_decoder,
-    hf_ignored,
 )
 from distflow_jax.models.weights.names import Weight, unstacked_arrays
-
-__all__ = ["GGUF_IGNORED", "hf_ignored"]
 
 # Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
 SWITCHES: Mapping[str, bool] = {"attention_bias": True}

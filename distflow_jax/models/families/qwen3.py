@@ -18,17 +18,13 @@ from distflow_jax.models.families.hf_config import (
     refuse_sliding_windows,
 )
 from distflow_jax.models.families.tensors import (
-    GGUF_IGNORED,
     GGUF_LAYER,
     HF_LAYER,
     gguf_decoder,
     hf_decoder,
-    hf_ignored,
     plain,
 )
 from distflow_jax.models.weights.names import Weight, unstacked_arrays
-
-__all__ = ["GGUF_IGNORED", "hf_ignored"]
 
 SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
 

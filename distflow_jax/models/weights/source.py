@@ -18,6 +18,7 @@ import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families import llama, qwen2, qwen3
+from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
@@ -174,9 +175,7 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
     rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
     config = family.config_from_gguf(file.fields, file.tensors.keys(), rope_freqs)
     tokenizer = Tokenizer.from_gguf(file.fields)
-    return _source(
-        spec, config, tokenizer, file, family.gguf_weights(config), family.GGUF_IGNORED, [path]
-    )
+    return _source(spec, config, tokenizer, file, family.gguf_weights(config), GGUF_IGNORED, [path])
 
 
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
@@ -191,7 +190,7 @@ def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSo
     config = family.config_from_hf(raw)
     tokenizer = Tokenizer.from_folder(folder)
     hashed = [*files.paths, config_path, folder / "tokenizer.json"]
-    weights, ignored = family.hf_weights(config), family.hf_ignored(config)
+    weights, ignored = family.hf_weights(config), hf_ignored(config)
     return _source(spec, config, tokenizer, files, weights, ignored, hashed)
 
 
