@@ -20,7 +20,7 @@ import numpy as np
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, Machine, ModelSourceConfig, TrainingConfig
+from distflow_jax.config import Config, Machine, ModelSourceConfig
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.given import given_columns
@@ -36,6 +36,7 @@ from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.setup import plan_run
 from distflow_jax.tracing import FieldSpecs, Program, trace_plan
+from distflow_jax.training.config import TrainingConfig
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 16
 

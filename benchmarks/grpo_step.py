@@ -36,7 +36,6 @@ from distflow_jax.config import (
     Config,
     Machine,
     ModelSourceConfig,
-    TrainingConfig,
     derive_sizes,
 )
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
@@ -49,6 +48,7 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
 from distflow_jax.stages.context import Stage
 from distflow_jax.states import States, models_of
+from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"

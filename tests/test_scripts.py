@@ -16,6 +16,7 @@ import sys
 import haste
 import pytest
 
+from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.rollout.serve_client import SamplerClient
 
@@ -167,6 +168,19 @@ def test_generate_samples_repeat_themselves_and_differ(place, first_run):
     assert len(answers) == 4 and len(set(answers)) > 1
 
 
+@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/export.py"], ids=" ".join)
+def test_export_writes_a_folder_that_opens(place, first_run, command):
+    output = finish(start(place, *command))
+    (out,) = [argument[6:] for argument in command if argument.startswith("--out=")]
+    from_run = "--workdir=runs/first" in command
+    assert f"wrote {'actor of runs/first at step 1' if from_run else 'pypi:'}" in output
+    model = open_model(str(place / out))
+    assert model.config.hidden_size == (32 if from_run else 576)
+    generate = ["--config=configs/tiny.py", *FLAGS, f"--config.model.source={out}", "--prompt=x"]
+    if from_run:
+        assert finish(start(place, "scripts/generate.py", *generate))
+
+
 @pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/serve.py"], ids=" ".join)
 def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     with socket.socket() as probe:
@@ -284,5 +298,5 @@ def test_every_shown_script_and_config_exists():
         for path in command:
             for part in re.findall(r"(?:scripts|configs)/\w+\.py", path):
                 assert (ROOT / part).is_file()
-    tested = {"train", "evaluate", "generate", "serve", "plan", "report", "launch_local"}
+    tested = {"train", "evaluate", "generate", "export", "serve", "plan", "report", "launch_local"}
     assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

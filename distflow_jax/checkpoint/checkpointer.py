@@ -113,6 +113,25 @@ class Checkpointer:
         steps = self._steps()
         return steps[-1] if steps else None
 
+    def contents(self, step: int | None) -> tuple[int, ArrayTable]:
+        """(step, {array's name: [shape, dtype name]}) of a checkpoint, the newest one for None.
+
+        Reads no array, and is this process's own affair. Raises FileNotFoundError, with the steps
+        that there are, if there is none, and ValueError if it cannot be read.
+        """
+        steps = self._steps_on_disk()
+        self._check_step(step, steps)
+        found = steps[-1] if step is None else step
+        failure, record = _damage(self._folder / str(found)), {}
+        if not failure:
+            record, failure = self._record(self._folder / str(found))
+        if failure:
+            raise ValueError(
+                f"checkpoint {found} in {self._folder} cannot be read ({failure}); there are: "
+                f"{steps}"
+            )
+        return found, record["arrays"]
+
     def restore(
         self, step: int | None, abstract: Any, *, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:
@@ -128,9 +147,7 @@ class Checkpointer:
         arrays than `abstract` (another model or optimizer), or if none can be read.
         """
         steps = self._steps()
-        if not steps or (step is not None and step not in steps):
-            which = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"no {which} in {self._folder}; there are: {steps or 'none'}")
+        self._check_step(step, steps)
         unreadable: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
             path = self._folder / str(candidate)
@@ -177,6 +194,19 @@ class Checkpointer:
             return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
 
+    def _check_step(self, step: int | None, steps: list[int]) -> None:
+        if not steps or (step is not None and step not in steps):
+            which = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise FileNotFoundError(f"no {which} in {self._folder}; there are: {steps or 'none'}")
+
+    def _record(self, path: epath.Path) -> tuple[Any, str]:
+        """(record, why it cannot be read)."""
+        try:
+            args = ocp.args.Composite(record=ocp.args.JsonRestore())
+            return self._reader.restore(path, args=args).record, ""
+        except Exception as error:  # as in _read
+            return None, _reason(error)
+
     def _read(self, path: epath.Path, abstract: Any, partial: bool) -> tuple[Any, str, str]:
         """(arrays and info, how the arrays differ from `abstract`, why it cannot be read)."""
         flat = _flatten(abstract)
@@ -197,8 +227,7 @@ class Checkpointer:
         # Broad on purpose: each layer below (Orbax, TensorStore, json, the file system) has its own
         # exceptions for damaged data. The reason is reported, and fatal where nothing else is left.
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            return None, "", f"{type(error).__name__}: {lines[0][:300]}"
+            return None, "", _reason(error)
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return (arrays, record["info"]), "", ""
 
@@ -333,6 +362,11 @@ def _differences(saved: ArrayTable, wanted: ArrayTable) -> str:
             more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             texts.append(f"{title}: {', '.join(names[:MAX_LISTED])}{more}")
     return "; ".join(texts)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def _type(entry: list) -> str:

@@ -7,7 +7,8 @@ replicated when there are fewer of them than the axis is wide.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -81,3 +82,40 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
+
+
+def width(name: str) -> int:
+    """Over how many devices a dim of that name is divided within `use_mesh`; 1 outside."""
+    mesh = _active_mesh.get()
+    return 1 if mesh is None else max((mesh.shape.get(a, 1) for a in RULES[name]), default=1)
+
+
+def local(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    axes: Sequence[Any],
+    out: tuple[str, ...],
+) -> Any:
+    """`function(*arguments)` on what each device holds of them, without a collective in between.
+
+    `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
+    argument; `out` those of the result, an array. Within `use_mesh`; outside it is a plain call.
+    The dims that are divided must divide evenly, ValueError else.
+    """
+    mesh = _active_mesh.get()
+    if mesh is None or mesh.size == 1:
+        return function(*arguments)
+    shape = jax.eval_shape(function, *arguments).shape
+
+    def specs(axes, x):
+        if isinstance(axes, tuple) and all(isinstance(name, str) for name in axes):
+            return partition_spec(mesh, axes, x.shape)
+        return type(x)(*map(specs, axes, x))
+
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=tuple(map(specs, axes, arguments)),
+        out_specs=partition_spec(mesh, out, shape),
+        check_vma=False,  # loops whose length differs from device to device
+    )(*arguments)

@@ -5,6 +5,7 @@ R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
 from distflow_jax.models.attention import masked_attention, packed_mask
+from distflow_jax.models.block_attention import Tiles, block_attention, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.transformer import bind
-from distflow_jax.parallel.rules import constrain
+from distflow_jax.parallel.rules import constrain, local, width
 from distflow_jax.training.logprob import token_logp
 
 
@@ -26,6 +28,31 @@ class ForwardConfig:
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
     logp_chunk: int = 128  # positions per row whose logits exist at a time
     remat: bool = True  # recompute each layer in the backward pass
+    attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
+
+
+# sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
+_BLOCKS = range(32, 129)
+_BEST_BLOCK = 64
+
+
+def attention_block(attention: str, row_tokens: int, platform: str) -> int:
+    """ForwardConfig.attention_block for training.attention: 0 for "masked".
+
+    Raises ValueError where "blocks" is asked for and no side fits rows of `row_tokens`.
+    """
+    if attention == "masked" or (attention == "auto" and platform != "cpu"):
+        return 0
+    fits = [n for n in _BLOCKS if row_tokens % n == 0]
+    if fits:
+        return min(fits, key=lambda n: abs(n - _BEST_BLOCK))
+    if attention == "auto":
+        return 0
+    near = max(1, round(row_tokens / _BEST_BLOCK)) * _BEST_BLOCK
+    raise ValueError(
+        f"training.attention='blocks' needs rows that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens divide, "
+        f"got training.row_tokens={row_tokens}; use {near}, or attention='masked'"
+    )
 
 
 def parent_segment(rows: Rows) -> jax.Array:
@@ -35,17 +62,35 @@ def parent_segment(rows: Rows) -> jax.Array:
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
 
 
+def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
+    """(q, k, v) -> attention over packed rows."""
+    parent = parent_segment(rows)
+    if not block:
+        mask = packed_mask(rows.segment, parent)
+        return lambda q, k, v: masked_attention(q, k, v, mask)
+    tiles = tiles_of(rows.segment, parent, block)
+
+    def attend(q, k, v):
+        heads = ("batch", "length", "heads", "head_dim")
+        if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        of_tiles = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in tiles))
+        return local(block_attention, (q, k, v, tiles), (heads, heads, heads, of_tiles), heads)
+
+    return attend
+
+
 def packed_hidden(
     params: Any, model: DecoderConfig, rows: Rows, config: ForwardConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D]."""
-    mask = packed_mask(rows.segment, parent_segment(rows))
+    attend = _attend(rows, config.attention_block)
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
     hidden, _ = decoder.hidden(
         rows.tokens,
         rows.position,
-        lambda q, k, v, _: (masked_attention(q, k, v, mask), None),
+        lambda q, k, v, _: (attend(q, k, v), None),
         dtype=dtype,
         remat=config.remat,
     )

@@ -29,13 +29,14 @@ from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
+from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
 ROOT = Path(__file__).parents[2]
 TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
 QWEN2 = replace(UNTIED, family="qwen2", attention_bias=True)
-QWEN3 = replace(TIED, family="qwen3", qk_norm=True, head_dim=12)
+QWEN3 = replace(TIED, family="qwen3", qk_norm=True, head_dim=16)
 MODELS = pytest.mark.parametrize(
     "config", [TIED, UNTIED, QWEN2, QWEN3], ids=["tied", "untied", "qwen2", "qwen3"]
 )
@@ -118,6 +119,21 @@ def test_quantised_gguf_is_what_the_package_dequantises(tmp_path, quant):
     for name, tensor in expected.items():
         np.testing.assert_array_equal(file.read(name), tensor)
     assert_params(open_model(str(path)), random_params(TIED), atol=0.5)
+
+
+@MODELS
+def test_gguf_goes_out_as_hugging_face_and_comes_back(tmp_path, config):
+    quant = gguf.GGMLQuantizationType.Q8_0
+    tensors = tensors_of(config, random_params(config), "gguf")
+    source = open_model(str(write_gguf(tmp_path / "m", config, tensors, quant=quant)))
+    export = Export(source.config, source.tokenizer, source.params, source.tokenizer_folder)
+    write_hf_folder(tmp_path / "out", export, max_shard_bytes=10_000)
+    again = open_model(str(tmp_path / "out"))
+    assert again.config == source.config
+    assert_params(again, dict(source.params()))
+    text = "ab 12<|im_end|> Ω"
+    np.testing.assert_array_equal(again.tokenizer.encode(text), source.tokenizer.encode(text))
+    assert again.tokenizer.stop_ids == source.tokenizer.stop_ids
 
 
 def test_gguf_header_equals_the_packages_own_reader(tmp_path):

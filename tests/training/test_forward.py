@@ -8,6 +8,7 @@ percents.
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -157,15 +158,16 @@ def packed_batch(fields, row_shape, *, shared):
     return PolicyBatch(rows=rows, advantage=advantage, **token)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "micro"))
-def packed_gradient(batch, params, *, mesh, micro):
+@functools.partial(jax.jit, static_argnames=("mesh", "micro", "block"))
+def packed_gradient(batch, params, *, mesh, micro, block=0):
+    forward = dataclasses.replace(FORWARD, attention_block=block)
     with use_mesh(mesh):
         return accumulate_gradients(
             params,
             batch,
             TEMPERATURE,
             shape=UpdateShape(mesh, micro, 14),
-            objective=policy_objective(TINY, ALGORITHM, FORWARD, max_response=14),
+            objective=policy_objective(TINY, ALGORITHM, forward, max_response=14),
         )
 
 
@@ -206,6 +208,19 @@ def test_gradient_does_not_depend_on_packing(fields, narrow, row_shape, shared):
     grads, metrics = packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=1)
     assert distance(grads, narrow[1][0]) < 1e-5
     assert metrics.keys() == narrow[1][1].keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat"), [((1, 1), False), ((2, 4), True)], ids=["one device", "8 devices, remat"]
+)
+def test_attention_tile_by_tile(fields, narrow, axes, remat, monkeypatch):
+    """On 8 devices the 2 key/value heads do not divide over a tensor axis of 4."""
+    monkeypatch.setattr(sys.modules[__name__], "FORWARD", ForwardConfig("float32", 16, remat))
+    batch = packed_batch(fields, WIDE, shared=True)
+    grads, metrics = packed_gradient(batch, PARAMS, mesh=mesh_of(*axes), micro=2, block=32)
+    assert distance(grads, narrow[1][0]) < 1e-5
     for name, value in metrics.items():
         np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
 

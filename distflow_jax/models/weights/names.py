@@ -117,14 +117,20 @@ def stacked_arrays(
     `read(name)` gives one tensor of the source; it is cast to `dtype` as it is stacked.
     """
     for weight in weights:
-        array = np.empty(weight.param_shape(num_layers), dtype)
-        for index, name in enumerate(weight.names(num_layers)):
-            layer = weight.load(read(name))
-            if weight.per_layer:
-                array[index] = layer
-            else:
-                array[...] = layer
-        yield weight.path, array
+        yield weight.path, _stacked(weight, num_layers, read, dtype)
+
+
+def _stacked(
+    weight: Weight, num_layers: int, read: Callable[[str], np.ndarray], dtype: np.dtype
+) -> np.ndarray:
+    array = np.empty(weight.param_shape(num_layers), dtype)
+    for index, name in enumerate(weight.names(num_layers)):
+        layer = weight.load(read(name))
+        if weight.per_layer:
+            array[index] = layer
+        else:
+            array[...] = layer
+    return array
 
 
 def unstacked_arrays(

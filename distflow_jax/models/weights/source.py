@@ -65,6 +65,8 @@ class ModelSource:
     reader: Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
+    # where the tokenizer lies as Hugging Face's files; None: GGUF, or a random model
+    tokenizer_folder: Path | None = dataclasses.field(default=None, compare=False)
 
     def params(
         self, dtype: np.dtype | type = np.float32
@@ -191,7 +193,8 @@ def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSo
     tokenizer = Tokenizer.from_folder(folder)
     hashed = [*files.paths, config_path, folder / "tokenizer.json"]
     weights, ignored = family.hf_weights(config), hf_ignored(config)
-    return _source(spec, config, tokenizer, files, weights, ignored, hashed)
+    source = _source(spec, config, tokenizer, files, weights, ignored, hashed)
+    return dataclasses.replace(source, tokenizer_folder=folder)
 
 
 def _source(

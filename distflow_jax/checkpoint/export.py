@@ -1,0 +1,161 @@
+"""What can be exported: a model of a run's checkpoint, or a model source as it is.
+
+Nothing here needs an accelerator: parameters are read on the CPU, one at a time.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
+from distflow_jax.models.config import DecoderConfig, ScalarModel, scalar_model
+from distflow_jax.models.transformer import Network, param_specs
+from distflow_jax.models.weights.hf_folder import Export
+from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.types import flatten_dict, unflatten_dict
+
+_POLICY = "actor"  # the model that is meant where none is named
+_MAX_LISTED = 4  # parameters named in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class RunExport:
+    """A model of a run, and which one it is."""
+
+    export: Export
+    model: str
+    step: int
+
+
+def source_export(spec: str) -> Export:
+    """The model of a source. ValueError for a random one, whose weights are of no use elsewhere."""
+    source = open_model(spec)
+    if source.params() is None:
+        raise ValueError(
+            f"{spec} has no weights to export: they are drawn when a run begins; export the run"
+        )
+    return Export(source.config, source.tokenizer, source.params, source.tokenizer_folder)
+
+
+def run_export(
+    workdir: pathlib.Path, *, step: int | None = None, model: str = "", source: str = ""
+) -> RunExport:
+    """A model of the checkpoint of `step`, by default the newest, in a run's folder.
+
+    `model` is the key of a trained model, by default "actor", or the only one that there is.
+    Network and tokenizer are those of the source that the run's config.json names, or `source`.
+    Raises FileNotFoundError or ValueError that names what there is; reads no weights yet.
+    """
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{workdir} holds no checkpoints/: is it the --workdir of a run?")
+    checkpointer = Checkpointer(folder, CheckpointConfig())
+    try:
+        step, table = checkpointer.contents(step)
+    finally:
+        checkpointer.close()
+    models = _models_of(table)
+    key = _chosen(model, models, f"checkpoint {step} of {workdir}")
+    opened = _source_of_run(workdir, source)
+    network = _network_of(models[key], opened.config)
+    _check_shapes(models[key], network, f"model {key!r} of {workdir} at step {step}", opened.spec)
+
+    def params() -> Iterator[tuple[str, np.ndarray]]:
+        return _read(folder, step, key, network)
+
+    export = Export(network, opened.tokenizer, params, opened.tokenizer_folder)
+    return RunExport(export, key, step)
+
+
+def _models_of(table: ArrayTable) -> dict[str, ArrayTable]:
+    """{model's key: {path of a parameter: [shape, dtype]}} of a checkpoint's arrays."""
+    models: dict[str, ArrayTable] = {}
+    for name, entry in table.items():
+        # beside the parameters lie `KEY.opt_state...` and `KEY.count`
+        if match := re.fullmatch(r"(?P<key>(?:(?!\.opt_state\.).)+?)\.params\.(?P<path>.+)", name):
+            models.setdefault(match["key"], {})[match["path"].replace(".", "/")] = entry
+    return models
+
+
+def _chosen(model: str, models: Mapping[str, ArrayTable], where: str) -> str:
+    known = ", ".join(models) or "none"
+    if model and model not in models:
+        raise ValueError(f"{where} holds no model {model!r}; there are: {known}")
+    if model:
+        return model
+    if _POLICY not in models and len(models) != 1:
+        raise ValueError(f"{where} holds several models: name one of {known} with --model")
+    return _POLICY if _POLICY in models else next(iter(models))
+
+
+def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
+    if spec:
+        return open_model(spec)
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{workdir} holds no config.json, which would name the model: give --source too"
+        )
+    try:
+        config = json.loads(path.read_text("utf-8"))["model"]
+        spec, cache = config["source"], config.get("cache_dir") or None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no config of a run ({error}): give --source too") from error
+    try:
+        return open_model(spec, cache_dir=cache)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the model that {workdir} was trained from is not there: {error}. Say with --source "
+            "where it lies now"
+        ) from error
+
+
+def _network_of(saved: ArrayTable, decoder: DecoderConfig) -> Network:
+    is_scalar = any(path.startswith("trunk/") for path in saved)
+    return scalar_model(decoder) if is_scalar else decoder
+
+
+def _check_shapes(
+    saved: ArrayTable, network: DecoderConfig | ScalarModel, which: str, spec: str
+) -> None:
+    wanted = {path: list(parameter.shape) for path, parameter in param_specs(network).items()}
+    found = {path: list(shape) for path, (shape, _) in saved.items()}
+    differing = [
+        f"{path} {found.get(path, 'missing')}, there {wanted.get(path, 'none')}"
+        for path in sorted(wanted.keys() | found.keys())
+        if wanted.get(path) != found.get(path)
+    ]
+    if differing:
+        more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
+        raise ValueError(
+            f"{which} has another shape than {spec}: {'; '.join(differing[:_MAX_LISTED])}{more}. "
+            "Say with --source which model it was trained from"
+        )
+
+
+def _read(
+    folder: pathlib.Path, step: int, key: str, network: Network
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(path, float32 array) of each parameter, read when it is asked for."""
+    checkpointer = Checkpointer(folder, CheckpointConfig())
+    try:
+        for path, spec in param_specs(network).items():
+            yield path, _read_one(checkpointer, step, key, path, spec.shape)
+    finally:
+        checkpointer.close()
+
+
+def _read_one(
+    checkpointer: Checkpointer, step: int, key: str, path: str, shape: tuple[int, ...]
+) -> np.ndarray:
+    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    wanted = jax.ShapeDtypeStruct(shape, np.float32, sharding=on_host)
+    tree = {key: {"params": unflatten_dict({path: wanted})}}
+    _, arrays, _ = checkpointer.restore(step, tree, partial=True)
+    return np.asarray(flatten_dict(arrays[key]["params"])[path])

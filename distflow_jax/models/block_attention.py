@@ -1,0 +1,206 @@
+"""Attention over packed rows, tile by tile, and only over tiles that hold a pair that counts.
+
+B rows, T tokens of a row, C tokens of a block, n = T / C blocks of a row, N heads, K key/value
+heads, G = N / K heads per key/value head, X = G C query rows of a block, H head dim.
+
+A row that holds many short sequences, or a causal one, needs less than half of its [T, T] scores.
+Scores of one tile exist at a time; the backward pass computes them again from the log-sum-exps
+(FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691, algorithms 1 and 2).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.programs.loops import bounded_loop
+
+_MASKED = -1e30  # finite: the difference of two is 0, not NaN
+
+
+class Tiles(NamedTuple):
+    """Which blocks of keys each block of queries reads, and the other way round."""
+
+    segment: jax.Array  # int32 [B, n, C]
+    parent: jax.Array  # int32 [B, n, C]
+    keys: jax.Array  # int32 [B, n, n]: of each block of queries, those it reads first
+    num_keys: jax.Array  # int32 [B, n]
+    queries: jax.Array  # int32 [B, n, n]: of each block of keys, those that read it first
+    num_queries: jax.Array  # int32 [B, n]
+
+
+def tiles_of(segment_BT: jax.Array, parent_BT: jax.Array, block: int) -> Tiles:
+    """The tiles of rows, as attention.packed_mask relates their tokens.
+
+    Raises ValueError where `block` does not divide T.
+    """
+    rows, length = segment_BT.shape
+    if length % block:
+        fits = [n for n in range(1, length + 1) if length % n == 0]
+        near = min(fits, key=lambda n: abs(n - block))
+        raise ValueError(f"blocks of {block} tokens do not divide rows of {length}; use {near}")
+    segment, parent = (x.reshape(rows, -1, block) for x in (segment_BT, parent_BT))
+    count = length // block
+
+    # compared and reduced in one go: no [T, T] array is there
+    query, key = (x[:, :, :, None, None] for x in (segment, parent)), segment[:, None, None]
+    own, shared = (q == key for q in query)
+    related = jnp.any((own | shared) & (segment > 0)[:, :, :, None, None], axis=(2, 4))
+    related &= jnp.tril(jnp.ones((count, count), bool))[None]
+
+    def listed(related):  # those that hold first, in their order
+        order = jnp.argsort(~related, axis=2, stable=True).astype(jnp.int32)
+        return order, related.sum(2, dtype=jnp.int32)
+
+    return Tiles(segment, parent, *listed(related), *listed(related.swapaxes(1, 2)))
+
+
+def block_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tiles: Tiles
+) -> jax.Array:
+    """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q.
+
+    Scores and sums are float32. Tokens of segment 0 come out as 0. Rows, and heads, must be whole
+    on a device (see parallel.rules.local): which tiles are read differs from row to row.
+    """
+    rows, length, heads, head_dim = q_BTNH.shape
+    kv_heads, size = k_BTKH.shape[2], tiles.segment.shape[2]
+    blocks = length // size
+    # query heads of one key/value head side by side: one product for all of them
+    q = q_BTNH.reshape(rows, blocks, size, kv_heads, heads // kv_heads, head_dim)
+    q = q.transpose(0, 1, 3, 4, 2, 5).reshape(rows, blocks, kv_heads, -1, head_dim)
+    k, v = (
+        x.reshape(rows, blocks, size, kv_heads, head_dim).swapaxes(2, 3) for x in (k_BTKH, v_BTKH)
+    )
+    out = _attention(q, k, v, tiles)
+    out = out.reshape(rows, blocks, kv_heads, heads // kv_heads, size, head_dim)
+    return out.transpose(0, 1, 4, 2, 3, 5).reshape(q_BTNH.shape)
+
+
+def _at(x: jax.Array, row: jax.Array, block: jax.Array) -> jax.Array:
+    """x[row, block] of [B, n, ...]."""
+    start = (row, block, *[0] * (x.ndim - 2))
+    return jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]))[0, 0]
+
+
+def _put(x: jax.Array, part: jax.Array, row: jax.Array, block: jax.Array) -> jax.Array:
+    start = (row, block, *[0] * (x.ndim - 2))
+    return jax.lax.dynamic_update_slice(x, part[None, None].astype(x.dtype), start)
+
+
+def _scores(q, k, tiles, row, query, key):
+    """Scaled scores float32 [K, G, C, C] of one tile, and which of them count, [1, 1, C, C]."""
+    kv_heads, _, head_dim = q.shape
+    size = k.shape[1]
+    scores = jnp.einsum("KXH,KSH->KXS", q, k, preferred_element_type=jnp.float32)
+    segment, parent = _at(tiles.segment, row, query), _at(tiles.parent, row, query)
+    seen = _at(tiles.segment, row, key)[None]
+    place = jnp.arange(size, dtype=jnp.int32)
+    causal = (query * size + place)[:, None] >= (key * size + place)[None]
+    counts = ((segment[:, None] == seen) | (parent[:, None] == seen)) & causal
+    counts &= (segment > 0)[:, None]
+    scores = (scores * head_dim**-0.5).reshape(kv_heads, -1, size, size)
+    return scores, counts[None, None]
+
+
+def _over_blocks(tiles: Tiles, body, init):
+    """`body(row, block, carry)` for every block of every row."""
+    rows, blocks = tiles.num_keys.shape
+
+    def step(index, carry):
+        return body(index // blocks, index % blocks, carry)
+
+    return jax.lax.fori_loop(0, rows * blocks, step, init)
+
+
+@jax.custom_vjp
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
+    """q [B, n, K, X, H], k and v [B, n, K, C, H] -> like q."""
+    return _forward(q, k, v, tiles)[0]
+
+
+def _forward(q, k, v, tiles):
+    blocks, size = tiles.segment.shape[1:]
+
+    def of_queries(row, query, carry):
+        part = _at(q, row, query)
+        keys = _at(tiles.keys, row, query)
+
+        def tile(index, carry):
+            out, top, total = carry
+            key = keys[index]
+            scores, counts = _scores(part, _at(k, row, key), tiles, row, query, key)
+            scores = jnp.where(counts, scores, _MASKED)
+            new = jnp.maximum(top, scores.max(-1))
+            weight = jnp.where(counts, jnp.exp(scores - new[..., None]), 0.0)
+            shrink = jnp.exp(top - new)
+            total = total * shrink + weight.sum(-1)
+            weight = weight.reshape(*part.shape[:2], size).astype(v.dtype)
+            add = jnp.einsum(
+                "KXS,KSH->KXH", weight, _at(v, row, key), preferred_element_type=jnp.float32
+            )
+            return out * shrink.reshape(*part.shape[:2], 1) + add, new, total
+
+        split = (part.shape[0], part.shape[1] // size, size)
+        empty = jnp.full(split, _MASKED, jnp.float32)
+        init = jnp.zeros(part.shape, jnp.float32), empty, jnp.zeros(split, jnp.float32)
+        number = tiles.num_keys[row, query]
+        out, top, total = bounded_loop(number, tile, init, most=blocks)
+        nothing = total == 0.0  # padding
+        total = jnp.where(nothing, 1.0, total)
+        lse = jnp.where(nothing, 0.0, top + jnp.log(total)).reshape(part.shape[:2])
+        outs, lses = carry
+        out = out / total.reshape(*part.shape[:2], 1)
+        return _put(outs, out, row, query), _put(lses, lse, row, query)
+
+    start = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
+    out, lse = _over_blocks(tiles, of_queries, start)
+    return out, (q, k, v, tiles, out, lse)
+
+
+def _backward(residuals, d_out):
+    q, k, v, tiles, out, lse = residuals
+    blocks, size = tiles.segment.shape[1:]
+    scale = q.shape[-1] ** -0.5
+    # sum over the keys of weight * its gradient (the paper's D)
+    delta = jnp.einsum("BnKXH,BnKXH->BnKX", d_out, out, preferred_element_type=jnp.float32)
+
+    def of_keys(row, key, carry):
+        part_k, part_v = _at(k, row, key), _at(v, row, key)
+        queries = _at(tiles.queries, row, key)
+
+        def tile(index, carry):
+            d_q, d_k, d_v = carry
+            query = queries[index]
+            part, d_part = _at(q, row, query), _at(d_out, row, query)
+            scores, counts = _scores(part, part_k, tiles, row, query, key)
+            by_head = scores.shape[:3]
+            of_lse = _at(lse, row, query).reshape(by_head)[..., None]
+            weight = jnp.where(counts, jnp.exp(scores - of_lse), 0.0)
+            d_weight = jnp.einsum(
+                "KXH,KSH->KXS", d_part, part_v, preferred_element_type=jnp.float32
+            ).reshape(scores.shape)
+            of_delta = _at(delta, row, query).reshape(by_head)[..., None]
+            d_scores = weight * (d_weight - of_delta) * scale
+            weight, d_scores = (
+                x.reshape(*part.shape[:2], size).astype(q.dtype) for x in (weight, d_scores)
+            )
+            product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            d_k += product("KXS,KXH->KSH", d_scores, part)
+            d_v += product("KXS,KXH->KSH", weight, d_part)
+            add = product("KXS,KSH->KXH", d_scores, part_k)
+            return _put(d_q, _at(d_q, row, query) + add, row, query), d_k, d_v
+
+        d_q, d_ks, d_vs = carry
+        init = d_q, *(jnp.zeros(part_k.shape, jnp.float32) for _ in range(2))
+        number = tiles.num_queries[row, key]
+        d_q, d_k, d_v = bounded_loop(number, tile, init, most=blocks)
+        return d_q, _put(d_ks, d_k, row, key), _put(d_vs, d_v, row, key)
+
+    start = jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
+    d_q, d_k, d_v = _over_blocks(tiles, of_keys, start)
+    return d_q.astype(q.dtype), d_k, d_v, None
+
+
+_attention.defvjp(_forward, _backward)

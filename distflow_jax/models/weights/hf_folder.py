@@ -1,0 +1,196 @@
+"""Writes a model as a Hugging Face folder: weights, config, tokenizer, what ends a generation.
+
+transformers and this package's own open_model read it. A scalar model (critic, reward model)
+becomes the family's sequence classifier with one label, whose `score` is our head: transformers'
+score of a text is then the scalar at its last token.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights.new_folder import check_new_folder, new_folder
+from distflow_jax.models.weights.safetensors_writer import (
+    Lost,
+    SafetensorsWriter,
+    num_bytes,
+)
+from distflow_jax.models.weights.source import FAMILIES
+
+# What a tokenizer may consist of, and the ids that end a generation.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+GENERATION_FILE = "generation_config.json"
+_SCORE = "score.weight"
+_OTHER_FILES = 64 << 20  # bytes; more than config and tokenizer take
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """A model on its way out.
+
+    `params` starts a stream of (path, whole stacked array), in the paths of param_specs(network).
+    `tokenizer_folder` holds the tokenizer as Hugging Face's files; None: it is written anew.
+    """
+
+    network: DecoderConfig | ScalarModel
+    tokenizer: Tokenizer
+    params: Callable[[], Iterator[tuple[str, np.ndarray]]]
+    tokenizer_folder: Path | None = None
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The network without a scalar head."""
+        return self.network.trunk if isinstance(self.network, ScalarModel) else self.network
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What was written: bytes of each file, and what the dtype could not hold."""
+
+    files: dict[str, int]
+    num_params: int
+    lost: Lost
+
+
+def write_hf_folder(
+    out: Path,
+    model: Export,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Written:
+    """Writes the folder, or raises ValueError and leaves nothing; one parameter is in memory.
+
+    `dtype` is one of safetensors_writer.DTYPES. The folder takes its name when it is complete.
+    """
+    shapes = tensor_shapes(model.network)
+    needed = sum(num_bytes(shape, dtype) for shape in shapes.values()) + _OTHER_FILES
+    settings = config_json(model, dtype)
+    check_new_folder(out, overwrite=overwrite, needed=needed)
+    with new_folder(out) as folder:
+        with SafetensorsWriter(folder, shapes, dtype, max_shard_bytes) as writer:
+            for path, array in model.params():
+                _write_parameter(writer, model.network, path, array)
+                del array  # before the stream makes the next one
+        write_tokenizer(folder, model)
+        _write_json(folder / "config.json", settings)
+        files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    return Written(files, count, writer.lost)
+
+
+def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Hugging Face form by its name, parameter after parameter."""
+    scalar = isinstance(network, ScalarModel)
+    decoder = network.trunk if scalar else network
+    shapes = {
+        name: weight.source_shape
+        for weight in _family(decoder).hf_weights(decoder)
+        for name in weight.names(decoder.num_layers)
+    }
+    return shapes | ({_SCORE: (1, decoder.hidden_size)} if scalar else {})
+
+
+def _write_parameter(
+    writer: SafetensorsWriter, network: DecoderConfig | ScalarModel, path: str, array: np.ndarray
+) -> None:
+    for name, tensor in _tensors(network, path, array):
+        writer.write(name, tensor)
+
+
+def _tensors(
+    network: DecoderConfig | ScalarModel, path: str, array: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    if not isinstance(network, ScalarModel):
+        yield from _family(network).to_hf(network, path, array)
+    elif path == "head":
+        yield _SCORE, array[None]
+    else:
+        trunk = network.trunk
+        yield from _family(trunk).to_hf(trunk, path.removeprefix("trunk/"), array)
+
+
+def config_json(model: Export, dtype: str) -> dict[str, Any]:
+    """The content of config.json: the network as its family writes it, and the special ids.
+
+    Raises ValueError for a scalar model of a family without a sequence classifier.
+    """
+    settings = dict(_family(model.decoder).config_to_hf(model.decoder)) | _special_ids(model)
+    settings["torch_dtype"] = dtype  # the name that every release of transformers reads
+    if not isinstance(model.network, ScalarModel):
+        return settings
+    decoders = [name for name in settings["architectures"] if name.endswith("ForCausalLM")]
+    if not decoders:
+        raise ValueError(
+            f"transformers has no sequence classifier of the family {model.decoder.family!r}: its "
+            "policies can be exported, its critics and reward models cannot"
+        )
+    name = decoders[0].removesuffix("ForCausalLM") + "ForSequenceClassification"
+    settings |= {"architectures": [name], "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if model.tokenizer.pad_id in model.tokenizer.stop_ids:
+        # It scores the last token that is no padding: with a text's end for padding, the one before
+        settings["pad_token_id"] = None
+    return settings
+
+
+def write_tokenizer(folder: Path, model: Export) -> None:
+    """Copies the tokenizer's files, or writes those that AutoTokenizer needs."""
+    if model.tokenizer_folder is None:
+        _write_new_tokenizer(folder, model.tokenizer, model.decoder.max_position)
+    else:
+        for name in (*TOKENIZER_FILES, GENERATION_FILE):
+            if (model.tokenizer_folder / name).is_file():
+                # not its permissions: a cache's files may be read-only
+                shutil.copyfile(model.tokenizer_folder / name, folder / name)
+    if not (folder / GENERATION_FILE).exists():
+        _write_json(folder / GENERATION_FILE, _special_ids(model))
+
+
+def _write_new_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.stop_ids[0])}
+    settings = special | dict(tokenizer.special_tokens)
+    # The class that takes tokenizer.json as it is, whatever the model's family.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["model_max_length"] = max_length
+    settings["clean_up_tokenization_spaces"] = False
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = tokenizer.chat_template
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _special_ids(model: Export) -> dict[str, Any]:
+    tokenizer = model.tokenizer
+    stop = list(tokenizer.stop_ids)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": stop if len(stop) > 1 else stop[0],
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _family(decoder: DecoderConfig) -> ModuleType:
+    return FAMILIES[decoder.family]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

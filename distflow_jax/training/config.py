@@ -1,0 +1,57 @@
+"""Settings of the update."""
+
+import dataclasses
+from typing import Literal
+
+from distflow_jax.training.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How the update runs. Sizes are global."""
+
+    steps: int = 20  # RL steps: one batch of prompts each
+    mini_batches: int = 1  # optimizer steps per pass over a batch
+    epochs: int = 1  # passes over a batch
+    row_tokens: int = 256  # L: tokens per packed row
+    row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
+    micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
+    share_prompts: bool = True  # a prompt stands once in a row for all its responses there
+    compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
+    # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
+    # auto: blocks on CPU where row_tokens have a fitting divisor
+    attention: Literal["auto", "masked", "blocks"] = "auto"
+    logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
+    remat: bool = False  # recompute activations: a third more work, memory of one layer
+    fuse: bool = True  # adjacent nodes on one mesh are one compiled program
+    # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
+    # every node on a mesh is a program of its own
+    offload: Literal["none", "idle"] = "none"
+    max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    def __post_init__(self):
+        for name in ("steps", "mini_batches", "epochs", "row_tokens", "logp_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("row_sequences", "micro_batch_rows", "max_nonfinite"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        if self.row_sequences > self.row_tokens // 2:
+            raise ValueError(
+                f"training.row_sequences={self.row_sequences} are more than fit "
+                f"training.row_tokens={self.row_tokens}: a prompt and a response take two tokens "
+                f"at least; use at most {self.row_tokens // 2}"
+            )
+        if self.row_tokens % self.logp_chunk:
+            fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.logp_chunk))
+            raise ValueError(
+                f"training.logp_chunk={self.logp_chunk} does not divide "
+                f"training.row_tokens={self.row_tokens}; use {near}"
+            )
+        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                "training.compute_dtype must be auto, float32 or bfloat16, got "
+                f"{self.compute_dtype!r}"
+            )

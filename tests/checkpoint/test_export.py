@@ -1,0 +1,231 @@
+"""A run's models and a model source go out as Hugging Face folders and come back bit for bit."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import haste
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.export import run_export, source_export
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.models.config import scalar_model
+from distflow_jax.models.transformer import param_specs
+from distflow_jax.models.weights.hf_folder import write_hf_folder
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.types import unflatten_dict
+
+ROOT = pathlib.Path(__file__).parents[2]
+SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=300"
+CONFIG = open_model(SPEC).config
+
+
+def random_params(network, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        path: rng.normal(size=spec.shape).astype(np.float32)
+        for path, spec in param_specs(network).items()
+    }
+
+
+def save_run(folder, steps, source=SPEC):
+    """A run's folder as training leaves it: {step: {model: parameters}}, an optimizer beside."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model": {"source": source, "cache_dir": ""}}))
+    checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(keep=5))
+    for step, models in steps.items():
+        state = {
+            key: {
+                "params": unflatten_dict(params),
+                "opt_state": {"0": {"mu": unflatten_dict(params)}},
+                "count": np.int32(step),
+            }
+            for key, params in models.items()
+        }
+        checkpointer.save(step, jax.device_put(state), {})
+    checkpointer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Parameters of three models at two steps."""
+    critic = scalar_model(CONFIG)
+    return {
+        step: {
+            "actor": random_params(CONFIG, step),
+            "critic": random_params(critic, step + 10),
+            "my.judge": random_params(critic, step + 20),
+        }
+        for step in (2, 4)
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run") / "run", models)
+
+
+def assert_bits(loaded, params):
+    assert loaded.keys() == params.keys()
+    for path, array in params.items():
+        assert loaded[path].dtype == array.dtype == np.float32
+        assert loaded[path].tobytes() == array.tobytes(), path
+
+
+@pytest.mark.parametrize("limit", [10**9, 30_000])
+@pytest.mark.parametrize("step", [None, 2, 4])
+def test_a_runs_weights_come_back_bit_for_bit(saved, models, tmp_path, step, limit):
+    found = run_export(saved, step=step)
+    assert (found.model, found.step) == ("actor", step or 4)
+    written = write_hf_folder(tmp_path / "out", found.export, max_shard_bytes=limit)
+    assert ("model.safetensors" in written.files) == (limit == 10**9)
+    source = open_model(str(tmp_path / "out"))
+    assert source.config == CONFIG
+    assert_bits(dict(source.params()), models[step or 4]["actor"])
+
+
+@pytest.mark.parametrize("key", ["critic", "my.judge"])
+def test_a_runs_scalar_models_go_out_too(saved, models, tmp_path, key):
+    found = run_export(saved, model=key)
+    assert isinstance(found.export.network, type(scalar_model(CONFIG)))
+    assert_bits(dict(found.export.params()), models[4][key])
+    write_hf_folder(tmp_path / "out", found.export)
+    tensors = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["score.weight"][0], models[4][key]["head"])
+
+
+def test_the_only_model_needs_no_name(models, tmp_path):
+    alone = save_run(tmp_path / "run", {1: {"reward": models[2]["critic"]}})
+    assert run_export(alone).model == "reward"
+
+
+@pytest.mark.slow
+def test_the_default_model_comes_back_bit_for_bit(smollm2, tmp_path):
+    write_hf_folder(tmp_path / "out", source_export(smollm2.spec), max_shard_bytes=10**8)
+    again = open_model(str(tmp_path / "out"))
+    assert again.config == smollm2.config
+    assert again.tokenizer.stop_ids == smollm2.tokenizer.stop_ids
+    for (path, loaded), (other, array) in zip(again.params(), smollm2.params(), strict=True):
+        assert path == other and loaded.tobytes() == array.tobytes(), path
+
+
+@pytest.mark.slow
+def test_what_training_leaves_can_be_exported_and_trained_on(tmp_path):
+    small = [f"model.source={SPEC}", "training.steps=2", "checkpoint.every=1", "dag=ppo"]
+    small += ["rollout.max_response_length=8", "eval.dataset=", "data.max_prompt_length=96"]
+    config = from_config_dict(Config, override(tiny.get_config(), small))
+    assert run.train(config, tmp_path / "run") == 0
+    found = run_export(tmp_path / "run")
+    assert found.step == 2
+    write_hf_folder(tmp_path / "out", found.export)
+    assert_bits(dict(open_model(str(tmp_path / "out")).params()), dict(found.export.params()))
+    assert "head" in dict(run_export(tmp_path / "run", model="critic").export.params())
+    small[:2] = [f"model.source={tmp_path / 'out'}", "training.steps=1"]
+    config = from_config_dict(Config, override(tiny.get_config(), small))
+    assert run.train(config, tmp_path / "next") == 0
+
+
+# -- what cannot be exported -----------------------------------------------------------------------
+
+
+def test_mistakes_name_what_there_is(saved, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 3 .* there are: \[2, 4\]"):
+        run_export(saved, step=3)
+    with pytest.raises(ValueError, match="no model 'judge'; there are: actor, critic, my.judge"):
+        run_export(saved, model="judge")
+    with pytest.raises(FileNotFoundError, match="holds no checkpoints/"):
+        run_export(tmp_path)
+    with pytest.raises(ValueError, match="drawn when a run begins; export the run"):
+        source_export(SPEC)
+    other = SPEC.replace("mlp=64", "mlp=96")
+    with pytest.raises(ValueError, match=r"layers/down \[2, 64, 32\], there \[2, 96, 32\]"):
+        run_export(saved, source=other)
+
+
+def test_several_models_without_an_actor_must_be_named(models, tmp_path):
+    two = {"critic": models[2]["critic"], "judge": models[2]["my.judge"]}
+    with pytest.raises(ValueError, match="name one of critic, judge with --model"):
+        run_export(save_run(tmp_path / "run", {1: two}))
+
+
+def test_a_source_that_moved_can_be_named(models, tmp_path):
+    params = {1: {"actor": models[2]["actor"]}}
+    moved = save_run(tmp_path / "run", params, source="nowhere/model")
+    with pytest.raises(FileNotFoundError, match="nowhere/model.* Say with --source where"):
+        run_export(moved)
+    assert_bits(dict(run_export(moved, source=SPEC).export.params()), models[2]["actor"])
+
+
+def test_a_damaged_checkpoint_names_the_others(models, tmp_path):
+    folder = save_run(tmp_path / "run", models)
+    for path in (folder / "checkpoints/4/arrays").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(ValueError, match=r"checkpoint 4 .* is missing.*there are: \[2, 4\]"):
+        run_export(folder)
+    assert_bits(dict(run_export(folder, step=2).export.params()), models[2]["actor"])
+
+
+# -- the script, killed ----------------------------------------------------------------------------
+
+
+def start_export(*flags):
+    return subprocess.Popen(
+        [sys.executable, "scripts/export.py", *flags],
+        cwd=ROOT,
+        env=haste.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("before", ["nothing", "a model"])
+def test_a_killed_export_leaves_nothing_under_the_name(saved, models, smollm2, tmp_path, before):
+    out = tmp_path / "folder" / "out"
+    if before == "a model":
+        write_hf_folder(out, run_export(saved).export)
+    process = start_export(f"--source={smollm2.spec}", f"--out={out}", "--overwrite")
+    deadline = time.monotonic() + 120
+    while not (partial := list(out.parent.glob(".out.partial-*/model.safetensors"))):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGSTOP)
+    begun = partial[0].stat().st_size
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert begun < 4 * 134_515_008  # it was in the midst
+    if before == "nothing":
+        assert not out.exists()
+    else:
+        assert_bits(dict(open_model(str(out)).params()), models[4]["actor"])
+
+
+def test_the_script_says_what_it_wrote_and_what_is_wrong(saved, models, tmp_path):
+    out = tmp_path / "out"
+    writing = start_export(f"--workdir={saved}", f"--out={out}", "--dtype=bfloat16")
+    mistaken = start_export(f"--workdir={saved}", "--step=3", f"--out={tmp_path / 'none'}")
+    text, errors = writing.communicate()
+    assert writing.returncode == 0, errors
+    assert "out of the range of bfloat16: 0 values became infinite, 0 became 0" in text
+    count = sum(array.size for array in models[4]["actor"].values())
+    assert f"wrote actor of {saved} at step 4 as bfloat16 to {out}: {count / 1e3:.1f} k" in text
+    total = sum(path.stat().st_size for path in out.iterdir())
+    assert f"in 5 files, {total / 1e3:.1f} kB, in " in text
+    _, errors = mistaken.communicate()
+    assert mistaken.returncode == 2
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("error: no checkpoint of step 3 in ") and "there are: [2, 4]" in last
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

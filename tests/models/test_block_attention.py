@@ -1,0 +1,112 @@
+"""Attention tile by tile: that over the whole mask, in float64, whatever the side of a tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distflow_jax.models.attention import packed_mask
+from distflow_jax.models.block_attention import block_attention, tiles_of
+
+HEADS, KV_HEADS, HEAD_DIM, LENGTH = 6, 2, 8, 96
+# per row: (segment, parent, tokens), one after the other
+ROWS = {
+    "one causal sequence": [(1, 1, LENGTH)],
+    "short ones": [(n, n, 7) for n in range(1, 13)],
+    "a shared prompt": [(9, 9, 40), (1, 9, 20), (2, 9, 3), (3, 9, 30)],
+    "two shared prompts and one alone": [
+        (9, 9, 17),
+        (1, 9, 16),
+        (2, 9, 5),
+        (3, 3, 11),
+        (10, 10, 9),
+        (4, 10, 30),
+    ],
+    "padding": [],
+}
+
+
+def laid_out(parts):
+    segment = np.concatenate([np.full(n, s, np.int32) for s, _, n in parts] + [np.zeros(0, int)])
+    parent = np.concatenate([np.full(n, p, np.int32) for _, p, n in parts] + [np.zeros(0, int)])
+    return (np.pad(x.astype(np.int32), (0, LENGTH - len(x))) for x in (segment, parent))
+
+
+SEGMENT, PARENT = (np.stack(x) for x in zip(*map(laid_out, ROWS.values()), strict=True))
+
+
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shape = len(ROWS), LENGTH
+    q, g = rng.normal(size=(2, *shape, HEADS, HEAD_DIM))
+    k, v = rng.normal(size=(2, *shape, KV_HEADS, HEAD_DIM))
+    g[SEGMENT == 0] = 0  # nothing is learned from padding
+    return tuple(x.astype(dtype) for x in (q, k, v, g))
+
+
+def statement(q, k, v, g):
+    """(output, gradients of q, k, v) of softmax(q k / sqrt(H)) v under the mask, in float64."""
+    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT)))[:, None]
+    group, scale = HEADS // KV_HEADS, HEAD_DIM**-0.5
+    q, k, v, g = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v, g))
+    wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scores = np.where(mask, q @ wide_k.swapaxes(2, 3) * scale, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weight = np.where(mask, np.exp(scores - np.where(np.isinf(top), 0, top)), 0)
+    weight /= np.maximum(weight.sum(-1, keepdims=True), 1e-300)
+    out = weight @ wide_v
+    d_weight = g @ wide_v.swapaxes(2, 3)
+    d_scores = weight * (d_weight - (weight * d_weight).sum(-1, keepdims=True)) * scale
+
+    def by_group(x):
+        return x.reshape(len(x), KV_HEADS, group, LENGTH, HEAD_DIM).sum(2)
+
+    d_q, d_k = d_scores @ wide_k, by_group(d_scores.swapaxes(2, 3) @ q)
+    d_v = by_group(weight.swapaxes(2, 3) @ g)
+    return [x.swapaxes(1, 2) for x in (out, d_q, d_k, d_v)]
+
+
+@pytest.mark.parametrize("side", [8, 16, 32, 96])
+def test_output_and_gradients(side):
+    q, k, v, g = inputs()
+
+    @jax.jit
+    def got(q, k, v):
+        tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), side)
+        out, back = jax.vjp(lambda *x: block_attention(*x, tiles), q, k, v)
+        return out, *back(g)
+
+    for mine, wanted in zip(got(q, k, v), statement(q, k, v, g), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_bfloat16_sums_in_float32():
+    q, k, v, g = (jnp.asarray(x, jnp.bfloat16) for x in inputs())
+    tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), 16)
+    out, back = jax.vjp(lambda *x: block_attention(*x, tiles), q, k, v)
+    exact = statement(*(np.asarray(x, np.float64) for x in (q, k, v, g)))
+    for mine, wanted in zip((out, *back(g)), exact, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        error = np.abs(np.asarray(mine, np.float64) - wanted)
+        assert error.max() < 0.02 * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("side", [8, 16, 32])
+def test_tiles_are_those_that_hold_a_pair(side):
+    tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), side)
+    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT)))
+    n = LENGTH // side
+    held = mask.reshape(len(mask), n, side, n, side).any((2, 4))
+    for lists, counts, wanted in (
+        (tiles.keys, tiles.num_keys, held),
+        (tiles.queries, tiles.num_queries, held.swapaxes(1, 2)),
+    ):
+        for row, block in np.ndindex(wanted.shape[:2]):
+            listed = np.asarray(lists)[row, block, : np.asarray(counts)[row, block]]
+            np.testing.assert_array_equal(listed, np.flatnonzero(wanted[row, block]))
+    assert np.asarray(tiles.num_keys)[list(ROWS).index("padding")].sum() == 0
+
+
+def test_a_side_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="blocks of 36 tokens do not divide rows of 96; use 32"):
+        tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), 36)
