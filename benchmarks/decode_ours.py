@@ -89,7 +89,8 @@ def matrices(params: dict[str, Any], turned: bool) -> dict[str, Any]:
         x = x.reshape(-1, width) if name in ("output", "down") else x.reshape(width, -1)
         return x.T if turned else x
 
-    products = {name: x for name, x in params["layers"].items() if "norm" not in name}
+    vectors = ("norm", "bias")
+    products = {name: x for name, x in params["layers"].items() if not name.endswith(vectors)}
     count = len(products["query"])
     layers = [{name: matrix(name, x[i]) for name, x in products.items()} for i in range(count)]
     table = params["head"] if "head" in params else params["embed"]["embedding"].T

@@ -30,6 +30,11 @@ class DecoderConfig:
         layers/query               [num_layers, hidden_size, num_heads, head_dim]
         layers/key                 [num_layers, hidden_size, num_kv_heads, head_dim]
         layers/value               [num_layers, hidden_size, num_kv_heads, head_dim]
+        layers/query_bias          [num_layers, num_heads, head_dim]      (with attention_bias)
+        layers/key_bias            [num_layers, num_kv_heads, head_dim]   (with attention_bias)
+        layers/value_bias          [num_layers, num_kv_heads, head_dim]   (with attention_bias)
+        layers/query_norm          [num_layers, head_dim]                 (with qk_norm)
+        layers/key_norm            [num_layers, head_dim]                 (with qk_norm)
         layers/output              [num_layers, num_heads, head_dim, hidden_size]
         layers/mlp_norm            [num_layers, hidden_size]
         layers/gate                [num_layers, hidden_size, mlp_size]
@@ -54,6 +59,8 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     max_position: int = 8192  # longest sequence, in tokens
+    attention_bias: bool = False  # of query, key and value: Qwen2
+    qk_norm: bool = False  # RMS norm of each head's query and key before rotation: Qwen3
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

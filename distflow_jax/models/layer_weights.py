@@ -50,34 +50,31 @@ def by_output(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = Non
     return y.reshape(len(x), *outputs)
 
 
-def _turned(name: str, ndim: int) -> tuple[int, ...]:
-    """Order of a layer's dims, outputs first. All but "output" have their input first, one dim."""
-    dims = tuple(range(ndim))
-    if name == "output":
-        return dims[-1:] + dims[:-1]
-    return dims[1:] + dims[:1]
+Dims = tuple[tuple[str, ...], tuple[int, ...]]  # names of the dims, and which are inputs
 
 
-def set_apart(params: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def set_apart(params: dict[str, Any], dims: dict[str, Dims]) -> dict[str, Any]:
     """Stacked parameters as weights apart, with the same layout of each dim.
 
-    `axes`: names of the dims by the path of each parameter. `params` is emptied as it is read, so
-    that no more than one array is there twice where nobody else holds it.
+    `dims`: those of each parameter, by its path. `params` is emptied as it is read, so that no more
+    than one array is there twice where nobody else holds it.
     """
     stacked, head = params.pop("layers"), params.pop("head", None)
     count = len(jax.tree.leaves(stacked)[0])
     layers: list[dict[str, Any]] = [{} for _ in range(count)]
     for name in list(stacked):
-        parts = _split(stacked.pop(name), name, axes[f"layers/{name}"][1:])
+        axes, inputs = dims[f"layers/{name}"]
+        parts = _split(stacked.pop(name), axes[1:], tuple(d - 1 for d in inputs))
         for layer, part in zip(layers, parts, strict=True):
             layer[name] = part
     if head is not None:
-        (params["head"],) = _split(jax.tree.map(lambda x: x[None], head), "head", axes["head"])
+        (params["head"],) = _split(jax.tree.map(lambda x: x[None], head), *dims["head"])
     return params | {"layers": layers}
 
 
-def _split(stacked: Any, name: str, axes: tuple[str, ...]) -> Sequence[Any]:
-    order = _turned(name, len(axes))
+def _split(stacked: Any, axes: tuple[str, ...], inputs: tuple[int, ...]) -> Sequence[Any]:
+    # outputs first; what has no inputs, a norm or a bias, stays as it is
+    order = tuple(d for d in range(len(axes)) if d not in inputs) + inputs
     if not isinstance(stacked, Int8):
         return _split_array(stacked, axes, order)
     outputs = tuple(range(stacked.scale.ndim - 1))

@@ -98,8 +98,17 @@ class Tokenizer:
         known = known[(known >= 0) & (known < self.vocab_size)]
         return self.backend.decode(known.tolist(), skip_special_tokens=skip_special)
 
-    def render(self, prompt: str | Messages, *, add_generation_prompt: bool = True) -> str:
-        """The text that the model sees: a string as it is, messages through the chat template."""
+    def render(
+        self,
+        prompt: str | Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text that the model sees: a string as it is, messages through the chat template.
+
+        `tools`: JSON schemas of functions, for a template that tells the model of them.
+        """
         if isinstance(prompt, str):
             return prompt
         if self.chat_template is None:
@@ -112,7 +121,7 @@ class Tokenizer:
             return _compiled(self.chat_template).render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **self.special_tokens,
             )
@@ -137,12 +146,18 @@ class Tokenizer:
         turn = {"role": "assistant", "content": text}
         whole = self.render([*prompt, turn], add_generation_prompt=False)
         if not whole.startswith(start):  # a template that writes the turn in another way
-            return np.append(self.encode(text), np.int32(self.stop_ids[-1]))
+            return np.append(self.encode(text), np.int32(self._turn_end()))
         ids = self.encode(whole[len(start) :])
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if not len(ends):
-            return np.append(ids, np.int32(self.stop_ids[-1]))
+            return np.append(ids, np.int32(self._turn_end()))
         return ids[: ends[-1] + 1]  # what a template writes after the turn is not sampled
+
+    def _turn_end(self) -> int:
+        """The stop id that the chat template writes; where it writes none, the last."""
+        spelled = {self.backend.id_to_token(end): end for end in self.stop_ids}
+        written = [end for token, end in spelled.items() if token and token in self.chat_template]
+        return written[-1] if written else self.stop_ids[-1]
 
     def is_chat(self, text: str) -> bool:
         """Whether a rendered prompt is a conversation in the chat template, up to the answer."""
@@ -253,6 +268,9 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         if index is not None and index < len(tokens):
             special[name] = tokens[index]
     stop = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    if style == "qwen2":
+        # the metadata name one end; generation_config.json, of which they are made, has both
+        stop.append("<|endoftext|>")
     return _assemble(
         backend, special, stop, fields.get("tokenizer.chat_template"), origin="GGUF metadata"
     )
@@ -351,8 +369,8 @@ def _compiled(template: str) -> jinja2.Template:
         raise ValueError(f"the chat template is not valid: {error}") from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

@@ -30,7 +30,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """Shape, logical dims, standard deviation at birth (None: ones) of one parameter, and over
-    which of its dims products sum; of an embedding, those as the head."""
+    which of its dims products sum; of an embedding, those as the head. Norms and biases have none.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -77,6 +78,18 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back, (1,)),
         "final_norm": ParamSpec((d,), ("activation",), None),
     }
+    if c.attention_bias:
+        for name, count, axis in (
+            ("query", n, "heads"),
+            ("key", k, "kv_heads"),
+            ("value", k, "kv_heads"),
+        ):
+            specs[f"layers/{name}_bias"] = ParamSpec(
+                (layers, count, h), ("layers", axis, "head_dim"), 0.0
+            )
+    if c.qk_norm:
+        for name in ("query", "key"):
+            specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), None)
     if not c.tie_embeddings:
         specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
     return specs
@@ -93,7 +106,8 @@ def arrange(
 ) -> dict[str, Any]:
     """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
 
-    `dtype`: "auto" (as they come), or "int8": all but norms are rounded, an array at a time.
+    `dtype`: "auto" (as they come), or "int8": all but norms and biases are rounded, an array at a
+    time.
     `params` may be emptied.
     """
     mesh = params["final_norm"].sharding.mesh
@@ -106,7 +120,7 @@ def arrange(
                 group[name] = quantised(group.pop(name), spec.inputs, _scales(mesh, spec))
     if not are_apart(weights, mesh.devices.flat[0].platform):
         return params
-    return set_apart(params, {path: spec.axes for path, spec in specs.items()})
+    return set_apart(params, {path: (spec.axes, spec.inputs) for path, spec in specs.items()})
 
 
 def _scales(mesh: jax.sharding.Mesh, spec: ParamSpec) -> jax.sharding.NamedSharding:
@@ -202,7 +216,16 @@ def hidden_states(
     def layer(x, inputs):
         w, extra = inputs
         h = flat(rms_norm(x, w["attention_norm"], c.norm_eps))
-        q, k, v = (unflat(product(h, w[name])) for name in ("query", "key", "value"))
+        q, k, v = (product(h, w[name]) for name in ("query", "key", "value"))
+        if c.attention_bias:
+            q, k, v = (
+                x + w[name].astype(x.dtype)[None]
+                for name, x in (("query_bias", q), ("key_bias", k), ("value_bias", v))
+            )
+        q, k, v = map(unflat, (q, k, v))
+        if c.qk_norm:
+            q = rms_norm(q, w["query_norm"], c.norm_eps)
+            k = rms_norm(k, w["key_norm"], c.norm_eps)
         q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
         k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
         out, kept = attend(q, k, v, extra)

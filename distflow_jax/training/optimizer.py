@@ -18,7 +18,7 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95  # 0.95, not 0.999: RL runs are short and gradients noisy
     eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices only, not on norms
+    weight_decay: float = 0.0  # on matrices only, not on norms and biases
     clip_norm: float = 1.0  # global norm of the gradient; 0 = off
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """The chain clip -> AdamW. Weight decay skips arrays that are vectors per layer (norms)."""
+    """The chain clip -> AdamW. Weight decay skips vectors per layer, norms and biases."""
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     adamw = optax.adamw(
         learning_rate(config, total_steps),
@@ -77,11 +77,11 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def _decayed(params):
-    """True for matrices. A stacked norm scale is [layers, D], so the name decides, not the rank."""
+    """True for matrices. A stacked bias is [layers, N, H], so the name decides, not the rank."""
 
     def walk(tree, name):
         if isinstance(tree, dict):
             return {key: walk(value, key) for key, value in tree.items()}
-        return "norm" not in name
+        return not name.endswith(("norm", "bias"))
 
     return walk(params, "")

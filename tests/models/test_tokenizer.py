@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -260,3 +261,110 @@ def test_an_answer_ends_as_a_sampled_one_would():
     )
     start = tokenizer.encode_prompt(CHAT)[1]
     assert tokenizer.encode(whole).tolist()[: len(start) + len(turn)] == [*start, *turn]
+
+
+# What the templates of Qwen2.5 and Qwen3 use of Jinja, in few lines: tools as JSON, calls and
+# answers of tools, a namespace, a reversed walk, thoughts that are cut away, an undefined switch.
+TOOL_TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=none, sort_keys=true) ~ '\\n' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.last < 0 and message.role == 'user' %}
+        {%- set ns.last = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' and loop.index0 < ns.last and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {%- set role = 'user' if message.role == 'tool' else message.role %}
+    {{- '<|im_start|>' + role + '\\n' + content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' ~ (call.function if call.function else call) | tojson ~ '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}
+{%- endif %}"""
+
+
+def qwen_folder(path):
+    """Laid out as Qwen2.5-Instruct and Qwen3: a template, two ends, no token for the beginning."""
+    backend = Tokenizer.byte_level(300).backend
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(path / "tokenizer.json"))
+    settings = {
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "chat_template": TOOL_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
+    (path / "config.json").write_text(json.dumps({"eos_token_id": 258}))
+    return path
+
+
+def test_qwen_ends_at_both_of_its_tokens(tmp_path):
+    tokenizer = Tokenizer.from_folder(qwen_folder(tmp_path))
+    assert (tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id) == ((258, 259), 259, None)
+    # and what was written beforehand ends as a turn does
+    answer = tokenizer.encode_answer(CHAT, "ab")
+    assert answer.tolist() == [97, 98, 258]
+    assert tokenizer.is_chat(tokenizer.render(CHAT))
+    turn = tokenizer.encode_turn("ok", role="tool")
+    wanted = "\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(turn, skip_special=False) == wanted
+
+
+def test_an_answer_that_a_template_rewrites_ends_as_a_turn(tmp_path):
+    template = TOOL_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")
+    tokenizer = replace(Tokenizer.from_folder(qwen_folder(tmp_path)), chat_template=template)
+    assert tokenizer.encode_answer(CHAT, "ab").tolist() == [97, 98, 258]
+
+
+def test_gguf_of_qwen_ends_at_both_of_its_tokens():
+    fields = gguf_fields(ggml__pre="qwen2")
+    fields["tokenizer.ggml.tokens"][:2] = ["<|im_end|>", "<|endoftext|>"]
+    assert Tokenizer.from_gguf(fields).stop_ids == (0, 1)
+    fields["tokenizer.ggml.pre"] = "smollm"
+    assert Tokenizer.from_gguf(fields).stop_ids == (0,)
+
+
+def test_templates_with_tools(tmp_path):
+    tokenizer = Tokenizer.from_folder(qwen_folder(tmp_path))
+    call = {"name": "add", "arguments": {"b": 2, "a": "é"}}
+    messages = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "<think>so</think>\n\nThree."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    conversation = (
+        "<|im_start|>user\n1+2?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"b": 2, "a": "é"}}'
+        "</tool_call><|im_end|>\n"
+        "<|im_start|>user\n3<|im_end|>\n"
+        "<|im_start|>assistant\nThree.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert tokenizer.render(messages) == conversation
+    schema = {"type": "function", "function": {"name": "add", "description": "a < b"}}
+    told = (
+        '<|im_start|>system\n{"function": {"description": "a < b", "name": "add"}, '
+        '"type": "function"}\n<|im_end|>\n'
+    )
+    assert tokenizer.render(messages, tools=[schema]) == told + conversation

@@ -7,130 +7,39 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
+from model_files import (
+    SIZES,
+    hf_settings,
+    random_params,
+    table_of,
+    tensors_of,
+    write_gguf,
+    write_hf,
+)
 
 from distflow_jax.models.config import DecoderConfig, RopeScaling
 from distflow_jax.models.families import llama
-from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
-from distflow_jax.models.weights.source import fingerprint_files, open_model
+from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
 ROOT = Path(__file__).parents[2]
-SIZES = dict(
-    vocab_size=300,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_size=64,
-)
 TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
-TABLES = {"hf": llama.hf_weights, "gguf": llama.gguf_weights}
-
-
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        weight.path: rng.normal(size=weight.param_shape(config.num_layers)).astype(np.float32)
-        for weight in llama.hf_weights(config)
-    }
-
-
-def tensors_of(config, params, table="hf"):
-    return {
-        weight.source.format(layer=layer): np.ascontiguousarray(
-            weight.save(params[weight.path][layer] if weight.per_layer else params[weight.path])
-        )
-        for weight in TABLES[table](config)
-        for layer in range(config.num_layers if weight.per_layer else 1)
-    }
-
-
-def hf_settings(config, **changes):
-    settings = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.mlp_size,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_position,
-    }
-    return settings | changes
-
-
-def write_hf(folder, config, tensors, shards=1, **changes):
-    """A Hugging Face folder; with several shards also their index."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_settings(config, **changes)))
-    Tokenizer.byte_level(config.vocab_size).backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    if shards == 1:
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return folder
-    index = {}
-    for shard in range(shards):
-        name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = {key: tensors[key] for key in sorted(tensors)[shard::shards]}
-        safetensors.numpy.save_file(part, folder / name)
-        index |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-def write_gguf(path, config, tensors, arch="llama", quant=None, **metadata):
-    """A GGUF file by the package's own writer."""
-    writer = gguf.GGUFWriter(str(path), arch)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.mlp_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    backend = Tokenizer.byte_level(config.vocab_size).backend
-    tokens = [backend.id_to_token(index) for index in range(259)]
-    tokens += ["ab", *(f"<unused{index}>" for index in range(config.vocab_size - 260))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3] * 3 + [1] * (config.vocab_size - 259))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(258)
-    for key, value in metadata.items():
-        writer.add_key_value(key.replace("__", "."), value, *_gguf_type(value))
-    for name, tensor in tensors.items():
-        if quant is not None and tensor.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(tensor, quant), raw_dtype=quant)
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _gguf_type(value):
-    if isinstance(value, list):
-        return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32
-    kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
-    return (gguf.GGUFValueType[kinds[type(value)]],)
+QWEN2 = replace(UNTIED, family="qwen2", attention_bias=True)
+QWEN3 = replace(TIED, family="qwen3", qk_norm=True, head_dim=16)
+MODELS = pytest.mark.parametrize(
+    "config", [TIED, UNTIED, QWEN2, QWEN3], ids=["tied", "untied", "qwen2", "qwen3"]
+)
 
 
 def assert_params(source, params, **tolerance):
@@ -142,7 +51,7 @@ def assert_params(source, params, **tolerance):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@MODELS
 def test_safetensors_give_back_what_was_saved(tmp_path, config, shards):
     params = random_params(config)
     source = open_model(str(write_hf(tmp_path / "m", config, tensors_of(config, params), shards)))
@@ -152,7 +61,7 @@ def test_safetensors_give_back_what_was_saved(tmp_path, config, shards):
     assert_params(pickle.loads(pickle.dumps(source)), params)
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@MODELS
 def test_gguf_gives_back_what_was_saved(tmp_path, config):
     params = random_params(config)
     # no .gguf in the name: the content tells the format
@@ -174,25 +83,26 @@ def test_gguf_query_rows_are_interleaved_halves(tmp_path):
 
 
 @pytest.mark.parametrize("table", ["hf", "gguf"])
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@MODELS
 def test_save_inverts_load(table, config):
     rng = np.random.default_rng(0)
-    for weight in TABLES[table](config):
+    for weight in table_of(config, table):
         tensor = rng.normal(size=weight.source_shape)
         np.testing.assert_array_equal(weight.save(weight.load(tensor)), tensor)
 
 
-def test_to_hf_gives_every_tensor_of_a_checkpoint():
-    params = random_params(UNTIED)
+@MODELS
+def test_to_hf_gives_every_tensor_of_a_checkpoint(config):
+    params, to_hf = random_params(config), FAMILIES[config.family].to_hf
     written = {}
     for path, array in params.items():
-        written |= dict(llama.to_hf(UNTIED, path, array))
-    expected = tensors_of(UNTIED, params)
+        written |= dict(to_hf(config, path, array))
+    expected = tensors_of(config, params)
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(written[name], tensor)
     with pytest.raises(ValueError, match="layers/nothing"):
-        list(llama.to_hf(UNTIED, "layers/nothing", params["final_norm"]))
+        list(to_hf(config, "layers/nothing", params["final_norm"]))
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])
@@ -211,7 +121,7 @@ def test_quantised_gguf_is_what_the_package_dequantises(tmp_path, quant):
     assert_params(open_model(str(path)), random_params(TIED), atol=0.5)
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@MODELS
 def test_gguf_goes_out_as_hugging_face_and_comes_back(tmp_path, config):
     quant = gguf.GGMLQuantizationType.Q8_0
     tensors = tensors_of(config, random_params(config), "gguf")
@@ -350,7 +260,9 @@ def test_unsupported_gguf_is_refused(tmp_path, metadata, message):
 
 def test_gguf_of_another_architecture_is_refused(tmp_path):
     tensors = tensors_of(TIED, random_params(TIED), "gguf")
-    with pytest.raises(ValueError, match="family 'gpt2' is not supported: known are llama"):
+    with pytest.raises(
+        ValueError, match="family 'gpt2' is not supported: known are llama, qwen2, qwen3"
+    ):
         open_model(str(write_gguf(tmp_path / "m", TIED, tensors, arch="gpt2")))
 
 
@@ -373,13 +285,12 @@ def test_llama3_scaling_from_gguf(tmp_path):
     scaling = RopeScaling(factor=32.0)
     config = DecoderConfig(**SIZES | {"head_dim": 64}, rope_theta=500_000.0, rope_scaling=scaling)
     tensors = tensors_of(config, random_params(config), "gguf")
-    divisors = llama.rope_divisors(scaling, config.rope_theta, 32).astype(np.float32)
+    divisors = rope_divisors(scaling, config.rope_theta, 32).astype(np.float32)
     assert divisors.min() == 1 and divisors.max() == 32 and len(np.unique(divisors)) > 2
-    size = {"llama__attention__key_length": 64}
-    path = write_gguf(tmp_path / "a", config, tensors | {"rope_freqs.weight": divisors}, **size)
+    path = write_gguf(tmp_path / "a", config, tensors | {"rope_freqs.weight": divisors})
     assert open_model(str(path)).config == config
     divisors[20] += 1
-    path = write_gguf(tmp_path / "b", config, tensors | {"rope_freqs.weight": divisors}, **size)
+    path = write_gguf(tmp_path / "b", config, tensors | {"rope_freqs.weight": divisors})
     with pytest.raises(ValueError, match="rope_freqs.weight holds other divisors"):
         open_model(str(path))
 

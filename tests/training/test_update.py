@@ -1,5 +1,6 @@
 """Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps."""
 
+import dataclasses
 import re
 
 import jax
@@ -177,8 +178,8 @@ def test_gradient_norm_is_clipped():
     np.testing.assert_allclose(updates["w"], -0.25 / 1e3, rtol=1e-3)
 
 
-def test_weight_decay_skips_norms():
-    params = random_params(TINY)
+def test_weight_decay_skips_norms_and_biases():
+    params = random_params(dataclasses.replace(TINY, attention_bias=True, qk_norm=True))
     config = OptimizerConfig(lr=0.1, weight_decay=0.5)
     optimizer = make_optimizer(config, 1)
 
@@ -189,10 +190,12 @@ def test_weight_decay_skips_norms():
         return optax.apply_updates(params, updates)
 
     new = flatten_dict(step(params))
-    norms = {"layers/attention_norm", "layers/mlp_norm", "final_norm"}
-    assert norms < new.keys()
+    vectors = {"attention_norm", "mlp_norm", "query_norm", "key_norm"}
+    vectors |= {"query_bias", "key_bias", "value_bias"}
+    vectors = {f"layers/{name}" for name in vectors} | {"final_norm"}
+    assert vectors < new.keys()
     for path, old in flatten_dict(params).items():
-        factor = 1 if path in norms else 1 - 0.1 * 0.5
+        factor = 1 if path in vectors else 1 - 0.1 * 0.5
         np.testing.assert_allclose(new[path], factor * old, rtol=1e-6, err_msg=path)
 
 

@@ -99,7 +99,7 @@ def check_names(
         extra = [f"{name} {list(shape)}" for name, shape in unwanted.items()]
         problems.append("tensors that no parameter wants: " + _listed(extra))
         if any(name.endswith(".bias") for name in unwanted):
-            problems.append("biases are not part of this family")
+            problems.append("these biases are not part of this family")
     if problems:
         raise ValueError(
             f"weights of {origin} do not fit the model's config: {'; '.join(problems)}"

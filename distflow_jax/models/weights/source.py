@@ -17,7 +17,8 @@ from types import ModuleType
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.families import llama
+from distflow_jax.models.families import llama, qwen2, qwen3
+from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
@@ -31,7 +32,7 @@ from distflow_jax.models.weights.safetensors_file import (
 )
 
 # Hugging Face's `model_type` and GGUF's `general.architecture` -> the module that translates.
-FAMILIES: dict[str, ModuleType] = {"llama": llama}
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
 SOURCES = ("hf", "pypi", "random")
 
 # `random:` options -> fields of DecoderConfig.
@@ -106,8 +107,7 @@ def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
 
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
-    _family(name, spec)
-    values = {"family": name}
+    values = {"family": name, **_family(name, spec).SWITCHES}
     for item in filter(None, query.split("&")):
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
@@ -177,9 +177,7 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
     rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
     config = family.config_from_gguf(file.fields, file.tensors.keys(), rope_freqs)
     tokenizer = Tokenizer.from_gguf(file.fields)
-    return _source(
-        spec, config, tokenizer, file, family.gguf_weights(config), family.GGUF_IGNORED, [path]
-    )
+    return _source(spec, config, tokenizer, file, family.gguf_weights(config), GGUF_IGNORED, [path])
 
 
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
@@ -194,7 +192,7 @@ def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSo
     config = family.config_from_hf(raw)
     tokenizer = Tokenizer.from_folder(folder)
     hashed = [*files.paths, config_path, folder / "tokenizer.json"]
-    weights, ignored = family.hf_weights(config), family.hf_ignored(config)
+    weights, ignored = family.hf_weights(config), hf_ignored(config)
     source = _source(spec, config, tokenizer, files, weights, ignored, hashed)
     return dataclasses.replace(source, tokenizer_folder=folder)
 

@@ -1,0 +1,84 @@
+"""GGUF's metadata -> DecoderConfig: what the families have in common."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig, RopeScaling
+
+
+def decoder_from_gguf(
+    family: str,
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_freqs: np.ndarray | None = None,
+    **switches: bool,
+) -> DecoderConfig:
+    """Config of a GGUF file's metadata, whose keys begin with the name of the family.
+
+    `rope_freqs` [H/2] is its tensor of that name: what each rotary frequency is divided by.
+    `switches`: fields of DecoderConfig that are on in this family. Embeddings are tied where there
+    is no `output.weight`.
+    """
+
+    def number(key, default=None):
+        value = fields.get(f"{family}.{key}", default)
+        if value is None:
+            raise ValueError(f"GGUF metadata lacks {family}.{key}")
+        if not isinstance(value, int | float):
+            raise ValueError(f"{family}.{key} differs from layer to layer, which is not supported")
+        return value
+
+    if number("expert_count", 0):
+        raise ValueError(f"mixture of {number('expert_count')} experts is not supported")
+    hidden, heads = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, head_dim) != head_dim:
+            raise ValueError(
+                f"{family}.{key} {number(key)} other than the head dim {head_dim} is not supported"
+            )
+    kind = fields.get(f"{family}.rope.scaling.type", "none")
+    if kind != "none" and number("rope.scaling.factor", 0) != 1:
+        raise ValueError(f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs")
+    theta = float(number("rope.freq_base", 10_000.0))
+    original = number("rope.scaling.original_context_length", 8192)
+    return DecoderConfig(
+        family=family,
+        vocab_size=number("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None),
+        hidden_size=hidden,
+        num_layers=number("block_count"),
+        num_heads=heads,
+        num_kv_heads=number("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        mlp_size=number("feed_forward_length"),
+        rope_theta=theta,
+        rope_scaling=_scaling(rope_freqs, theta, int(original)),
+        # The file holds float32: 1e-5 comes as 9.999999747e-06.
+        norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+        tie_embeddings="output.weight" not in tensor_names,
+        max_position=number("context_length"),
+        **switches,
+    )
+
+
+def _scaling(rope_freqs: np.ndarray | None, theta: float, original: int) -> RopeScaling | None:
+    """The Llama 3 scaling whose divisors are `rope_freqs`; the file keeps nothing else of it."""
+    if rope_freqs is None or np.all(rope_freqs == 1):
+        return None
+    scaling = RopeScaling(factor=float(rope_freqs.max()), original_max_position=original)
+    if not np.allclose(rope_divisors(scaling, theta, len(rope_freqs)), rope_freqs, rtol=1e-4):
+        raise ValueError(f"rope_freqs.weight holds other divisors than Llama 3's {scaling}")
+    return scaling
+
+
+def rope_divisors(scaling: RopeScaling, theta: float, half: int) -> np.ndarray:
+    """What Llama 3 divides the `half` = H/2 rotary frequencies by, float64 [H/2].
+
+    1 below the wavelength original / high, `factor` above original / low, smooth between.
+    """
+    wavelength = 2 * np.pi * theta ** (np.arange(half) / half)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = np.clip((scaling.original_max_position / wavelength - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / scaling.factor + smooth)

@@ -1,0 +1,146 @@
+"""Hugging Face's `config.json` <-> DecoderConfig: what the families have in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from distflow_jax.models.config import DecoderConfig, RopeScaling
+
+# DecoderConfig's fields and Hugging Face's names of the same numbers.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "mlp_size": "intermediate_size",
+}
+
+
+def decoder_from_hf(
+    family: str,
+    raw: Mapping[str, Any],
+    *,
+    refused: tuple[str, ...] = (),
+    head_dim: int | None = None,
+    max_position: int,
+    **switches: bool,
+) -> DecoderConfig:
+    """Config of a `config.json`. ValueError where the network has more than ours.
+
+    Args:
+      refused: switches of the file that ours has not: biases.
+      head_dim: of a file that names none; default hidden_size / num_attention_heads.
+      max_position: of a file that names none, in tokens.
+      switches: fields of DecoderConfig that are on in this family.
+    """
+    for key in refused:
+        if raw.get(key):
+            raise ValueError(
+                f"{family} with {key} is not supported: it adds a bias to the projections out of "
+                "attention or of the MLP, which the network has not"
+            )
+    if raw.get("quantization_config"):
+        raise ValueError("quantised Hugging Face weights are not supported: take the original ones")
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"{family} with hidden_act {activation!r} is not supported, only 'silu'")
+    missing = [key for key in _SIZES.values() if key not in raw]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    heads = raw["num_attention_heads"]
+    # Hugging Face 5 moved rope_theta and rope_scaling into rope_parameters.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    return DecoderConfig(
+        family=family,
+        **{field: raw[key] for field, key in _SIZES.items()},
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or head_dim or raw["hidden_size"] // heads,
+        rope_theta=float(theta),
+        rope_scaling=_scaling_from_hf(rope),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position=raw.get("max_position_embeddings", max_position),
+        **switches,
+    )
+
+
+def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        hint = ""
+        if kind == "yarn":
+            hint = "; without rope_scaling a Qwen model works up to the length it was trained on"
+        raise ValueError(f"rope type {kind!r} is not supported, only 'default' and 'llama3'{hint}")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if key not in rope]
+    if missing:
+        raise ValueError(f"the llama3 rope scaling of config.json lacks {', '.join(missing)}")
+    factor, low, high, original = (rope[key] for key in keys)
+    return RopeScaling(float(factor), float(low), float(high), int(original))
+
+
+def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
+    """ValueError where a layer of a Qwen model would not see all of the longest sequence.
+
+    Of a file that says nothing of them, transformers takes a window of 4,096 tokens from the 28th
+    layer on, where `use_sliding_window` is on.
+    """
+    window = raw.get("sliding_window", 4096)
+    if not raw.get("use_sliding_window") or window is None:
+        return
+    first = raw.get("max_window_layers", 28)
+    if types := raw.get("layer_types"):
+        sliding = "sliding_attention" in types
+    else:
+        sliding = first < raw.get("num_hidden_layers", 0)
+    if sliding and window < raw.get("max_position_embeddings", window + 1):
+        raise ValueError(
+            f"{family} with use_sliding_window is not supported where it changes anything "
+            f"(sliding_window={window}, max_window_layers={first}, num_hidden_layers="
+            f"{raw.get('num_hidden_layers')}): set max_position_embeddings to {window}, or take a "
+            "model without it"
+        )
+
+
+def decoder_to_hf(
+    config: DecoderConfig, architecture: str, *, named: tuple[str, ...] = (), **switches: bool
+) -> dict[str, Any]:
+    """`config.json` of a config, in the form that transformers 4 and 5 read alike.
+
+    Args:
+      architecture: transformers' class.
+      named: switches that the file names, to say that they are off.
+      switches: fields of DecoderConfig that this family has on; the others are off. ValueError
+        where the config says otherwise: the file could not tell it.
+    """
+    for field in ("attention_bias", "qk_norm"):
+        if getattr(config, field) != switches.get(field, False):
+            raise ValueError(
+                f"a {config.family} model with {field}={getattr(config, field)} has no form in "
+                "Hugging Face's files"
+            )
+    scaling = config.rope_scaling
+    return {
+        "architectures": [architecture],
+        "model_type": config.family,
+        **{key: getattr(config, field) for field, key in _SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        },
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position,
+        **dict.fromkeys(named, False),
+    }

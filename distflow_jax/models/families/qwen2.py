@@ -1,0 +1,77 @@
+"""Qwen2 and Qwen2.5: Llama's network with biases of query, key and value.
+
+Yang et al. 2024 (arxiv.org/abs/2407.10671), sec. 2.2. The same two translations as in llama.py.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families.gguf_config import decoder_from_gguf
+from distflow_jax.models.families.hf_config import (
+    decoder_from_hf,
+    decoder_to_hf,
+    refuse_sliding_windows,
+)
+from distflow_jax.models.families.tensors import (
+    GGUF_LAYER,
+    HF_LAYER,
+    gguf_decoder,
+    head_vectors,
+    hf_decoder,
+)
+from distflow_jax.models.weights.names import Weight, unstacked_arrays
+
+# Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
+SWITCHES: Mapping[str, bool] = {"attention_bias": True}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    refuse_sliding_windows("qwen2", raw)
+    return decoder_from_hf("qwen2", raw, max_position=32_768, **SWITCHES)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of config_from_hf."""
+    return decoder_to_hf(config, "Qwen2ForCausalLM", named=("use_sliding_window",), **SWITCHES)
+
+
+def config_from_gguf(
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_freqs: np.ndarray | None = None,
+) -> DecoderConfig:
+    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
+    return decoder_from_gguf("qwen2", fields, tensor_names, rope_freqs, **SWITCHES)
+
+
+def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a Hugging Face checkpoint."""
+    names = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+    return (*hf_decoder(config), *_biases(config, [HF_LAYER + name for name in names]))
+
+
+def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
+    names = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+    biases = _biases(config, [GGUF_LAYER + name for name in names])
+    return (*gguf_decoder(config, interleaved=False), *biases)
+
+
+def _biases(config: DecoderConfig, names: list[str]) -> tuple[Weight, ...]:
+    """Those of query, key and value, by their `names` in a layer."""
+    query, key, value = names
+    kv_heads, head_dim = config.num_kv_heads, config.head_dim
+    return (
+        head_vectors(query, "layers/query_bias", config.num_heads, head_dim),
+        head_vectors(key, "layers/key_bias", kv_heads, head_dim),
+        head_vectors(value, "layers/value_bias", kv_heads, head_dim),
+    )
+
+
+def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
+    return unstacked_arrays(hf_weights(config), path, array)

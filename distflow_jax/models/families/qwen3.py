@@ -1,0 +1,75 @@
+"""Qwen3, the dense models: Llama's network with a norm of each head's query and key.
+
+Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. The same two translations as in llama.py. The
+head dim is its own, not hidden size / heads. `attention_bias`, which no released model has on, is
+refused as for Llama.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families.gguf_config import decoder_from_gguf
+from distflow_jax.models.families.hf_config import (
+    decoder_from_hf,
+    decoder_to_hf,
+    refuse_sliding_windows,
+)
+from distflow_jax.models.families.tensors import (
+    GGUF_LAYER,
+    HF_LAYER,
+    gguf_decoder,
+    hf_decoder,
+    plain,
+)
+from distflow_jax.models.weights.names import Weight, unstacked_arrays
+
+SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    refuse_sliding_windows("qwen3", raw)
+    return decoder_from_hf(
+        "qwen3", raw, refused=("attention_bias",), head_dim=128, max_position=32_768, **SWITCHES
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of config_from_hf."""
+    named = ("attention_bias", "use_sliding_window")
+    return decoder_to_hf(config, "Qwen3ForCausalLM", named=named, **SWITCHES)
+
+
+def config_from_gguf(
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_freqs: np.ndarray | None = None,
+) -> DecoderConfig:
+    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
+    return decoder_from_gguf("qwen3", fields, tensor_names, rope_freqs, **SWITCHES)
+
+
+def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a Hugging Face checkpoint."""
+    return (
+        *hf_decoder(config),
+        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", config.head_dim),
+    )
+
+
+def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
+    return (
+        *gguf_decoder(config, interleaved=False),
+        plain(GGUF_LAYER + "attn_q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(GGUF_LAYER + "attn_k_norm.weight", "layers/key_norm", config.head_dim),
+    )
+
+
+def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
+    return unstacked_arrays(hf_weights(config), path, array)

@@ -1,0 +1,119 @@
+"""Names and shapes of the tensors that the families share, as Hugging Face and as GGUF have them.
+
+D width, N query heads, K key-value heads, H head dim, F MLP width, V vocabulary.
+"""
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.weights.names import Weight
+
+HF_LAYER, GGUF_LAYER = "model.layers.{layer}.", "blk.{layer}."
+
+# Buffers that old checkpoints carry and rotary tables that the config already holds.
+HF_IGNORED = (r"rotary_emb\.inv_freq$",)
+GGUF_IGNORED = (r"^rope_freqs\.weight$", r"\.attn_rot_embd\.weight$")
+
+
+def hf_decoder(config: DecoderConfig) -> tuple[Weight, ...]:
+    """What every family has in a Hugging Face checkpoint."""
+    D, N, K, H, F, V = dims(config)
+    layer = HF_LAYER
+    weights = (
+        plain("model.embed_tokens.weight", "embed/embedding", V, D),
+        plain(layer + "input_layernorm.weight", "layers/attention_norm", D),
+        heads_in(layer + "self_attn.q_proj.weight", "layers/query", D, N, H),
+        heads_in(layer + "self_attn.k_proj.weight", "layers/key", D, K, H),
+        heads_in(layer + "self_attn.v_proj.weight", "layers/value", D, K, H),
+        heads_out(layer + "self_attn.o_proj.weight", "layers/output", D, N, H),
+        plain(layer + "post_attention_layernorm.weight", "layers/mlp_norm", D),
+        transposed(layer + "mlp.gate_proj.weight", "layers/gate", F, D),
+        transposed(layer + "mlp.up_proj.weight", "layers/up", F, D),
+        transposed(layer + "mlp.down_proj.weight", "layers/down", D, F),
+        plain("model.norm.weight", "final_norm", D),
+    )
+    if config.tie_embeddings:
+        return weights
+    return (*weights, transposed("lm_head.weight", "head", V, D))
+
+
+def hf_ignored(config: DecoderConfig) -> tuple[str, ...]:
+    """Patterns of tensors that need no parameter: a tied model's second copy of the embedding."""
+    return (*HF_IGNORED, r"^lm_head\.weight$") if config.tie_embeddings else HF_IGNORED
+
+
+def gguf_decoder(config: DecoderConfig, *, interleaved: bool) -> tuple[Weight, ...]:
+    """What every family has in a GGUF file (shapes in NumPy's order, the reverse of the file's).
+
+    `interleaved`: the file has query and key in interleaved rotary order. llama.cpp rotates
+    neighbours for Llama alone; its Qwen2 and Qwen3 rotate halves, as Hugging Face's do.
+    """
+    D, N, K, H, F, V = dims(config)
+    layer = GGUF_LAYER
+    rotary = rotary_heads_in if interleaved else heads_in
+    weights = (
+        plain("token_embd.weight", "embed/embedding", V, D),
+        plain(layer + "attn_norm.weight", "layers/attention_norm", D),
+        rotary(layer + "attn_q.weight", "layers/query", D, N, H),
+        rotary(layer + "attn_k.weight", "layers/key", D, K, H),
+        heads_in(layer + "attn_v.weight", "layers/value", D, K, H),
+        heads_out(layer + "attn_output.weight", "layers/output", D, N, H),
+        plain(layer + "ffn_norm.weight", "layers/mlp_norm", D),
+        transposed(layer + "ffn_gate.weight", "layers/gate", F, D),
+        transposed(layer + "ffn_up.weight", "layers/up", F, D),
+        transposed(layer + "ffn_down.weight", "layers/down", D, F),
+        plain("output_norm.weight", "final_norm", D),
+    )
+    if config.tie_embeddings:
+        return weights
+    return (*weights, transposed("output.weight", "head", V, D))
+
+
+def dims(config: DecoderConfig) -> tuple[int, int, int, int, int, int]:
+    """(D, N, K, H, F, V) of this file's legend."""
+    return (
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.mlp_size,
+        config.vocab_size,
+    )
+
+
+def plain(source: str, path: str, *shape: int) -> Weight:
+    """As it is."""
+    return Weight(source, path, shape, shape, tuple(range(len(shape))), shape)
+
+
+def transposed(source: str, path: str, rows: int, columns: int) -> Weight:
+    """[rows, columns] -> [columns, rows]."""
+    return Weight(source, path, (rows, columns), (rows, columns), (1, 0), (columns, rows))
+
+
+def head_vectors(source: str, path: str, heads: int, head_dim: int) -> Weight:
+    """[heads * head_dim] -> [heads, head_dim]."""
+    split = (heads, head_dim)
+    return Weight(source, path, (heads * head_dim,), split, (0, 1), split)
+
+
+def heads_in(source: str, path: str, width: int, heads: int, head_dim: int) -> Weight:
+    """[heads * head_dim, width] -> [width, heads, head_dim]."""
+    split = (heads, head_dim, width)
+    return Weight(
+        source, path, (heads * head_dim, width), split, (2, 0, 1), (width, heads, head_dim)
+    )
+
+
+def rotary_heads_in(source: str, path: str, width: int, heads: int, head_dim: int) -> Weight:
+    """As heads_in, from rows in interleaved rotary order (0, H/2, 1, H/2 + 1, ...)."""
+    split = (heads, head_dim // 2, 2, width)
+    return Weight(
+        source, path, (heads * head_dim, width), split, (3, 0, 2, 1), (width, heads, head_dim)
+    )
+
+
+def heads_out(source: str, path: str, width: int, heads: int, head_dim: int) -> Weight:
+    """[width, heads * head_dim] -> [heads, head_dim, width]."""
+    split = (width, heads, head_dim)
+    return Weight(
+        source, path, (width, heads * head_dim), split, (1, 2, 0), (heads, head_dim, width)
+    )

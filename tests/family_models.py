@@ -1,0 +1,54 @@
+"""One tiny model of each family, with weights that any program can draw: NumPy and nothing else."""
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.families import llama, qwen2, qwen3
+
+_SIZES = dict(
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_size=64,
+    rope_theta=1000.0,
+    max_position=64,
+)
+_SCALING = RopeScaling(factor=8.0, original_max_position=16)
+_LLAMA = DecoderConfig(**_SIZES, head_dim=8, family="llama", norm_eps=1e-5)
+_QWEN2 = DecoderConfig(**_SIZES, head_dim=8, family="qwen2", norm_eps=1e-6, attention_bias=True)
+# a head dim of its own, as the smaller Qwen3 have
+_QWEN3 = DecoderConfig(**_SIZES, head_dim=16, family="qwen3", norm_eps=1e-6, qk_norm=True)
+_UNTIED = {"tie_embeddings": False}
+
+FAMILY_MODULES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+CASES = {
+    "llama tied": _LLAMA,
+    "llama untied": DecoderConfig(**vars(_LLAMA) | _UNTIED | {"rope_scaling": _SCALING}),
+    "qwen2 tied": _QWEN2,
+    "qwen2 untied": DecoderConfig(**vars(_QWEN2) | _UNTIED),
+    "qwen3 tied": _QWEN3,
+    "qwen3 untied": DecoderConfig(**vars(_QWEN3) | _UNTIED),
+}
+TOKENS = np.random.default_rng(0).integers(0, 48, 24).astype(np.int32)  # [T]
+
+
+def drawn_params(config: DecoderConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """(path, float32 parameter, layers stacked), each from a generator of its own.
+
+    Norms are about 1 and biases as large as what they are added to: none may be forgotten.
+    """
+    for weight in FAMILY_MODULES[config.family].hf_weights(config):
+        rng = np.random.default_rng(zlib.crc32(weight.path.encode()))
+        noise = rng.standard_normal(weight.param_shape(config.num_layers))
+        if weight.path.endswith("norm"):
+            value = 1 + 0.3 * noise
+        elif weight.path.endswith("bias"):
+            value = noise
+        else:
+            value = 0.2 * noise
+        yield weight.path, value.astype(np.float32)
