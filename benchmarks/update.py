@@ -56,6 +56,7 @@ CASES = {  # samples of a prompt, tokens of a prompt and of a response
     "short": (8, 32, 64),
     "shared": (8, 256, 64),
 }
+SIDES = ("ours", "separate", "transformers", "tunix")
 PEERS = pathlib.Path(__file__).parent / "peers"
 PRODUCT = 1536  # size of the plain product
 
@@ -68,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default="5m")
     parser.add_argument("--case", choices=sorted(CASES), default="short")
     parser.add_argument("--prompts", type=int, default=0, help="0: 8, or 2 of the larger model")
-    parser.add_argument("--sides", default="ours", help="ours, separate, transformers, tunix")
+    parser.add_argument("--sides", default="ours", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--micro", type=int, default=0, help="rows at a time; 0: about 600 tokens")
     parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
@@ -78,9 +79,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.prompts = args.prompts or {"5m": 8, "135m": 2}[args.model]
-    for name in set(args.sides.split(",")) - {"ours", "separate"}:
-        if not getattr(args, f"{name}_python", None):
-            parser.error(f"--sides={args.sides} needs --{name}-python, or is no side")
+    for name in args.sides.split(","):
+        if name not in SIDES:
+            parser.error(f"--sides: {name!r} is none of {', '.join(SIDES)}")
+        if not getattr(args, f"{name}_python", True):
+            parser.error(f"--sides={args.sides} needs --{name}-python")
     return args
 
 

@@ -48,7 +48,7 @@ def attention_block(attention: str, row_tokens: int, platform: str) -> int:
         return min(fits, key=lambda n: abs(n - _BEST_BLOCK))
     if attention == "auto":
         return 0
-    near = max(1, round(row_tokens / _BEST_BLOCK)) * _BEST_BLOCK
+    near = -(-row_tokens // _BEST_BLOCK) * _BEST_BLOCK  # up: sequences that fit still do
     raise ValueError(
         f"training.attention='blocks' needs rows that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens divide, "
         f"got training.row_tokens={row_tokens}; use {near}, or attention='masked'"

@@ -31,7 +31,7 @@ from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.forward import ForwardConfig, attention_block, response_logp
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
@@ -223,6 +223,26 @@ def test_attention_tile_by_tile(fields, narrow, axes, remat, monkeypatch):
     assert distance(grads, narrow[1][0]) < 1e-5
     for name, value in metrics.items():
         np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("attention", "tokens", "platform", "side"),
+    [
+        ("auto", 576, "cpu", 64),
+        ("auto", 160, "cpu", 80),
+        ("auto", 262, "cpu", 0),  # 2 x 131
+        ("auto", 576, "gpu", 0),
+        ("blocks", 576, "gpu", 64),
+        ("masked", 576, "cpu", 0),
+    ],
+)
+def test_side_of_a_tile(attention, tokens, platform, side):
+    assert attention_block(attention, tokens, platform) == side
+
+
+def test_rows_without_a_fitting_side_are_refused():
+    with pytest.raises(ValueError, match="row_tokens=262; use 320, or attention='masked'"):
+        attention_block("blocks", 262, "cpu")
 
 
 def test_micro_batch_changes_rounding_only(narrow):
