@@ -20,7 +20,7 @@ from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.transformer import num_params
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.device_memory import device_memory_bytes
@@ -98,6 +98,7 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
@@ -196,6 +197,7 @@ class Sizes:
         ]
         return [
             ("parameters", f"{num_params(model):,}", "of the model"),
+            *_lora_rows(config.lora, model),
             ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
             ("training mesh", *self.mesh.describe()),
             *others,
@@ -217,6 +219,14 @@ class Sizes:
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
             *_offload_rows(config.training.offload, machine),
         ]
+
+
+def _lora_rows(lora: LoraConfig, model: DecoderConfig) -> list[tuple]:
+    if not lora.rank:
+        return []
+    count = num_params(adapted(model, lora)) - num_params(model)
+    where = f"adapters of rank {lora.rank} at {', '.join(lora.targets)}"
+    return [("trained parameters", f"{count:,}", where)]
 
 
 def _offload_rows(offload: str, machine: Machine) -> list[tuple]:
@@ -255,6 +265,7 @@ def derive_sizes(
     `graph` None: one that trains on all the responses sampled.
     """
     mesh, roles = _mesh_sizes(config.mesh, model, machine)
+    adapted(model, config.lora)  # a ValueError for adapters that do not fit the model
     data, rollout, training = config.data, config.rollout, config.training
     longest = data.max_prompt_length + rollout.max_response_length
     if longest > model.max_position:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.transformer import arrange, init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
@@ -18,7 +17,7 @@ from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.training.state import sharded_params
+from distflow_jax.trained_weights import read_trained
 
 
 @dataclasses.dataclass
@@ -84,7 +83,7 @@ def read_weights(
     mesh = mesh_lib.role_mesh(sizes.mesh)
     step = 0
     if run:
-        step, params = _trained_params(config, source, mesh, pathlib.Path(run))
+        step, params = read_trained(pathlib.Path(run), "actor", source.config, mesh)
     else:
         params = load_or_init_params(source, config.seed, mesh)
     local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
@@ -94,20 +93,3 @@ def read_weights(
     with turn or contextlib.nullcontext():
         weights = WeightSync(replica, local, sizes.engine.dtype, held)(params)
         return jax.block_until_ready(weights), step
-
-
-def _trained_params(
-    config: Config, source: ModelSource, mesh: jax.sharding.Mesh, run: pathlib.Path
-) -> tuple[int, Any]:
-    folder, step = run / "checkpoints", None
-    if not folder.is_dir():
-        if not (run.name.isdigit() and run.is_dir()):
-            raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
-        folder, step = run.parent, int(run.name)
-    checkpointer = Checkpointer(folder, CheckpointConfig())
-    wanted = {"actor": {"params": sharded_params(source.config, mesh)}}
-    try:
-        step, arrays, _ = checkpointer.restore(step, wanted, partial=True)
-    finally:
-        checkpointer.close()
-    return step, arrays["actor"]["params"]

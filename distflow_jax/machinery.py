@@ -16,6 +16,8 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
+from distflow_jax.models import lora
+from distflow_jax.models.config import DecoderConfig, adapted
 from distflow_jax.models.transformer import arrange, param_shardings
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
@@ -80,7 +82,8 @@ def build(setup: Setup, spans: Spans) -> Machinery:
         replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
         kept = sizes.engine.weights_dtype
         held = functools.partial(arrange, model, sizes.engine.weights, dtype=kept)
-        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype, held)
+        merge = functools.partial(lora.merged, scale=config.lora.scale)
+        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype, held, merge)
     stages, first = contexts.stages(setup.plan.tasks)
     programs = _trace(setup, stages, first, meshes)
     units = {unit.name: unit for unit in setup.plan.units}
@@ -145,7 +148,7 @@ class _Contexts:
         return StageContext(
             node=node,
             prefix=f"{node.id}/" if self._kinds[_stage_name(node)] > 1 else "",
-            model=setup.source.config,
+            model=self._decoder_of(task),
             tokenizer=setup.source.tokenizer,
             algorithm=config.algorithm,
             forward=setup.sizes.forward,
@@ -169,6 +172,13 @@ class _Contexts:
             mini_batches=config.training.mini_batches,
             epochs=config.training.epochs,
         )
+
+    def _decoder_of(self, task: Task) -> DecoderConfig:
+        """The decoder of the node's model: with adapters where it is trained by them."""
+        decoder, model = self._planned.source.config, self._planned.models.get(task.state_key)
+        if model is None or not model.trained:
+            return decoder
+        return adapted(decoder, self._planned.config.lora)
 
     def _early_rewards(self, task: Task) -> bool:
         """Whether rewards may begin while the sampler works: they need nothing but its responses,

@@ -12,13 +12,19 @@ from typing import Any
 import jax
 import optax
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config import Config
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
-from distflow_jax.models.config import DecoderConfig, reward_head_stddev, scalar_model
-from distflow_jax.models.transformer import Network, with_scalar_head
+from distflow_jax.models.config import (
+    DecoderConfig,
+    adapted,
+    reward_head_stddev,
+    scalar_model,
+    without_adapters,
+)
+from distflow_jax.models.transformer import Network, completed, with_scalar_head
 from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.trained_weights import read_trained
 from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import (
     TrainState,
@@ -182,7 +188,8 @@ class States:
                 # a copy of its own: what is trained is donated from step to step
                 params = jax.tree.map(lambda x: x.copy(), policies[model.layout])
                 if not model.is_policy:
-                    params = with_scalar_head(params, network, self._config.seed, mesh)
+                    params = with_scalar_head(params)
+            params = completed(params, network, self._config.seed, mesh)
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
             states[key] = settle(key, params)
@@ -192,21 +199,15 @@ class States:
         self, model: ModelOfRun
     ) -> tuple[Network, optax.GradientTransformation, jax.sharding.Mesh]:
         network = network_of(model.role, self._source.config)
+        if model.trained:
+            network = adapted(network, self._config.lora)
         return network, optimizer_of(self._config, model.role)[0], self._meshes[model.layout]
 
     def _from_run(self, model: ModelOfRun) -> Any:
         """Parameters of the model of the same key in the newest checkpoint of another run."""
-        folder = pathlib.Path(model.checkpoint) / "checkpoints"
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"model {model.key!r}: {model.checkpoint} holds no checkpoints/: is it the "
-                "--workdir of a run?"
-            )
         network, _, mesh = self._parts(model)
-        checkpointer = Checkpointer(folder, CheckpointConfig())
         try:
-            wanted = {model.key: {"params": sharded_params(network, mesh)}}
-            _, arrays, _ = checkpointer.restore(None, wanted, partial=True)
-        finally:
-            checkpointer.close()
-        return arrays[model.key]["params"]
+            plain = without_adapters(network)
+            return read_trained(pathlib.Path(model.checkpoint), model.key, plain, mesh)[1]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"model {model.key!r}: {error}") from error

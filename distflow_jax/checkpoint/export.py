@@ -3,20 +3,30 @@
 Nothing here needs an accelerator: parameters are read on the CPU, one at a time.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
-from distflow_jax.models.config import DecoderConfig, ScalarModel, scalar_model
+from distflow_jax.models.config import (
+    DecoderConfig,
+    ScalarModel,
+    adapted,
+    scalar_model,
+    without_adapters,
+)
+from distflow_jax.models.lora import is_adapter, lora_of, merged_one
 from distflow_jax.models.transformer import Network, param_specs
 from distflow_jax.models.weights.hf_folder import Export
+from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -31,6 +41,9 @@ class RunExport:
     export: Export
     model: str
     step: int
+    adapters: Adapters | None = (
+        None  # of a model that was trained by them; `export` has them merged
+    )
 
 
 def source_export(spec: str) -> Export:
@@ -63,14 +76,22 @@ def run_export(
     models = _models_of(table)
     key = _chosen(model, models, f"checkpoint {step} of {workdir}")
     opened = _source_of_run(workdir, source)
+    lora = adapters_of(table, key, workdir)
     network = _network_of(models[key], opened.config)
-    _check_shapes(models[key], network, f"model {key!r} of {workdir} at step {step}", opened.spec)
+    saved = network if lora is None else adapted(network, lora)
+    _check_shapes(models[key], saved, f"model {key!r} of {workdir} at step {step}", opened.spec)
 
     def params() -> Iterator[tuple[str, np.ndarray]]:
-        return _read(folder, step, key, network)
+        return _read(folder, step, key, saved)
+
+    def adapters() -> Iterator[tuple[str, np.ndarray]]:
+        with _reading(folder, step, key, saved) as read:
+            paths = [path for path in param_specs(saved) if is_adapter(path)]
+            yield from ((path, read(path)) for path in paths)
 
     export = Export(network, opened.tokenizer, params, opened.tokenizer_folder)
-    return RunExport(export, key, step)
+    found = None if lora is None else Adapters(saved, opened.spec, adapters)
+    return RunExport(export, key, step, found)
 
 
 def _models_of(table: ArrayTable) -> dict[str, ArrayTable]:
@@ -142,11 +163,27 @@ def _check_shapes(
 def _read(
     folder: pathlib.Path, step: int, key: str, network: Network
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(path, float32 array) of each parameter, read when it is asked for."""
-    checkpointer = Checkpointer(folder, CheckpointConfig())
+    """(path, float32 array) of each parameter, read when it is asked for; adapters are merged."""
+    lora = lora_of(network)
+    with _reading(folder, step, key, network) as read:
+        for path in param_specs(without_adapters(network)):
+            yield path, read(path) if lora is None else merged_one(read, path, lora.scale)
+
+
+@contextlib.contextmanager
+def _reading(
+    folder: pathlib.Path, step: int, key: str, network: Network
+) -> Iterator[Callable[[str], np.ndarray | None]]:
+    """path -> float32 array of the checkpoint, None where the network has no such parameter."""
+    checkpointer, specs = Checkpointer(folder, CheckpointConfig()), param_specs(network)
+
+    def read(path):
+        if path not in specs:
+            return None
+        return _read_one(checkpointer, step, key, path, specs[path].shape)
+
     try:
-        for path, spec in param_specs(network).items():
-            yield path, _read_one(checkpointer, step, key, path, spec.shape)
+        yield read
     finally:
         checkpointer.close()
 

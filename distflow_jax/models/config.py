@@ -19,6 +19,38 @@ class RopeScaling:
             )
 
 
+# Projections of a layer that may have adapters.
+LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: a projection W x becomes W x + (alpha / rank) B A x, and A and B alone are
+    trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
+    """
+
+    rank: int = 0  # rows of A, columns of B; 0: no adapters, all parameters are trained
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LORA_TARGETS  # which projections have them
+
+    def __post_init__(self):
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must not be negative, got {self.rank}")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
+        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(
+                f"lora.targets must be some of {', '.join(LORA_TARGETS)}, each once, got "
+                f"{self.targets}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied with; 0 without adapters."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
@@ -36,6 +68,8 @@ class DecoderConfig:
         layers/query_norm          [num_layers, head_dim]                 (with qk_norm)
         layers/key_norm            [num_layers, head_dim]                 (with qk_norm)
         layers/output              [num_layers, num_heads, head_dim, hidden_size]
+        layers/NAME_lora_a         [num_layers, *inputs of NAME, rank]    (with lora)
+        layers/NAME_lora_b         [num_layers, rank, *outputs of NAME]   (with lora)
         layers/mlp_norm            [num_layers, hidden_size]
         layers/gate                [num_layers, hidden_size, mlp_size]
         layers/up                  [num_layers, hidden_size, mlp_size]
@@ -61,6 +95,7 @@ class DecoderConfig:
     max_position: int = 8192  # longest sequence, in tokens
     attention_bias: bool = False  # of query, key and value: Qwen2
     qk_norm: bool = False  # RMS norm of each head's query and key before rotation: Qwen3
+    lora: LoraConfig | None = None  # adapters of a model that is trained by them alone
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -74,6 +109,12 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
+        widest = min(self.hidden_size, self.mlp_size)
+        if self.lora is not None and not 0 < self.lora.rank <= widest:
+            raise ValueError(
+                f"lora.rank={self.lora.rank} must be from 1 to {widest}, the smaller of the "
+                "model's hidden_size and mlp_size"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +140,22 @@ def scalar_model(decoder: DecoderConfig, *, head_stddev: float = 0.0) -> ScalarM
     `reward_head_stddev`. Huang et al. 2024 (arxiv.org/abs/2403.17031), sec. 3.
     """
     return ScalarModel(dataclasses.replace(decoder, tie_embeddings=True), head_stddev)
+
+
+def adapted(network: DecoderConfig | ScalarModel, lora: LoraConfig) -> DecoderConfig | ScalarModel:
+    """The network with adapters, as its trained form has them; with rank 0 as it is."""
+    if not lora.rank:
+        return network
+    if isinstance(network, ScalarModel):
+        return dataclasses.replace(network, trunk=adapted(network.trunk, lora))
+    return dataclasses.replace(network, lora=lora)
+
+
+def without_adapters(network: DecoderConfig | ScalarModel) -> DecoderConfig | ScalarModel:
+    """The network that is left when the adapters have been merged into their projections."""
+    if isinstance(network, ScalarModel):
+        return dataclasses.replace(network, trunk=without_adapters(network.trunk))
+    return dataclasses.replace(network, lora=None)
 
 
 def reward_head_stddev(decoder: DecoderConfig) -> float:

@@ -7,6 +7,7 @@ and in what it keeps, never in the layers.
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distflow_jax.models import rope
+from distflow_jax.models import lora, rope
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.int8 import Int8, lookup, quantised, times
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
@@ -92,7 +93,30 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
             specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), None)
     if not c.tie_embeddings:
         specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
+    if c.lora is not None:
+        for name in c.lora.targets:
+            a, b = _adapter_specs(specs[f"layers/{name}"], c.lora.rank)
+            specs |= {f"layers/{name}{lora.A}": a, f"layers/{name}{lora.B}": b}
     return specs
+
+
+def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
+    """A and B of a projection [layers, ...]. B A = 0 at birth (Hu et al. 2021, sec. 4.1); A with
+    the spread that PEFT gives it, of a uniform distribution in +-1 / sqrt(inputs)."""
+
+    def part(dims):
+        return tuple(base.shape[d] for d in dims), tuple(base.axes[d] for d in dims)
+
+    inputs, input_axes = part(base.inputs)
+    outputs, output_axes = part(d for d in range(1, len(base.shape)) if d not in base.inputs)
+    layers, layer_axes = part((0,))
+    spread = (3 * math.prod(inputs)) ** -0.5
+    return (
+        ParamSpec(
+            (*layers, *inputs, rank), (*layer_axes, *input_axes, "rank"), spread, base.inputs
+        ),
+        ParamSpec((*layers, rank, *outputs), (*layer_axes, "rank", *output_axes), 0.0, (1,)),
+    )
 
 
 def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -205,6 +229,13 @@ def hidden_states(
     apart = isinstance(params["layers"], list)
     product = functools.partial(times, by_output if apart else by_input)
 
+    def project(x, w, name, inputs=1):
+        y = product(x, w[name], inputs=inputs)
+        if c.lora is None or name not in c.lora.targets:
+            return y
+        low = product(x, w[name + lora.A], inputs=inputs)
+        return y + c.lora.scale * product(low, w[name + lora.B])
+
     # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
     # inside the fusion that computes them, which takes longer than the products themselves
     def flat(x):
@@ -216,7 +247,7 @@ def hidden_states(
     def layer(x, inputs):
         w, extra = inputs
         h = flat(rms_norm(x, w["attention_norm"], c.norm_eps))
-        q, k, v = (product(h, w[name]) for name in ("query", "key", "value"))
+        q, k, v = (project(h, w, name) for name in ("query", "key", "value"))
         if c.attention_bias:
             q, k, v = (
                 x + w[name].astype(x.dtype)[None]
@@ -230,11 +261,11 @@ def hidden_states(
         k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
         out, kept = attend(q, k, v, extra)
         out = out.reshape(-1, c.num_heads * c.head_dim)
-        x = x + unflat(product(out, w["output"], inputs=2))
+        x = x + unflat(project(out, w, "output", inputs=2))
         h = flat(rms_norm(x, w["mlp_norm"], c.norm_eps))
-        h = jax.nn.silu(product(h, w["gate"])) * product(h, w["up"])
+        h = jax.nn.silu(project(h, w, "gate")) * project(h, w, "up")
         h = flat(constrain(unflat(h), "batch", "length", "mlp"))
-        x = x + unflat(product(h, w["down"]))
+        x = x + unflat(project(h, w, "down"))
         return constrain(x, "batch", "length", "activation"), kept
 
     body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
@@ -324,29 +355,34 @@ def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dic
         if path not in specs or tuple(value.shape) != specs[path].shape:
             wanted = specs[path].shape if path in specs else "no such parameter"
             raise ValueError(f"weights for {path} have shape {value.shape}, want {wanted}")
-        value = np.asarray(value, np.float32)
-        placed[path] = jax.make_array_from_callback(
-            value.shape, layout[path], lambda index, value=value: value[index]
-        )
+        placed[path] = _placed(np.asarray(value, np.float32), layout[path])
     missing = sorted(set(specs) - set(placed))
     if missing:
         raise ValueError(f"weights set nothing for {missing}")
     return unflatten_dict(placed)
 
 
-def with_scalar_head(
-    params: dict[str, Any], model: ScalarModel, seed: int, mesh: jax.sharding.Mesh
-) -> dict[str, Any]:
-    """A decoder's parameters as the trunk of `model`, with a fresh head.
+def _placed(value: np.ndarray, layout: jax.sharding.NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, layout, lambda index: value[index])
 
-    `params` lie on `mesh` and are used as they are, not copied; a head for the vocabulary is left
-    out.
+
+def with_scalar_head(params: dict[str, Any]) -> dict[str, Any]:
+    """A decoder's parameters as a scalar model's, which lack its head: see `completed`."""
+    return {"trunk": {k: v for k, v in params.items() if k != "head"}}
+
+
+def completed(
+    params: dict[str, Any], network: Network, seed: int, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """Parameters that lie on `mesh`, and fresh ones for what they lack: a head, adapters.
+
+    What is there is used as it is, not copied.
     """
-    path, spec = "head", param_specs(model)["head"]
-    head = next(iter(_random_arrays({path: spec}, seed)))[1]
-    layout = param_shardings(model, mesh)[path]
-    placed = jax.make_array_from_callback(head.shape, layout, lambda index: head[index])
-    return {"trunk": {k: v for k, v in params.items() if k != "head"}, "head": placed}
+    there = flatten_dict(params)
+    missing = {p: spec for p, spec in param_specs(network).items() if p not in there}
+    layout = flatten_dict(param_shardings(network, mesh))
+    placed = {p: _placed(x, layout[p]) for p, x in _random_arrays(missing, seed)}
+    return unflatten_dict(there | placed)
 
 
 def num_params(config: Network) -> int:

@@ -6,6 +6,7 @@ piece as seldom as the part's size allows; then pieces are copied device to devi
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +19,19 @@ class PartSync:
     """Reshards, casts and copies parameters: part of every host -> local mesh on all of it.
 
     `shardings` are the samplers' layouts on the (replica, tensor) mesh over all devices, a pytree
-    like the parameters. A device of the part needs no room beyond what it will hold itself where
-    the sampler's tensor width (of a host, at most all its devices) divides the part.
+    like the parameters; `prepare`, traceable, makes these of what is given. A device of the part
+    needs no room beyond what it will hold itself where the sampler's tensor width (of a host, at
+    most all its devices) divides the part.
     """
 
-    def __init__(self, mesh: Mesh, shardings: Any, local_mesh: Mesh, dtype: str):
+    def __init__(
+        self,
+        mesh: Mesh,
+        shardings: Any,
+        local_mesh: Mesh,
+        dtype: str,
+        prepare: Callable[[Any], Any] = lambda params: params,
+    ):
         replicas = jax.tree.leaves(shardings)[0].mesh
         processes = len({d.process_index for d in mesh.devices.flat})
         width, of_host = replicas.shape["tensor"], replicas.size // processes
@@ -35,7 +44,7 @@ class PartSync:
         target = jnp.dtype(dtype)
         # copy: what is on the way may end as the sampler's own, and the trainer's is overwritten
         self._reshard = jax.jit(
-            lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(target)), params),
+            lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(target)), prepare(params)),
             out_shardings=staged,
         )
         self._local = jax.tree.map(lambda s: NamedSharding(local_mesh, s.spec), shardings)

@@ -24,6 +24,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "rank": (),  # of adapters
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot

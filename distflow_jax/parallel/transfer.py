@@ -21,6 +21,7 @@ class WeightSync:
     `shardings` are the samplers' layouts on the replica mesh (a pytree like the parameters); the
     local mesh lists this process's devices in the same order, so its shards are the local arrays.
     The training mesh is that on which the parameters come: over all devices, or a part of them.
+    `prepare`, traceable: what becomes of the parameters before they go, those of `shardings`.
     `arrange`: what becomes of the local arrays at last.
     """
 
@@ -30,15 +31,18 @@ class WeightSync:
         local_mesh: Mesh,
         dtype: str,
         arrange: Callable[[Any], Any] = lambda params: params,
+        prepare: Callable[[Any], Any] = lambda params: params,
     ):
         target = jnp.dtype(dtype)
         self._arrange = arrange
-        self._from_part = functools.cache(lambda mesh: PartSync(mesh, shardings, local_mesh, dtype))
+        self._from_part = functools.cache(
+            lambda mesh: PartSync(mesh, shardings, local_mesh, dtype, prepare)
+        )
         self._devices = jax.tree.leaves(shardings)[0].mesh.size
         # copy: without it an equal layout and dtype would hand out the trainer's own buffers, which
         # the next update overwrites
         self._reshard = jax.jit(
-            lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(target)), params),
+            lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(target)), prepare(params)),
             out_shardings=shardings,
         )
         self._local = jax.tree.map(lambda s: NamedSharding(local_mesh, s.spec), shardings)

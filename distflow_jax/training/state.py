@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.models import lora
 from distflow_jax.models.transformer import Network, abstract_params, param_shardings
 
 
@@ -17,7 +18,7 @@ class TrainState:
     """Donated from update to update; checkpointed as it is."""
 
     params: Any
-    opt_state: Any
+    opt_state: Any  # of the parameters that are trained: with adapters of these alone
     count: Any  # int32 scalar: updates applied
 
 
@@ -27,12 +28,12 @@ def state_shardings(
     """Layout of every array: the optimizer's moments lie as their parameters do."""
     params = param_shardings(model, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.eval_shape(optimizer.init, abstract_params(model))
+    abstract = jax.eval_shape(optimizer.init, lora.divide(model, abstract_params(model))[0])
     opt_state = optax.tree_map_params(
         optimizer,
         lambda _, layout: layout,
         abstract,
-        params,
+        lora.divide(model, params)[0],
         transform_non_params=lambda _: whole,
     )
     return TrainState(params, opt_state, whole)
@@ -46,7 +47,8 @@ def init_state(
 ) -> TrainState:
     """Fresh optimizer around `params`, born sharded."""
     layout = state_shardings(model, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=layout.opt_state)(params)
+    trained, _ = lora.divide(model, params)
+    opt_state = jax.jit(optimizer.init, out_shardings=layout.opt_state)(trained)
     return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), layout.count))
 
 
@@ -57,7 +59,7 @@ def abstract_state(
     from_specs = abstract_params(model)
     shapes = TrainState(
         from_specs,
-        jax.eval_shape(optimizer.init, from_specs),
+        jax.eval_shape(optimizer.init, lora.divide(model, from_specs)[0]),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
     return jax.tree.map(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from distflow_jax.models import lora
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.programs.loops import bounded_loop
@@ -41,16 +42,19 @@ def accumulate_gradients(
     shape: UpdateShape,
     objective: Objective,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """Gradient of the step's loss and its metrics. `batch` fields are [R, L] and [R, S].
+    """Gradient of the step's loss, by the parameters that are trained, and its metrics.
 
+    `params` are all of the model's, `batch` fields [R, L] and [R, S].
     The gradient is taken inside the loop body, one micro-batch at a time; what is summed has been
     divided by the step's denominators, so micro-batch size changes rounding only.
     """
     batch, denominators = objective.prepare(batch)
     parts = microbatch.split(batch, shape.ranks, shape.micro_rows)
-    shardings = param_shardings(objective.model, shape.mesh)
+    shardings, _ = lora.divide(objective.model, param_shardings(objective.model, shape.mesh))
+    trained, frozen = lora.divide(objective.model, params)
 
-    def share(params, part):
+    def share(trained, part):
+        params = lora.join(trained, frozen)
         loss, metrics = objective.evaluate(params, part, denominators, temperature)
         sums = metrics["sum"] | {f"{objective.name}/loss": jax.lax.stop_gradient(loss)}
         return loss, {"sum": sums, "max": metrics["max"]}
@@ -59,19 +63,19 @@ def accumulate_gradients(
 
     def body(index, carry):
         total, metrics = carry
-        g, new = gradient(params, microbatch.take(parts, index))
+        g, new = gradient(trained, microbatch.take(parts, index))
         # pinned: a gradient left whole on every device would cost each the full model's memory
         total = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total, g), shardings)
         sums = jax.tree.map(jnp.add, metrics["sum"], new["sum"])
         maxima = jax.tree.map(jnp.maximum, metrics["max"], new["max"])
         return total, {"sum": sums, "max": maxima}
 
-    _, abstract = jax.eval_shape(gradient, params, microbatch.take(parts, 0))
+    _, abstract = jax.eval_shape(gradient, trained, microbatch.take(parts, 0))
     metrics = {
         "sum": jax.tree.map(jnp.zeros_like, abstract["sum"]),
         "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
     }
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(jnp.zeros_like, trained)
     trips, most = microbatch.num_filled(parts.rows.segment), parts.rows.segment.shape[1]
     grads, metrics = bounded_loop(trips, body, (zeros, metrics), most=most)
     return grads, {**metrics["sum"], **metrics["max"]}
@@ -104,8 +108,9 @@ def make_update(
             )
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            trained, frozen = lora.divide(objective.model, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+            params = lora.join(optax.apply_updates(trained, updates), frozen)
             new = TrainState(params, opt_state, state.count + 1)
             metrics |= {
                 f"{name}/grad_norm": norm,

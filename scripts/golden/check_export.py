@@ -2,9 +2,13 @@
 
     /tmp/golden/bin/python scripts/golden/check_export.py --folder=exports/first \\
         --logits=/tmp/logits.json
+    /tmp/golden/bin/python scripts/golden/check_export.py --folder=exports/base \\
+        --adapter=exports/adapter --logits=/tmp/logits.json
 
 Prints the largest difference of logits (of scalars, for a sequence classifier), and exits with 1
-where ids, chat text or names of weights differ. The environment is that of make_golden.py.
+where ids, chat text or names of weights differ. With --adapter the folder is a base model and what
+peft makes of it with the adapters of that other folder is compared. The environment is that of
+make_golden.py.
 """
 
 import argparse
@@ -12,6 +16,8 @@ import json
 import sys
 from pathlib import Path
 
+import peft
+import safetensors.torch
 import torch
 import transformers
 
@@ -31,6 +37,16 @@ def load(folder: Path) -> tuple[torch.nn.Module, dict]:
     return model.eval(), report
 
 
+def with_adapters(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """The model as peft runs it, with every tensor of the folder in it and no other adapter."""
+    wrapped = peft.PeftModel.from_pretrained(model, str(folder))
+    ours = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    theirs = peft.get_peft_model_state_dict(wrapped)
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    return wrapped.eval()
+
+
 @torch.no_grad()
 def compare(model: torch.nn.Module, entry: dict) -> tuple[float, float]:
     """(largest difference, largest size) over the numbers of one prompt."""
@@ -48,11 +64,14 @@ def main() -> int:
     """Compares, prints, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--adapter", type=Path, help="a folder written by export.py --adapter")
     parser.add_argument("--logits", type=Path, required=True)
     args = parser.parse_args()
     entries = json.loads(args.logits.read_text("utf-8"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.folder))
     model, report = load(args.folder)
+    if args.adapter:
+        model = with_adapters(model, args.adapter)
     problems = [f"{kind}: {sorted(map(str, names))}" for kind, names in report.items() if names]
     for entry in entries:
         if tokenizer(entry["text"], add_special_tokens=False)["input_ids"] != entry["ids"]:

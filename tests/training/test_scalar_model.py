@@ -34,6 +34,7 @@ from distflow_jax.models.config import reward_head_stddev, scalar_model
 from distflow_jax.models.transformer import (
     abstract_params,
     bind,
+    completed,
     init_params,
     param_shardings,
     with_scalar_head,
@@ -207,7 +208,7 @@ def test_a_critic_learns_its_returns():
     config = OptimizerConfig(lr=2e-2)
     optimizer = make_optimizer(config, 8)
     params = jax.device_put(PARAMS, param_shardings(TINY, mesh))
-    params = with_scalar_head(params, critic, 0, mesh)
+    params = completed(with_scalar_head(params), critic, 0, mesh)
     state = init_state(params, critic, optimizer, mesh)
     objective = value_objective(critic, ValueConfig(clip=100.0), FORWARD, max_response=9)
     shape = UpdateShape(mesh, 4, 9)
@@ -239,6 +240,6 @@ def test_scalar_model_has_a_trunk_and_a_head():
     head = np.asarray(params["head"])
     np.testing.assert_allclose(head.std(), reward_head_stddev(decoder), rtol=0.3)
     whole = init_params(decoder, 0, param_shardings(decoder, mesh))
-    same = with_scalar_head(whole, model, 0, mesh)
+    same = completed(with_scalar_head(whole), model, 0, mesh)
     assert jax.tree.structure(same) == jax.tree.structure(params)
     np.testing.assert_array_equal(same["head"], head)

@@ -10,11 +10,11 @@ from pathlib import Path
 _RESERVE = 16 << 20  # bytes left free, for what the file system itself writes
 
 
-def check_new_folder(out: Path, *, overwrite: bool, needed: int) -> None:
+def check_new_folder(out: Path, *, overwrite: bool, needed: int, mark: str = "config.json") -> None:
     """Raises ValueError where `new_folder` could not write `needed` bytes as `out`.
 
-    With `overwrite` the folder that is there must look like a model's: config.json and files only.
-    So nobody's home goes for a slip in the name.
+    With `overwrite` the folder that is there must look like what is to replace it: the file `mark`,
+    and files only. So nobody's home goes for a slip in the name.
     """
     out = _absolute(out)
     if out.exists() and not out.is_dir():
@@ -28,8 +28,8 @@ def check_new_folder(out: Path, *, overwrite: bool, needed: int) -> None:
             "with --overwrite"
         )
     folders = [entry.name for entry in entries if entry.is_dir()]
-    if entries and (folders or not (out / "config.json").is_file()):
-        reason = f"it holds the folder {folders[0]}" if folders else "it has no config.json"
+    if entries and (folders or not (out / mark).is_file()):
+        reason = f"it holds the folder {folders[0]}" if folders else f"it has no {mark}"
         raise ValueError(f"{out} is no model's folder ({reason}) and is not overwritten")
     there = next(folder for folder in out.parents if folder.is_dir())
     if not os.access(there, os.W_OK | os.X_OK):

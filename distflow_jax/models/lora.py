@@ -1,0 +1,80 @@
+"""Parameters of a model with low-rank adapters: which are trained, and what they are merged.
+
+Hu et al. 2021, arxiv.org/abs/2106.09685. An adapter is two more parameters beside its projection,
+A at PATH_lora_a [layers, *inputs, rank] and B at PATH_lora_b [layers, rank, *outputs], which the
+network reads where it multiplies (transformer.py). Here parameters are nested dicts of arrays.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.types import flatten_dict, unflatten_dict
+
+A, B = "_lora_a", "_lora_b"
+
+
+def lora_of(network: DecoderConfig | ScalarModel) -> LoraConfig | None:
+    """The network's adapters; None where it has none, and all of it is trained."""
+    return (network.trunk if isinstance(network, ScalarModel) else network).lora
+
+
+def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
+    """Whether an update changes the parameter at `path`: with adapters only these, and the head of
+    a scalar model, which is new."""
+    if lora_of(network) is None:
+        return True
+    return is_adapter(path) or (isinstance(network, ScalarModel) and path == "head")
+
+
+def divide(network: DecoderConfig | ScalarModel, params: Any) -> tuple[Any, Any]:
+    """(trained, frozen) parameters, or whatever else lies in a tree like theirs."""
+    flat = flatten_dict(params)
+    trained = {path: x for path, x in flat.items() if is_trained(network, path)}
+    frozen = {path: x for path, x in flat.items() if path not in trained}
+    return unflatten_dict(trained), unflatten_dict(frozen)
+
+
+def join(trained: Any, frozen: Any) -> Any:
+    """Inverse of `divide`."""
+    return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
+
+
+def is_adapter(path: str) -> bool:
+    """Whether the parameter is the A or the B of a projection."""
+    return path.endswith((A, B))
+
+
+def merged(params: Any, scale: float) -> Any:
+    """W + scale B A in place of W, A and B; what has no adapter stays as it is.
+
+    `params` are a decoder's or a scalar model's, with adapters or without. Traceable.
+    """
+    flat = flatten_dict(params)
+    # a sampler has to have what the trainer adds up: no bfloat16 in between on TPUs
+    matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    plain = [path for path in flat if not is_adapter(path)]
+    return unflatten_dict({path: merged_one(flat.get, path, scale, matmul) for path in plain})
+
+
+def merged_one(
+    read: Callable[[str], Any],
+    path: str,
+    scale: float,
+    matmul: Callable[[Any, Any], Any] = np.matmul,
+) -> Any:
+    """The parameter at `path` as `merged` has it; `read(path)` gives one, None where there is none.
+
+    NumPy arrays, or JAX's with a `matmul` of theirs.
+    """
+    weight, a, b = (read(path + end) for end in ("", A, B))
+    if a is None or b is None:
+        return weight
+    layers, rank = b.shape[:2]
+    product = matmul(a.reshape(layers, -1, rank), b.reshape(layers, rank, -1))
+    return weight + scale * product.reshape(weight.shape)

@@ -1,0 +1,128 @@
+"""Writes the adapters of a model as a folder of PEFT's: adapter_config.json beside one safetensors.
+
+The format: huggingface.co/docs/peft/developer_guides/checkpoint. A linear layer of transformers
+has weight [out, in]; PEFT's lora_A is [rank, in], its lora_B [out, rank], and the layer gives
+W x + (lora_alpha / r) B A x. `peft.PeftModel.from_pretrained(base, folder)` reads it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models import lora
+from distflow_jax.models.config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.weights.hf_folder import Written
+from distflow_jax.models.weights.names import Weight
+from distflow_jax.models.weights.new_folder import check_new_folder, new_folder
+from distflow_jax.models.weights.safetensors_writer import SafetensorsWriter, num_bytes
+from distflow_jax.models.weights.source import FAMILIES
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's wrapper, before the name of the layer in transformers
+_ONE_FILE = 1 << 62  # bytes; PEFT reads one file
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Adapters on their way out.
+
+    `network` is the model that has them, `base` names what they were trained on, and `arrays`
+    starts a stream of (path, stacked array) of all of them.
+    """
+
+    network: DecoderConfig | ScalarModel
+    base: str
+    arrays: Callable[[], Iterator[tuple[str, np.ndarray]]]
+
+
+def write_peft_folder(
+    out: Path, adapters: Adapters, *, dtype: str = "float32", overwrite: bool = False
+) -> Written:
+    """Writes the folder, or raises ValueError and leaves nothing.
+
+    `dtype` is one of safetensors_writer.DTYPES. Only policies: a scalar model's head would have to
+    lie in the folder too, and a critic is of no use elsewhere.
+    """
+    network = adapters.network
+    if isinstance(network, ScalarModel):
+        raise ValueError(
+            "the adapters of a critic or reward model are not written alone, because its head "
+            "belongs to them: export it merged, without --adapter"
+        )
+    assert network.lora is not None, "Adapters are of a network that has some"
+    weights = _targets(network, network.lora)
+    shapes = {
+        name: shape
+        for weight in weights.values()
+        for layer in range(network.num_layers)
+        for name, shape in zip(
+            _names(weight, layer), _shapes(weight, network.lora.rank), strict=True
+        )
+    }
+    needed = sum(num_bytes(shape, dtype) for shape in shapes.values())
+    check_new_folder(out, overwrite=overwrite, needed=needed, mark=CONFIG_FILE)
+    with new_folder(out) as folder:
+        with SafetensorsWriter(folder, shapes, dtype, _ONE_FILE) as writer:
+            for path, array in adapters.arrays():
+                which = (lora.A, lora.B).index(path[-len(lora.A) :])
+                weight = weights[path[: -len(lora.A)]]
+                for layer, matrix in enumerate(_matrices(array, which)):
+                    writer.write(_names(weight, layer)[which], matrix)
+        # the writer's name for a lone file is a model's
+        (written,) = folder.glob("*.safetensors")
+        written.rename(folder / WEIGHTS_FILE)
+        config = json.dumps(_config(adapters, weights), indent=2)
+        (folder / CONFIG_FILE).write_text(config + "\n", "utf-8")
+        files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
+    return Written(files, sum(math.prod(shape) for shape in shapes.values()), writer.lost)
+
+
+def _targets(network: DecoderConfig, config: LoraConfig) -> dict[str, Weight]:
+    """{path of the parameter: its tensor in Hugging Face's files} of what has adapters."""
+    paths = {f"layers/{name}" for name in config.targets}
+    weights = FAMILIES[network.family].hf_weights(network)
+    return {weight.path: weight for weight in weights if weight.path in paths}
+
+
+def _names(weight: Weight, layer: int) -> tuple[str, str]:
+    module = weight.source.format(layer=layer).removesuffix(".weight")
+    return tuple(f"{_PREFIX}{module}.lora_{which}.weight" for which in "AB")
+
+
+def _shapes(weight: Weight, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    outputs, inputs = weight.source_shape
+    return (rank, inputs), (outputs, rank)
+
+
+def _matrices(array: np.ndarray, which: int) -> np.ndarray:
+    """A [layers, *inputs, rank] as [layers, rank, in], B [layers, rank, *outputs] as [layers, out,
+    rank]."""
+    layers = len(array)
+    rank = array.shape[-1] if which == 0 else array.shape[1]
+    flat = array.reshape(layers, -1, rank) if which == 0 else array.reshape(layers, rank, -1)
+    return flat.transpose(0, 2, 1)
+
+
+def _config(adapters: Adapters, weights: dict[str, Weight]) -> dict[str, Any]:
+    config = adapters.network.lora
+    modules = [w.source.removesuffix(".weight").rpartition(".")[-1] for w in weights.values()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+    }

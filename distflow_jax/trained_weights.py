@@ -1,0 +1,42 @@
+"""Weights that a run has trained, from its checkpoint; adapters come merged."""
+
+import pathlib
+from typing import Any
+
+import jax
+
+from distflow_jax.checkpoint.adapters import adapters_of
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.models.config import LoraConfig, adapted
+from distflow_jax.models.lora import merged
+from distflow_jax.models.transformer import Network, param_shardings
+from distflow_jax.training.state import sharded_params
+
+
+def read_trained(
+    run: pathlib.Path, key: str, network: Network, mesh: jax.sharding.Mesh
+) -> tuple[int, Any]:
+    """(training step, parameters on `mesh`) of the model `key` of a run.
+
+    `run` is its --workdir, whose newest checkpoint is read, or WORKDIR/checkpoints/STEP. `network`
+    is the model without adapters. Raises FileNotFoundError if there is no such checkpoint,
+    ValueError if it is of another model. Collective.
+    """
+    folder, step = run / "checkpoints", None
+    if not folder.is_dir():
+        if not (run.name.isdigit() and run.is_dir()):
+            raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
+        folder, step = run.parent, int(run.name)
+    checkpointer = Checkpointer(folder, CheckpointConfig())
+    try:
+        step, table = checkpointer.contents(step)
+        lora = adapters_of(table, key, folder.parent) or LoraConfig()
+        wanted = {key: {"params": sharded_params(adapted(network, lora), mesh)}}
+        step, arrays, _ = checkpointer.restore(step, wanted, partial=True)
+    finally:
+        checkpointer.close()
+    params = arrays[key]["params"]
+    if lora.rank:
+        merge = jax.jit(merged, static_argnums=1, out_shardings=param_shardings(network, mesh))
+        params = merge(params, lora.scale)
+    return step, params
