@@ -6,7 +6,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
@@ -35,6 +34,7 @@ from distflow_jax.parallel.mesh import replica_mesh
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
 from distflow_jax.types import flatten_dict
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(batch):
 
 @pytest.mark.parametrize("axes", [(1, 1), (2, 2)])
 def test_an_update_trains_nothing_else(batch, axes):
-    mesh, optimizer = mesh_of(*axes), optax.adamw(1e-2)
+    mesh, optimizer = mesh_of(*axes), make_optimizer(OptimizerConfig(lr=1e-2), 1)
     params = jax.device_put(random_params(ADAPTED), param_shardings(ADAPTED, mesh))
     before = {path: np.array(x) for path, x in flatten_dict(params).items()}
     state = init_state(params, ADAPTED, optimizer, mesh)
@@ -176,17 +176,29 @@ def test_the_sampler_gets_merged_weights():
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512&max_position=256"
 
 
+def train(folder, steps):
+    settings = [f"model.source={SPEC}", f"training.steps={steps}", "checkpoint.every=1"]
+    settings += ["lora.rank=4", "lora.alpha=6", "dag=ppo", "rollout.max_response_length=8"]
+    settings += ["data.max_prompt_length=96", "eval.dataset="]
+    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    assert run.train(config, folder) == 0
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """Two steps of PPO with adapters, and as many again in a second start."""
+    """Two steps of PPO with adapters."""
     folder = tmp_path_factory.mktemp("lora") / "run"
-    for steps in (1, 2):
-        settings = [f"model.source={SPEC}", f"training.steps={steps}", "checkpoint.every=1"]
-        settings += ["lora.rank=4", "lora.alpha=6", "dag=ppo", "rollout.max_response_length=8"]
-        settings += ["data.max_prompt_length=96", "eval.num_prompts=1"]
-        config = from_config_dict(Config, override(tiny.get_config(), settings))
-        assert run.train(config, folder) == 0
+    train(folder, 2)
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(workdir, tmp_path):
+    for steps in (1, 2):
+        train(tmp_path / "run", steps)
+    ours, whole = (dict(run_export(f).export.params()) for f in (tmp_path / "run", workdir))
+    for path, array in whole.items():
+        np.testing.assert_array_equal(ours[path], array, err_msg=path)
 
 
 def test_a_run_with_adapters(workdir):

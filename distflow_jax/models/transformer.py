@@ -108,7 +108,7 @@ def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
         return tuple(base.shape[d] for d in dims), tuple(base.axes[d] for d in dims)
 
     inputs, input_axes = part(base.inputs)
-    outputs, output_axes = part(d for d in range(1, len(base.shape)) if d not in base.inputs)
+    outputs, output_axes = part([d for d in range(1, len(base.shape)) if d not in base.inputs])
     layers, layer_axes = part((0,))
     spread = (3 * math.prod(inputs)) ** -0.5
     return (
