@@ -20,6 +20,7 @@ LAYERS = [
         "offload",
         "settings",
         "inference",
+        "trained_weights",
         "config",
         "command_line",
         "config_dict",
