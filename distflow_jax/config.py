@@ -21,7 +21,7 @@ from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
-from distflow_jax.models.transformer import num_params
+from distflow_jax.models.transformer import num_active_params, num_params
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.device_memory import device_memory_bytes
 from distflow_jax.parallel.host_memory import HOST
@@ -196,7 +196,7 @@ class Sizes:
             for name, sizes in sorted(self.role_meshes.items())
         ]
         return [
-            ("parameters", f"{num_params(model):,}", "of the model"),
+            ("parameters", f"{num_params(model):,}", _active(model)),
             *_lora_rows(config.lora, model),
             ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
             ("training mesh", *self.mesh.describe()),
@@ -219,6 +219,15 @@ class Sizes:
             ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
             *_offload_rows(config.training.offload, machine),
         ]
+
+
+def _active(model: DecoderConfig) -> str:
+    if not model.num_experts:
+        return "of the model"
+    return (
+        f"of the model; {num_active_params(model):,} for a token, by {model.experts_per_token} of "
+        f"{model.num_experts} experts"
+    )
 
 
 def _lora_rows(lora: LoraConfig, model: DecoderConfig) -> list[tuple]:
@@ -289,6 +298,11 @@ def derive_sizes(
         raise ValueError(
             f"reward.overlong_buffer={config.reward.overlong_buffer:g} is above "
             f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
+        )
+    if training.balance_coef and not model.num_experts:
+        raise ValueError(
+            f"training.balance_coef={training.balance_coef} is for a mixture of experts, and "
+            f"{config.model.source} is none; use 0"
         )
     mini_prompts = _divides(
         "data.prompts_per_step",

@@ -171,6 +171,7 @@ class _Contexts:
             prompts_per_step=config.data.prompts_per_step,
             mini_batches=config.training.mini_batches,
             epochs=config.training.epochs,
+            balance_coef=config.training.balance_coef,
         )
 
     def _decoder_of(self, task: Task) -> DecoderConfig:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig, RopeScaling
-from distflow_jax.models.families import llama, qwen2, qwen3
+from distflow_jax.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
 
 _SIZES = dict(
     vocab_size=48,
@@ -23,9 +23,18 @@ _LLAMA = DecoderConfig(**_SIZES, head_dim=8, family="llama", norm_eps=1e-5)
 _QWEN2 = DecoderConfig(**_SIZES, head_dim=8, family="qwen2", norm_eps=1e-6, attention_bias=True)
 # a head dim of its own, as the smaller Qwen3 have
 _QWEN3 = DecoderConfig(**_SIZES, head_dim=16, family="qwen3", norm_eps=1e-6, qk_norm=True)
+_EXPERTS = dict(mlp_size=24, num_experts=8, experts_per_token=3)
+_QWEN3_MOE = DecoderConfig(**vars(_QWEN3) | _EXPERTS | {"family": "qwen3_moe"})
+_MIXTRAL = DecoderConfig(**vars(_LLAMA) | _EXPERTS | {"family": "mixtral"})
 _UNTIED = {"tie_embeddings": False}
 
-FAMILY_MODULES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+FAMILY_MODULES = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+}
 CASES = {
     "llama tied": _LLAMA,
     "llama untied": DecoderConfig(**vars(_LLAMA) | _UNTIED | {"rope_scaling": _SCALING}),
@@ -33,6 +42,9 @@ CASES = {
     "qwen2 untied": DecoderConfig(**vars(_QWEN2) | _UNTIED),
     "qwen3 tied": _QWEN3,
     "qwen3 untied": DecoderConfig(**vars(_QWEN3) | _UNTIED),
+    "qwen3_moe tied": DecoderConfig(**vars(_QWEN3_MOE) | {"norm_topk": False}),
+    "qwen3_moe untied": DecoderConfig(**vars(_QWEN3_MOE) | _UNTIED),
+    "mixtral untied": DecoderConfig(**vars(_MIXTRAL) | _UNTIED),
 }
 TOKENS = np.random.default_rng(0).integers(0, 48, 24).astype(np.int32)  # [T]
 

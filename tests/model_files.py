@@ -35,11 +35,11 @@ def random_params(config, seed=0):
 
 def tensors_of(config, params, table="hf"):
     return {
-        weight.source.format(layer=layer): np.ascontiguousarray(
-            weight.save(params[weight.path][layer] if weight.per_layer else params[weight.path])
-        )
+        name: np.ascontiguousarray(weight.save(part))
         for weight in table_of(config, table)
-        for layer in range(config.num_layers if weight.per_layer else 1)
+        for name, part in zip(
+            weight.names(config.num_layers), weight.parts(params[weight.path]), strict=True
+        )
     }
 
 
@@ -59,6 +59,13 @@ def hf_settings(config, **changes):
     }
     if config.head_dim * config.num_heads != config.hidden_size:
         settings["head_dim"] = config.head_dim
+    if config.num_experts:
+        settings |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.norm_topk,
+            "moe_intermediate_size": config.mlp_size,
+        }
     return settings | changes
 
 
@@ -83,7 +90,8 @@ def write_hf(folder, config, tensors, shards=1, **changes):
 
 def write_gguf(path, config, tensors, arch="", quant=None, **metadata):
     """A GGUF file by the package's own writer."""
-    writer = gguf.GGUFWriter(str(path), arch or config.family)
+    # llama.cpp's names have no underscore
+    writer = gguf.GGUFWriter(str(path), arch or config.family.replace("_", ""))
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
@@ -94,6 +102,10 @@ def write_gguf(path, config, tensors, arch="", quant=None, **metadata):
     writer.add_rope_freq_base(config.rope_theta)
     if config.head_dim * config.num_heads != config.hidden_size:
         writer.add_key_length(config.head_dim)
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.experts_per_token)
+        writer.add_expert_feed_forward_length(config.mlp_size)
     backend = Tokenizer.byte_level(config.vocab_size).backend
     tokens = [backend.id_to_token(index) for index in range(259)]
     tokens += ["ab", *(f"<unused{index}>" for index in range(config.vocab_size - 260))]

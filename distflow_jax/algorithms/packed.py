@@ -46,6 +46,16 @@ def per_sequence(x: jax.Array, rows: Rows) -> jax.Array:
     return _row_by_row(one_row, x.ndim)(jnp.where(rows.response_mask, x, 0), index)
 
 
+def sums_of_segments(x: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
+    """Sums of x [..., L, E] over the tokens of each segment 0 .. num_segments - 1, padding's too;
+    [..., num_segments, E]. All of x must be finite."""
+
+    def one_row(x, segment):
+        return jax.ops.segment_sum(x, segment, num_segments=num_segments)
+
+    return _row_by_row(one_row, segment.ndim)(x, segment)
+
+
 def sequence_mean(x: jax.Array, rows: Rows) -> jax.Array:
     """Mean of x [..., L] over the response tokens of each sequence, [..., S]; 0 where none."""
     return per_sequence(x, rows) / jnp.maximum(rows.length, 1).astype(x.dtype)

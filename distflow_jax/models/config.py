@@ -21,6 +21,7 @@ class RopeScaling:
 
 # Projections of a layer that may have adapters.
 LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+_OF_EXPERTS = ("gate", "up", "down")  # in a mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP, or
+    `num_experts` of them in each layer, of which every token goes through `experts_per_token`.
 
     Parameters are a nested dict of arrays; `layers` arrays are stacked over the layers:
 
@@ -74,10 +76,12 @@ class DecoderConfig:
         layers/gate                [num_layers, hidden_size, mlp_size]
         layers/up                  [num_layers, hidden_size, mlp_size]
         layers/down                [num_layers, mlp_size, hidden_size]
+        layers/router              [num_layers, hidden_size, num_experts]     (with num_experts)
         final_norm                 [hidden_size]
         head                       [hidden_size, vocab_size]     (absent with tie_embeddings)
 
-    query and key are in Hugging Face's split-half rotary form.
+    query and key are in Hugging Face's split-half rotary form. With num_experts gate, up and down
+    have a dim of experts after that of layers.
     """
 
     family: str = "llama"
@@ -87,7 +91,7 @@ class DecoderConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    mlp_size: int = 768
+    mlp_size: int = 768  # of one expert, where there are experts
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -96,12 +100,24 @@ class DecoderConfig:
     attention_bias: bool = False  # of query, key and value: Qwen2
     qk_norm: bool = False  # RMS norm of each head's query and key before rotation: Qwen3
     lora: LoraConfig | None = None  # adapters of a model that is trained by them alone
+    num_experts: int = 0  # MLPs of a layer that its router chooses from; 0: one, for all tokens
+    experts_per_token: int = 0  # of them, those that a token goes through
+    norm_topk: bool = True  # whether the chosen experts' probabilities are scaled to sum to 1
 
     def __post_init__(self):
+        may_be_none = ("num_experts", "experts_per_token")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"model {field.name} must be at least 1, got {value}")
+            value, least = getattr(self, field.name), 0 if field.name in may_be_none else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"model {field.name} must be at least {least}, got {value}")
+        if self.experts_per_token > self.num_experts or (
+            self.num_experts and not self.experts_per_token
+        ):
+            most = f"1 to {self.num_experts}" if self.num_experts else "0 without num_experts"
+            raise ValueError(
+                f"model experts_per_token={self.experts_per_token} of num_experts="
+                f"{self.num_experts} is not possible: use {most}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model num_heads {self.num_heads} is not divisible by num_kv_heads "
@@ -109,6 +125,13 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
+        of_experts = [n for n in self.lora.targets if n in _OF_EXPERTS] if self.lora else []
+        if self.num_experts and of_experts:
+            rest = [name for name in self.lora.targets if name not in _OF_EXPERTS]
+            raise ValueError(
+                f"lora.targets: experts have no adapters ({', '.join(of_experts)}); use "
+                f"{','.join(rest or ('query', 'value'))}"
+            )
         widest = min(self.hidden_size, self.mlp_size)
         if self.lora is not None and not 0 < self.lora.rank <= widest:
             raise ValueError(

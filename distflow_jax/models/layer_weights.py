@@ -1,7 +1,8 @@
 """Two ways to hold the layers' weights, and their products with activations.
 
 "stacked": one array [layers, inputs, outputs] per parameter, as the trainer has it; a scan walks
-through it. "apart": a dict of arrays per layer, each [outputs, inputs]. Where a product is a call
+through it. "apart": a dict of arrays per layer, each [outputs, inputs] (of experts: [experts,
+outputs, inputs]). Where a product is a call
 of a library, as on CPUs and GPUs, a scan copies each layer's weights before it multiplies; and on
 CPUs a product of few rows takes half the time when the weights are its left side. TPUs have neither
 problem.
@@ -73,7 +74,7 @@ def set_apart(params: dict[str, Any], dims: dict[str, Dims]) -> dict[str, Any]:
 
 
 def _split(stacked: Any, axes: tuple[str, ...], inputs: tuple[int, ...]) -> Sequence[Any]:
-    # outputs first; what has no inputs, a norm or a bias, stays as it is
+    # outputs first; what has no inputs (a norm, a bias, a router) stays as it is
     order = tuple(d for d in range(len(axes)) if d not in inputs) + inputs
     if not isinstance(stacked, Int8):
         return _split_array(stacked, axes, order)

@@ -1,6 +1,6 @@
 """The decoder: parameters declared once, layers stacked and scanned, attention passed in.
 
-B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary.
+B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary, E experts.
 One network serves training (packed rows), prefill and decode: they differ in the attention function
 and in what it keeps, never in the layers.
 """
@@ -21,6 +21,7 @@ from distflow_jax.models import lora, rope
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.int8 import Int8, lookup, quantised, times
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
+from distflow_jax.models.moe import Route, mixture
 from distflow_jax.parallel.rules import constrain, sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -31,7 +32,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """Shape, logical dims, standard deviation at birth (None: ones) of one parameter, and over
-    which of its dims products sum; of an embedding, those as the head. Norms and biases have none.
+    which of its dims products sum; of an embedding, those as the head. Norms and biases have none;
+    nor has a router, for a sampler keeps it as it is: rounded, it would choose other experts.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +43,8 @@ class ParamSpec:
 
 
 Network = DecoderConfig | ScalarModel
+
+EXPERT_PATHS = ("layers/gate", "layers/up", "layers/down")  # that a mixture has once per expert
 
 
 def param_specs(network: Network) -> dict[str, ParamSpec]:
@@ -79,6 +83,11 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back, (1,)),
         "final_norm": ParamSpec((d,), ("activation",), None),
     }
+    if c.num_experts:
+        specs["layers/router"] = ParamSpec(
+            (layers, d, c.num_experts), ("layers", "hidden", "experts"), std
+        )
+        specs |= {path: _per_expert(specs[path], c.num_experts) for path in EXPERT_PATHS}
     if c.attention_bias:
         for name, count, axis in (
             ("query", n, "heads"),
@@ -119,6 +128,17 @@ def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
     )
 
 
+def _per_expert(spec: ParamSpec, experts: int) -> ParamSpec:
+    """The same matrices once per expert, in a dim after that of layers."""
+    layers, *rest = spec.shape
+    return ParamSpec(
+        (layers, experts, *rest),
+        ("layers", "experts", *spec.axes[1:]),
+        spec.stddev,
+        tuple(d + 1 for d in spec.inputs),
+    )
+
+
 def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
     specs = param_specs(config)
@@ -130,8 +150,8 @@ def arrange(
 ) -> dict[str, Any]:
     """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
 
-    `dtype`: "auto" (as they come), or "int8": all but norms and biases are rounded, an array at a
-    time.
+    `dtype`: "auto" (as they come), or "int8": all but norms, biases and routers are rounded, an
+    array at a time.
     `params` may be emptied.
     """
     mesh = params["final_norm"].sharding.mesh
@@ -215,12 +235,15 @@ def hidden_states(
     layer_inputs: Any = None,
     dtype: Any = jnp.float32,
     remat: bool = False,
+    route: Route | None = None,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
 
     `params`: nested dict, its layers stacked, or a list of them apart (layer_weights.py).
     `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
-    recompute each layer in the backward pass instead of keeping its activations.
+    recompute each layer in the backward pass instead of keeping its activations. `route`: chooses
+    the experts in place of `moe.best`; layer outputs are then a pair, the attention's and what
+    `route` gave beside its choice.
     """
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
     tables = rope.rotary_tables(position_BT, frequencies)
@@ -262,11 +285,24 @@ def hidden_states(
         out, kept = attend(q, k, v, extra)
         out = out.reshape(-1, c.num_heads * c.head_dim)
         x = x + unflat(project(out, w, "output", inputs=2))
-        h = flat(rms_norm(x, w["mlp_norm"], c.norm_eps))
-        h = jax.nn.silu(project(h, w, "gate")) * project(h, w, "up")
-        h = flat(constrain(unflat(h), "batch", "length", "mlp"))
-        x = x + unflat(project(h, w, "down"))
-        return constrain(x, "batch", "length", "activation"), kept
+        h = rms_norm(x, w["mlp_norm"], c.norm_eps)
+        if c.num_experts:
+            h, routed = mixture(
+                h,
+                w,
+                c.experts_per_token,
+                norm_topk=c.norm_topk,
+                turned=apart,
+                route=route,
+                extra=extra,
+            )
+            kept = kept if route is None else (kept, routed)
+        else:
+            h = flat(h)
+            h = jax.nn.silu(project(h, w, "gate")) * project(h, w, "up")
+            h = flat(constrain(unflat(h), "batch", "length", "mlp"))
+            h = unflat(project(h, w, "down"))
+        return constrain(x + h, "batch", "length", "activation"), kept
 
     body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
     if apart:
@@ -388,3 +424,14 @@ def completed(
 def num_params(config: Network) -> int:
     """Number of parameters."""
     return sum(int(np.prod(s.shape)) for s in param_specs(config).values())
+
+
+def num_active_params(config: Network) -> int:
+    """Number of parameters that one token meets: of the experts, those that it goes through."""
+    decoder = config.trunk if isinstance(config, ScalarModel) else config
+    if not decoder.num_experts:
+        return num_params(config)
+    specs = _decoder_specs(decoder)
+    of_experts = sum(int(np.prod(specs[path].shape)) for path in EXPERT_PATHS)
+    rest = decoder.num_experts - decoder.experts_per_token
+    return num_params(config) - of_experts // decoder.num_experts * rest

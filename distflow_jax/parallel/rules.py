@@ -26,6 +26,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_dim": (),
     "rank": (),  # of adapters
     "mlp": ("tensor",),
+    "experts": ("expert",),
     "vocab": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot
 }
@@ -91,17 +92,26 @@ def width(name: str) -> int:
     return 1 if mesh is None else max((mesh.shape.get(a, 1) for a in RULES[name]), default=1)
 
 
+def platform() -> str:
+    """What computes: cpu, gpu or tpu. That of the mesh within `use_mesh`, else JAX's default."""
+    mesh = _active_mesh.get()
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def local(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     axes: Sequence[Any],
     out: tuple[str, ...],
+    *,
+    summed: str | None = None,
 ) -> Any:
     """`function(*arguments)` on what each device holds of them, without a collective in between.
 
     `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
-    argument; `out` those of the result, an array. Within `use_mesh`; outside it is a plain call.
-    The dims that are divided must divide evenly, ValueError else.
+    argument; `out` those of the result, an array. `summed`: a logical dim that the function sums
+    over; results are added up over the devices that it is divided over. Within `use_mesh`; outside
+    it is a plain call. The dims that are divided must divide evenly, ValueError else.
     """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
@@ -113,8 +123,14 @@ def local(
             return partition_spec(mesh, axes, x.shape)
         return type(x)(*map(specs, axes, x))
 
+    parts = () if summed is None else [a for a in RULES[summed] if mesh.shape.get(a, 1) > 1]
+
+    def on_device(*arguments):
+        result = function(*arguments)
+        return jax.lax.psum(result, tuple(parts)) if parts else result
+
     return jax.shard_map(
-        function,
+        on_device,
         mesh=mesh,
         in_specs=tuple(map(specs, axes, arguments)),
         out_specs=partition_spec(mesh, out, shape),

@@ -96,3 +96,4 @@ class StageContext:
     prompts_per_step: int
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch
+    balance_coef: float  # of the load balance of experts in every objective's loss

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.models.config import reward_head_stddev, scalar_model
 from distflow_jax.stages.context import Stage, StageContext, require
+from distflow_jax.training.balance import balanced
 from distflow_jax.training.objectives.objective import Batch, Objective
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.preference import PreferenceBatch, preference_objective
@@ -88,7 +89,10 @@ def _updates(
 ) -> Stage:
     """mini_batches * epochs optimizer steps on one batch: a number of the config alone."""
     update = make_update(
-        context.optimizer, context.schedule, shape=context.shape, objective=objective
+        context.optimizer,
+        context.schedule,
+        shape=context.shape,
+        objective=balanced(objective, context.balance_coef),
     )
     of_logits = jnp.float32(context.rollout.temperature if temperature is None else temperature)
 

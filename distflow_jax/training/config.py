@@ -23,6 +23,9 @@ class TrainingConfig:
     attention: Literal["auto", "masked", "blocks"] = "auto"
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
     remat: bool = False  # recompute activations: a third more work, memory of one layer
+    # weight of the loss that keeps the experts of a mixture evenly loaded, see balance.py; 0: off.
+    # DeepSeek-V3 took 1e-4
+    balance_coef: float = 0.0
     fuse: bool = True  # adjacent nodes on one mesh are one compiled program
     # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
     # every node on a mesh is a program of its own
@@ -34,7 +37,7 @@ class TrainingConfig:
         for name in ("steps", "mini_batches", "epochs", "row_tokens", "logp_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("row_sequences", "micro_batch_rows", "max_nonfinite"):
+        for name in ("row_sequences", "micro_batch_rows", "max_nonfinite", "balance_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
         if self.row_sequences > self.row_tokens // 2:

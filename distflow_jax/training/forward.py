@@ -18,6 +18,7 @@ from distflow_jax.models.block_attention import Tiles, block_attention, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import constrain, local, width
+from distflow_jax.training.balance import balancing_route, watching
 from distflow_jax.training.logprob import token_logp
 
 
@@ -83,17 +84,24 @@ def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
 def packed_hidden(
     params: Any, model: DecoderConfig, rows: Rows, config: ForwardConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [R, L, D] of packed rows, and the head's weight [V, D]."""
+    """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
+
+    Tells `balance.watched` of a mixture's routers.
+    """
     attend = _attend(rows, config.attention_block)
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
-    hidden, _ = decoder.hidden(
+    found = watching() if model.num_experts else None
+    hidden, kept = decoder.hidden(
         rows.tokens,
         rows.position,
         lambda q, k, v, _: (attend(q, k, v), None),
         dtype=dtype,
         remat=config.remat,
+        route=None if found is None else balancing_route(rows, model),
     )
+    if found is not None:
+        found.append(kept[1])
     return hidden, decoder.head_weight(dtype)
 
 

@@ -78,7 +78,7 @@ def accumulate_gradients(
     zeros = jax.tree.map(jnp.zeros_like, trained)
     trips, most = microbatch.num_filled(parts.rows.segment), parts.rows.segment.shape[1]
     grads, metrics = bounded_loop(trips, body, (zeros, metrics), most=most)
-    return grads, {**metrics["sum"], **metrics["max"]}
+    return grads, objective.finish({**metrics["sum"], **metrics["max"]})
 
 
 def make_update(

@@ -32,6 +32,10 @@ TIED = DecoderConfig(
 UNTIED = dataclasses.replace(
     TIED, tie_embeddings=False, rope_theta=5e5, norm_eps=1e-6, rope_scaling=RopeScaling(factor=32.0)
 )
+MIXTURE = dataclasses.replace(
+    TIED, family="qwen3_moe", qk_norm=True, num_experts=5, experts_per_token=2, norm_topk=False
+)
+MIXTRAL = dataclasses.replace(UNTIED, family="mixtral", num_experts=3, experts_per_token=1)
 CHAT = [{"role": "user", "content": "Hi, is 12 + 35 = 47?\n"}]
 
 
@@ -66,7 +70,9 @@ def tensors_in(folder):
     return found
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config", [TIED, UNTIED, MIXTURE, MIXTRAL], ids=["tied", "untied", "qwen3_moe", "mixtral"]
+)
 @pytest.mark.parametrize("limit", [10**9, 20_000, 1])
 def test_what_was_written_comes_back_bit_for_bit(tmp_path, config, limit):
     params = random_params(config)

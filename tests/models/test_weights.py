@@ -37,9 +37,13 @@ TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
 QWEN2 = replace(UNTIED, family="qwen2", attention_bias=True)
 QWEN3 = replace(TIED, family="qwen3", qk_norm=True, head_dim=16)
-MODELS = pytest.mark.parametrize(
-    "config", [TIED, UNTIED, QWEN2, QWEN3], ids=["tied", "untied", "qwen2", "qwen3"]
-)
+EXPERTS = dict(mlp_size=24, num_experts=4, experts_per_token=2)
+QWEN3_MOE = replace(QWEN3, family="qwen3_moe", **EXPERTS)
+MIXTRAL = replace(UNTIED, family="mixtral", rope_theta=1e6, **EXPERTS)
+NAMES = ["tied", "untied", "qwen2", "qwen3", "qwen3_moe"]
+GGUF_MODELS = [TIED, UNTIED, QWEN2, QWEN3, QWEN3_MOE]
+IN_GGUF = pytest.mark.parametrize("config", GGUF_MODELS, ids=NAMES)
+MODELS = pytest.mark.parametrize("config", [*GGUF_MODELS, MIXTRAL], ids=[*NAMES, "mixtral"])
 
 
 def assert_params(source, params, **tolerance):
@@ -61,7 +65,7 @@ def test_safetensors_give_back_what_was_saved(tmp_path, config, shards):
     assert_params(pickle.loads(pickle.dumps(source)), params)
 
 
-@MODELS
+@IN_GGUF
 def test_gguf_gives_back_what_was_saved(tmp_path, config):
     params = random_params(config)
     # no .gguf in the name: the content tells the format
@@ -82,13 +86,21 @@ def test_gguf_query_rows_are_interleaved_halves(tmp_path):
     np.testing.assert_array_equal(loaded[:, 1, 1], rows[10])
 
 
-@pytest.mark.parametrize("table", ["hf", "gguf"])
-@MODELS
-def test_save_inverts_load(table, config):
+def assert_save_inverts_load(table):
     rng = np.random.default_rng(0)
-    for weight in table_of(config, table):
+    for weight in table:
         tensor = rng.normal(size=weight.source_shape)
         np.testing.assert_array_equal(weight.save(weight.load(tensor)), tensor)
+
+
+@MODELS
+def test_save_inverts_load(config):
+    assert_save_inverts_load(table_of(config))
+
+
+@IN_GGUF
+def test_save_inverts_load_in_gguf(config):
+    assert_save_inverts_load(table_of(config, "gguf"))
 
 
 @MODELS
@@ -246,7 +258,7 @@ def test_unsupported_networks_are_refused(tmp_path, change, message):
     ("metadata", "message"),
     [
         ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
-        ({"llama__expert_count": 8}, "mixture of 8 experts"),
+        ({"llama__expert_count": 8}, "mixture of 8 experts is not .*Hugging Face files"),
         ({"llama__rope__dimension_count": 4}, "dimension_count 4 other than the head dim 8"),
         ({"llama__attention__key_length": 16}, "attn_q.weight .32, 32. does not fit"),
         ({"split__count": 2}, "one of 2 parts"),
@@ -377,6 +389,9 @@ def test_folders_that_are_no_model(tmp_path):
         ("random:llama?hidden=30", ValueError, "hidden 30 is not divisible by heads 4"),
         ("random:llama?layers=0", ValueError, "num_layers must be at least 1"),
         ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
+        ("random:qwen3?experts=4", ValueError, "experts=4 is no model; use qwen3_moe, mixtral"),
+        ("random:mixtral?experts=0", ValueError, "experts=0 is no model; use llama, qwen2, qwen3"),
+        ("random:mixtral?experts=3&active=4", ValueError, "=4 of num_experts=3 .*: use 1 to 3"),
     ],
 )
 def test_bad_specs_say_what_to_write(spec, error, message, tmp_path):

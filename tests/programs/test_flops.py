@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from tiny_model import mesh_of
-from training_programs import executed_flops, trace
+from training_programs import MIXTURE, executed_flops, trace
 
 from distflow_jax.programs.flops import matmul_flops
 from distflow_jax.programs.loops import bounded_loop
@@ -34,6 +34,16 @@ def ones(*shape):
 def test_trainers_programs_cost_what_they_execute(kind, options):
     found = matmul_flops(trace(kind, **options).jaxpr)
     wanted = executed_flops(kind, remat=options.get("remat", True))
+    assert found.unbounded == ()
+    assert found.total == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("logp", {}), ("update", {"remat": False}), ("update", {"remat": True})]
+)
+def test_of_a_mixture_the_experts_that_tokens_go_through_count(kind, options):
+    found = matmul_flops(trace(kind, model=MIXTURE, **options).jaxpr)
+    wanted = executed_flops(kind, model=MIXTURE, remat=options.get("remat", True))
     assert found.unbounded == ()
     assert found.total == pytest.approx(wanted, rel=0.01)
 

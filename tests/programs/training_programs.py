@@ -9,7 +9,8 @@ from tiny_model import TINY, mesh_of
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.config import DecoderConfig, scalar_model
+from distflow_jax.models.grouped_product import block_size
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -18,6 +19,7 @@ from distflow_jax.training.state import abstract_state, sharded_params
 from distflow_jax.training.update import UpdateShape, make_update
 
 MODEL = dataclasses.replace(TINY, num_layers=3)
+MIXTURE = dataclasses.replace(MODEL, mlp_size=32, num_experts=8, experts_per_token=2)
 MINI_BATCHES, ROWS, TOKENS, SEQUENCES, MICRO = 2, 8, 64, 4, 2
 
 
@@ -39,35 +41,52 @@ def abstract_rows(mesh) -> Rows:
     )
 
 
-def trace(kind: str, *, remat: bool = True, chunk: int = 16, fsdp: int = 1, tensor: int = 1):
+def trace(
+    kind: str,
+    *,
+    remat: bool = True,
+    chunk: int = 16,
+    fsdp: int = 1,
+    tensor: int = 1,
+    model: DecoderConfig = MODEL,
+):
     """jax.stages.Traced of logp, values or update."""
     mesh = mesh_of(fsdp, tensor)
     forward = ForwardConfig(remat=remat, logp_chunk=chunk)
     shape = UpdateShape(mesh, MICRO, 14)
     rows, temperature = abstract_rows(mesh), jax.ShapeDtypeStruct((), jnp.float32)
     if kind == "logp":
-        logp = make_logp(shape=shape, model=MODEL, forward=forward)
-        return logp.trace(sharded_params(MODEL, mesh), rows, temperature)
+        logp = make_logp(shape=shape, model=model, forward=forward)
+        return logp.trace(sharded_params(model, mesh), rows, temperature)
     if kind == "values":
-        critic = scalar_model(MODEL)
+        critic = scalar_model(model)
         values = make_values(shape=shape, model=critic, forward=forward)
         return values.trace(sharded_params(critic, mesh), rows)
     config = OptimizerConfig()
     optimizer = make_optimizer(config, 4)
-    objective = policy_objective(MODEL, AlgorithmConfig(), forward, max_response=14)
+    objective = policy_objective(model, AlgorithmConfig(), forward, max_response=14)
     update = make_update(optimizer, learning_rate(config, 4), shape=shape, objective=objective)
     field = rows.tokens.update(dtype=jnp.float32)
     batch = PolicyBatch(rows, field, field, field, None)
-    state = abstract_state(MODEL, optimizer, mesh)
+    state = abstract_state(model, optimizer, mesh)
     return update.trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32), temperature)
 
 
-def executed_flops(kind: str, *, remat: bool = True) -> float:
+def expert_rows(model: DecoderConfig) -> float:
+    """Rows that meet an expert's matrices for each token: blocks are counted as many as there may
+    be, and whole."""
+    rows = MICRO * TOKENS * model.experts_per_token
+    size = block_size(rows, model.num_experts)
+    return (rows // size + model.num_experts) * size / (MICRO * TOKENS)
+
+
+def executed_flops(kind: str, *, remat: bool = True, model: DecoderConfig = MODEL) -> float:
     """Where every row is full of response tokens. Attention is full: what is masked is computed."""
-    c = MODEL
+    c = model
     heads = c.num_heads * c.head_dim
     weights = 2 * c.hidden_size * (heads + c.num_kv_heads * c.head_dim)  # query, output; key, value
-    weights += 3 * c.hidden_size * c.mlp_size
+    mlp = 3 * c.hidden_size * c.mlp_size
+    weights += c.hidden_size * c.num_experts + expert_rows(c) * mlp if c.num_experts else mlp
     layers = c.num_layers * (2 * weights + 2 * 2 * TOKENS * heads)
     head = 2 * c.vocab_size * c.hidden_size
     if kind == "logp":
@@ -76,6 +95,9 @@ def executed_flops(kind: str, *, remat: bool = True) -> float:
         return MINI_BATCHES * ROWS * TOKENS * (layers + 2 * c.hidden_size)
     # the backward pass costs twice the forward; the head's logits are always computed again
     backward = 2 * layers + 3 * head
-    if remat:  # all of a layer again but its last product, whose value no gradient needs
-        backward += layers - c.num_layers * 2 * c.hidden_size * c.mlp_size
+    if remat:
+        # all of a layer again but its last product, whose value no gradient needs; of a mixture
+        # the router's does
+        last = 0 if c.num_experts else c.hidden_size * c.mlp_size
+        backward += layers - c.num_layers * 2 * last
     return ROWS * TOKENS * (layers + head + backward)

@@ -1,4 +1,4 @@
-"""The sampler with the networks of the Qwen families: prefill and decode are the forward pass."""
+"""The sampler with the networks of the families: prefill and decode are the forward pass."""
 
 from dataclasses import replace
 
@@ -16,7 +16,9 @@ from distflow_jax.rollout.scheduler import run_requests
 
 QWEN2 = replace(TINY, family="qwen2", attention_bias=True, tie_embeddings=False)
 QWEN3 = replace(TINY, family="qwen3", qk_norm=True, head_dim=24)
-FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+QWEN3_MOE = replace(QWEN3, family="qwen3_moe", mlp_size=32, num_experts=8, experts_per_token=3)
+NAMES = ["qwen2", "qwen3", "qwen3_moe"]
+FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, QWEN3_MOE], ids=NAMES)
 CONFIG = EngineConfig(
     slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
 )

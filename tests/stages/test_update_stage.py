@@ -32,6 +32,7 @@ def test_what_is_missing_is_named(options, missing):
         rollout=types.SimpleNamespace(temperature=1.0),
         epochs=1,
         mini_batches=1,
+        balance_coef=0.0,
     )
     stage = build_policy_update(context)
     with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads") as error:

@@ -13,33 +13,52 @@ def decoder_from_gguf(
     fields: Mapping[str, Any],
     tensor_names: Collection[str],
     rope_freqs: np.ndarray | None = None,
-    **switches: bool,
+    *,
+    architecture: str = "",
+    mixture: bool = False,
+    **switches: bool | int,
 ) -> DecoderConfig:
-    """Config of a GGUF file's metadata, whose keys begin with the name of the family.
+    """Config of a GGUF file's metadata, whose keys begin with the name of the architecture.
 
     `rope_freqs` [H/2] is its tensor of that name: what each rotary frequency is divided by.
+    `architecture`: where it is not the name of the family. `mixture`: whether layers have experts.
     `switches`: fields of DecoderConfig that are on in this family. Embeddings are tied where there
     is no `output.weight`.
     """
+    prefix = architecture or family
 
     def number(key, default=None):
-        value = fields.get(f"{family}.{key}", default)
+        value = fields.get(f"{prefix}.{key}", default)
         if value is None:
-            raise ValueError(f"GGUF metadata lacks {family}.{key}")
+            raise ValueError(f"GGUF metadata lacks {prefix}.{key}")
         if not isinstance(value, int | float):
-            raise ValueError(f"{family}.{key} differs from layer to layer, which is not supported")
+            raise ValueError(f"{prefix}.{key} differs from layer to layer, which is not supported")
         return value
 
-    if number("expert_count", 0):
-        raise ValueError(f"mixture of {number('expert_count')} experts is not supported")
+    if number("expert_count", 0) and not mixture:
+        raise ValueError(
+            f"a {prefix} GGUF with a mixture of {number('expert_count')} experts is not supported: "
+            "take the model's Hugging Face files"
+        )
+    if mixture:
+        for key in ("expert_shared_count", "leading_dense_block_count"):
+            if number(key, 0):
+                raise ValueError(f"{prefix}.{key}={number(key)} is not supported, only 0")
+        if number("expert_weights_scale", 1.0) not in (0.0, 1.0):
+            raise ValueError(f"{prefix}.expert_weights_scale other than 1 is not supported")
+        switches |= {
+            "num_experts": number("expert_count"),
+            "experts_per_token": number("expert_used_count"),
+            "norm_topk": bool(number("expert_weights_norm", True)),
+        }
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise ValueError(
-                f"{family}.{key} {number(key)} other than the head dim {head_dim} is not supported"
+                f"{prefix}.{key} {number(key)} other than the head dim {head_dim} is not supported"
             )
-    kind = fields.get(f"{family}.rope.scaling.type", "none")
+    kind = fields.get(f"{prefix}.rope.scaling.type", "none")
     if kind != "none" and number("rope.scaling.factor", 0) != 1:
         raise ValueError(f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs")
     theta = float(number("rope.freq_base", 10_000.0))
@@ -52,7 +71,7 @@ def decoder_from_gguf(
         num_heads=heads,
         num_kv_heads=number("attention.head_count_kv", heads),
         head_dim=head_dim,
-        mlp_size=number("feed_forward_length"),
+        mlp_size=number("expert_feed_forward_length" if mixture else "feed_forward_length"),
         rope_theta=theta,
         rope_scaling=_scaling(rope_freqs, theta, int(original)),
         # The file holds float32: 1e-5 comes as 9.999999747e-06.

@@ -11,8 +11,8 @@ _SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
-    "mlp_size": "intermediate_size",
 }
+_MLP_SIZE = "intermediate_size"
 
 
 def decoder_from_hf(
@@ -22,7 +22,8 @@ def decoder_from_hf(
     refused: tuple[str, ...] = (),
     head_dim: int | None = None,
     max_position: int,
-    **switches: bool,
+    mlp_size: str = _MLP_SIZE,
+    **switches: bool | int,
 ) -> DecoderConfig:
     """Config of a `config.json`. ValueError where the network has more than ours.
 
@@ -30,7 +31,8 @@ def decoder_from_hf(
       refused: switches of the file that ours has not: biases.
       head_dim: of a file that names none; default hidden_size / num_attention_heads.
       max_position: of a file that names none, in tokens.
-      switches: fields of DecoderConfig that are on in this family.
+      mlp_size: the file's name of it.
+      switches: fields of DecoderConfig that are on in this family, and what else it has.
     """
     for key in refused:
         if raw.get(key):
@@ -43,7 +45,8 @@ def decoder_from_hf(
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{family} with hidden_act {activation!r} is not supported, only 'silu'")
-    missing = [key for key in _SIZES.values() if key not in raw]
+    sizes = _SIZES | {"mlp_size": mlp_size}
+    missing = [key for key in sizes.values() if key not in raw]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     heads = raw["num_attention_heads"]
@@ -52,7 +55,7 @@ def decoder_from_hf(
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     return DecoderConfig(
         family=family,
-        **{field: raw[key] for field, key in _SIZES.items()},
+        **{field: raw[key] for field, key in sizes.items()},
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or head_dim or raw["hidden_size"] // heads,
         rope_theta=float(theta),
@@ -104,14 +107,35 @@ def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
         )
 
 
+def experts_from_hf(family: str, raw: Mapping[str, Any]) -> dict[str, int]:
+    """num_experts and experts_per_token of a `config.json`. ValueError where it has no such keys,
+    or layers with experts that every token goes through."""
+    for key in ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"):
+        if raw.get(key):
+            raise ValueError(f"{family} with {key}={raw[key]} is not supported: no shared experts")
+    # transformers 5 writes the second, whatever the family
+    counts = [raw[key] for key in ("num_experts", "num_local_experts") if key in raw]
+    if not counts or "num_experts_per_tok" not in raw:
+        raise ValueError(
+            "config.json lacks num_experts (or num_local_experts), num_experts_per_tok"
+        )
+    return {"num_experts": counts[0], "experts_per_token": raw["num_experts_per_tok"]}
+
+
 def decoder_to_hf(
-    config: DecoderConfig, architecture: str, *, named: tuple[str, ...] = (), **switches: bool
+    config: DecoderConfig,
+    architecture: str,
+    *,
+    named: tuple[str, ...] = (),
+    mixture: bool = False,
+    **switches: bool,
 ) -> dict[str, Any]:
     """`config.json` of a config, in the form that transformers 4 and 5 read alike.
 
     Args:
       architecture: transformers' class.
       named: switches that the file names, to say that they are off.
+      mixture: whether this family's layers have experts; their numbers are left to the caller.
       switches: fields of DecoderConfig that this family has on; the others are off. ValueError
         where the config says otherwise: the file could not tell it.
     """
@@ -121,11 +145,17 @@ def decoder_to_hf(
                 f"a {config.family} model with {field}={getattr(config, field)} has no form in "
                 "Hugging Face's files"
             )
+    if bool(config.num_experts) != mixture:
+        raise ValueError(
+            f"a {config.family} model with num_experts={config.num_experts} has no form in Hugging "
+            "Face's files"
+        )
     scaling = config.rope_scaling
     return {
         "architectures": [architecture],
         "model_type": config.family,
         **{key: getattr(config, field) for field, key in _SIZES.items()},
+        _MLP_SIZE: config.mlp_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",

@@ -1,7 +1,9 @@
 """Names and shapes of the tensors that the families share, as Hugging Face and as GGUF have them.
 
-D width, N query heads, K key-value heads, H head dim, F MLP width, V vocabulary.
+D width, N query heads, K key-value heads, H head dim, F MLP width, V vocabulary, E experts.
 """
+
+import dataclasses
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.weights.names import Weight
@@ -13,10 +15,15 @@ HF_IGNORED = (r"rotary_emb\.inv_freq$",)
 GGUF_IGNORED = (r"^rope_freqs\.weight$", r"\.attn_rot_embd\.weight$")
 
 
-def hf_decoder(config: DecoderConfig) -> tuple[Weight, ...]:
-    """What every family has in a Hugging Face checkpoint."""
+def hf_decoder(config: DecoderConfig, mlp: tuple[Weight, ...] | None = None) -> tuple[Weight, ...]:
+    """What every family has in a Hugging Face checkpoint; `mlp` in place of a dense one."""
     D, N, K, H, F, V = dims(config)
     layer = HF_LAYER
+    dense = (
+        transposed(layer + "mlp.gate_proj.weight", "layers/gate", F, D),
+        transposed(layer + "mlp.up_proj.weight", "layers/up", F, D),
+        transposed(layer + "mlp.down_proj.weight", "layers/down", D, F),
+    )
     weights = (
         plain("model.embed_tokens.weight", "embed/embedding", V, D),
         plain(layer + "input_layernorm.weight", "layers/attention_norm", D),
@@ -25,9 +32,7 @@ def hf_decoder(config: DecoderConfig) -> tuple[Weight, ...]:
         heads_in(layer + "self_attn.v_proj.weight", "layers/value", D, K, H),
         heads_out(layer + "self_attn.o_proj.weight", "layers/output", D, N, H),
         plain(layer + "post_attention_layernorm.weight", "layers/mlp_norm", D),
-        transposed(layer + "mlp.gate_proj.weight", "layers/gate", F, D),
-        transposed(layer + "mlp.up_proj.weight", "layers/up", F, D),
-        transposed(layer + "mlp.down_proj.weight", "layers/down", D, F),
+        *(dense if mlp is None else mlp),
         plain("model.norm.weight", "final_norm", D),
     )
     if config.tie_embeddings:
@@ -35,13 +40,33 @@ def hf_decoder(config: DecoderConfig) -> tuple[Weight, ...]:
     return (*weights, transposed("lm_head.weight", "head", V, D))
 
 
+def hf_experts(
+    config: DecoderConfig, block: str, gate: str, up: str, down: str
+) -> tuple[Weight, ...]:
+    """A mixture in a Hugging Face checkpoint, by the names of the block and of its matrices."""
+    D, _, _, _, F, _ = dims(config)
+    block = HF_LAYER + block
+    matrices = (
+        transposed(f"{block}.experts.{{expert}}.{gate}.weight", "layers/gate", F, D),
+        transposed(f"{block}.experts.{{expert}}.{up}.weight", "layers/up", F, D),
+        transposed(f"{block}.experts.{{expert}}.{down}.weight", "layers/down", D, F),
+    )
+    return (
+        transposed(f"{block}.gate.weight", "layers/router", config.num_experts, D),
+        *(dataclasses.replace(weight, experts=config.num_experts) for weight in matrices),
+    )
+
+
 def hf_ignored(config: DecoderConfig) -> tuple[str, ...]:
     """Patterns of tensors that need no parameter: a tied model's second copy of the embedding."""
     return (*HF_IGNORED, r"^lm_head\.weight$") if config.tie_embeddings else HF_IGNORED
 
 
-def gguf_decoder(config: DecoderConfig, *, interleaved: bool) -> tuple[Weight, ...]:
-    """What every family has in a GGUF file (shapes in NumPy's order, the reverse of the file's).
+def gguf_decoder(
+    config: DecoderConfig, mlp: tuple[Weight, ...] | None = None, *, interleaved: bool
+) -> tuple[Weight, ...]:
+    """What every family has in a GGUF file (shapes in NumPy's order, the reverse of the file's);
+    `mlp` in place of a dense one.
 
     `interleaved`: the file has query and key in interleaved rotary order. llama.cpp rotates
     neighbours for Llama alone; its Qwen2 and Qwen3 rotate halves, as Hugging Face's do.
@@ -49,6 +74,11 @@ def gguf_decoder(config: DecoderConfig, *, interleaved: bool) -> tuple[Weight, .
     D, N, K, H, F, V = dims(config)
     layer = GGUF_LAYER
     rotary = rotary_heads_in if interleaved else heads_in
+    dense = (
+        transposed(layer + "ffn_gate.weight", "layers/gate", F, D),
+        transposed(layer + "ffn_up.weight", "layers/up", F, D),
+        transposed(layer + "ffn_down.weight", "layers/down", D, F),
+    )
     weights = (
         plain("token_embd.weight", "embed/embedding", V, D),
         plain(layer + "attn_norm.weight", "layers/attention_norm", D),
@@ -57,14 +87,24 @@ def gguf_decoder(config: DecoderConfig, *, interleaved: bool) -> tuple[Weight, .
         heads_in(layer + "attn_v.weight", "layers/value", D, K, H),
         heads_out(layer + "attn_output.weight", "layers/output", D, N, H),
         plain(layer + "ffn_norm.weight", "layers/mlp_norm", D),
-        transposed(layer + "ffn_gate.weight", "layers/gate", F, D),
-        transposed(layer + "ffn_up.weight", "layers/up", F, D),
-        transposed(layer + "ffn_down.weight", "layers/down", D, F),
+        *(dense if mlp is None else mlp),
         plain("output_norm.weight", "final_norm", D),
     )
     if config.tie_embeddings:
         return weights
     return (*weights, transposed("output.weight", "head", V, D))
+
+
+def gguf_experts(config: DecoderConfig) -> tuple[Weight, ...]:
+    """A mixture in a GGUF file, which has one tensor for all experts of a layer."""
+    D, _, _, _, F, _ = dims(config)
+    layer, count = GGUF_LAYER, config.num_experts
+    return (
+        transposed(layer + "ffn_gate_inp.weight", "layers/router", count, D),
+        transposed_experts(layer + "ffn_gate_exps.weight", "layers/gate", count, F, D),
+        transposed_experts(layer + "ffn_up_exps.weight", "layers/up", count, F, D),
+        transposed_experts(layer + "ffn_down_exps.weight", "layers/down", count, D, F),
+    )
 
 
 def dims(config: DecoderConfig) -> tuple[int, int, int, int, int, int]:
@@ -87,6 +127,12 @@ def plain(source: str, path: str, *shape: int) -> Weight:
 def transposed(source: str, path: str, rows: int, columns: int) -> Weight:
     """[rows, columns] -> [columns, rows]."""
     return Weight(source, path, (rows, columns), (rows, columns), (1, 0), (columns, rows))
+
+
+def transposed_experts(source: str, path: str, experts: int, rows: int, columns: int) -> Weight:
+    """[experts, rows, columns] -> [experts, columns, rows]."""
+    shape = (experts, rows, columns)
+    return Weight(source, path, shape, shape, (0, 2, 1), (experts, columns, rows))
 
 
 def head_vectors(source: str, path: str, heads: int, head_dim: int) -> Weight:

@@ -17,11 +17,12 @@ _MAX_LISTED = 8  # names shown of a long list in an error
 class Weight:
     """One kind of tensor and its parameter: load(x) = x.reshape(split).transpose(axes).
 
-    `source` holds "{layer}" where there is one tensor per layer; the parameter at `path` then
-    stacks them in a leading dim. Shapes are those of one layer, in NumPy's order: `source_shape`
-    as the file has it, `split` the same elements with merged dims taken apart (a query's
-    [heads * head_dim, hidden] as [heads, head_dim, hidden]), `shape` as the network has it (with
-    `split` transposed, then merged where the file splits a dim only to reorder it).
+    `source` holds "{layer}" where there is one tensor per layer, and "{expert}" where there is one
+    for each of its `experts` too; the parameter at `path` then stacks them in a leading dim, or
+    two. Shapes are those of one tensor, in NumPy's order: `source_shape` as the file has it,
+    `split` the same elements with merged dims taken apart (a query's [heads * head_dim, hidden] as
+    [heads, head_dim, hidden]), `shape` as the network has it (with `split` transposed, then merged
+    where the file splits a dim only to reorder it).
 
     >>> Weight("up", "layers/up", (6, 4), (6, 4), (1, 0), (4, 6)).load(np.zeros((6, 4))).shape
     (4, 6)
@@ -33,14 +34,10 @@ class Weight:
     split: tuple[int, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether the source has one such tensor per layer."""
-        return "{layer}" in self.source
+    experts: int = 0  # tensors of a layer; 0: one, whose parameter has no such dim
 
     def load(self, array: np.ndarray) -> np.ndarray:
-        """Source tensor [source_shape] -> one layer of the parameter [shape]."""
+        """Source tensor [source_shape] -> its part of the parameter [shape]."""
         return array.reshape(self.split).transpose(self.axes).reshape(self.shape)
 
     def save(self, array: np.ndarray) -> np.ndarray:
@@ -49,14 +46,20 @@ class Weight:
         return transposed.transpose(np.argsort(self.axes)).reshape(self.source_shape)
 
     def names(self, num_layers: int) -> list[str]:
-        """The tensors of the source that make up the parameter, in layer order."""
-        if not self.per_layer:
-            return [self.source]
-        return [self.source.format(layer=layer) for layer in range(num_layers)]
+        """The tensors of the source that make up the parameter, in the order of layers, experts."""
+        layers = range(num_layers if "{layer}" in self.source else 1)
+        experts = range(self.experts or 1)
+        return [self.source.format(layer=layer, expert=e) for layer in layers for e in experts]
 
     def param_shape(self, num_layers: int) -> tuple[int, ...]:
-        """Shape of the whole parameter, layers stacked."""
-        return (num_layers, *self.shape) if self.per_layer else self.shape
+        """Shape of the whole parameter, layers and experts stacked."""
+        layers = (num_layers,) if "{layer}" in self.source else ()
+        experts = (self.experts,) if self.experts else ()
+        return (*layers, *experts, *self.shape)
+
+    def parts(self, array: np.ndarray) -> np.ndarray:
+        """The whole parameter as a view [tensors, *shape], in the order of `names`."""
+        return array.reshape(-1, *self.shape)
 
 
 def check_names(
@@ -124,12 +127,8 @@ def _stacked(
     weight: Weight, num_layers: int, read: Callable[[str], np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
     array = np.empty(weight.param_shape(num_layers), dtype)
-    for index, name in enumerate(weight.names(num_layers)):
-        layer = weight.load(read(name))
-        if weight.per_layer:
-            array[index] = layer
-        else:
-            array[...] = layer
+    for part, name in zip(weight.parts(array), weight.names(num_layers), strict=True):
+        part[...] = weight.load(read(name))
     return array
 
 
@@ -138,14 +137,10 @@ def unstacked_arrays(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Inverse of stacked_arrays for one parameter: yields (source name, tensor)."""
     for weight in weights:
-        if weight.path != path:
-            continue
-        if not weight.per_layer:
-            yield weight.source, weight.save(array)
+        if weight.path == path:
+            for name, part in zip(weight.names(len(array)), weight.parts(array), strict=True):
+                yield name, weight.save(part)
             return
-        for layer in range(len(array)):
-            yield weight.source.format(layer=layer), weight.save(array[layer])
-        return
     raise ValueError(f"no tensor of the target format holds parameter {path!r}")
 
 

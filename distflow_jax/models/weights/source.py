@@ -17,7 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.families import llama, qwen2, qwen3
+from distflow_jax.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
@@ -31,8 +31,11 @@ from distflow_jax.models.weights.safetensors_file import (
     read_index,
 )
 
-# Hugging Face's `model_type` and GGUF's `general.architecture` -> the module that translates.
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+_DENSE: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+_MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
+# Hugging Face's `model_type`, and GGUF's `general.architecture` -> the module that translates.
+FAMILIES = _DENSE | _MIXTURES
+_GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
 SOURCES = ("hf", "pypi", "random")
 
 # `random:` options -> fields of DecoderConfig.
@@ -48,7 +51,11 @@ RANDOM_OPTIONS = {
     "rope_theta": "rope_theta",
     "norm_eps": "norm_eps",
     "tied": "tie_embeddings",
+    "experts": "num_experts",
+    "active": "experts_per_token",
+    "norm_topk": "norm_topk",
 }
+_RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # of a mixture that names none
 
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -108,6 +115,8 @@ def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
     values = {"family": name, **_family(name, spec).SWITCHES}
+    if name in _MIXTURES:
+        values |= _RANDOM_EXPERTS
     for item in filter(None, query.split("&")):
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
@@ -115,6 +124,11 @@ def _open_random(spec: str, rest: str) -> ModelSource:
             hint = f"did you mean {near[0]!r}?" if near else f"known are {list(RANDOM_OPTIONS)}"
             raise ValueError(f"{spec}: unknown option {option!r}: {hint}")
         values[RANDOM_OPTIONS[option]] = _option_value(spec, option, text)
+    if bool(values.get("num_experts")) != (name in _MIXTURES):
+        known = ", ".join(_MIXTURES if name not in _MIXTURES else _DENSE)
+        raise ValueError(
+            f"{spec}: {name} with experts={values.get('num_experts')} is no model; use {known}"
+        )
     if "head_dim" not in values:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
         heads = values.get("num_heads", DecoderConfig.num_heads)
@@ -173,7 +187,7 @@ def _open_path(spec: str, path: Path) -> ModelSource:
 
 def _open_gguf(spec: str, path: Path) -> ModelSource:
     file = open_gguf(path)
-    family = _family(file.fields.get("general.architecture"), spec)
+    family = _family(file.fields.get("general.architecture"), spec, _GGUF_FAMILIES)
     rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
     config = family.config_from_gguf(file.fields, file.tensors.keys(), rope_freqs)
     tokenizer = Tokenizer.from_gguf(file.fields)
@@ -235,12 +249,12 @@ def fingerprint_files(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _family(name: str | None, spec: str) -> ModuleType:
-    if name not in FAMILIES:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(FAMILIES)}"
+def _family(name: str | None, spec: str, families: dict[str, ModuleType] = FAMILIES) -> ModuleType:
+    if name not in families:
+        near = difflib.get_close_matches(str(name), families, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(families)}"
         raise ValueError(f"{spec}: model family {name!r} is not supported: {hint}")
-    return FAMILIES[name]
+    return families[name]
 
 
 def _starts_with_magic(path: Path) -> bool:

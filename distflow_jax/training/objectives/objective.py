@@ -28,10 +28,12 @@ class Objective:
     `prepare(batch)` sees a whole optimizer step at once, and gives the batch with what can only be
     decided there, and the step's denominators: global counts, on every device alike.
     `evaluate(params, micro-batch, denominators, temperature)` gives the micro-batch's share in the
-    loss, and in the metrics. Whatever the split, shares add up to the same.
+    loss, and in the metrics. Whatever the split, shares add up to the same. `finish` makes a step's
+    metrics, numbers all, of what the shares have added up to, which may be arrays.
     """
 
     name: str  # in front of its metrics: actor, critic, reward_model
     model: Network
     prepare: Callable[[Any], tuple[Any, Any]]
     evaluate: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
+    finish: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = dict

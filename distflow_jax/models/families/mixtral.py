@@ -1,0 +1,62 @@
+"""Mixtral: Llama's network with experts in every layer.
+
+Jiang et al. 2024 (arxiv.org/abs/2401.04088), sec. 2.1. Read from and written as Hugging Face's
+files; a GGUF of it calls itself llama, and is refused there. `router_jitter_noise`, by which
+transformers disturbs tokens while it trains, is left out: sampler and trainer are to agree.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families.hf_config import (
+    decoder_from_hf,
+    decoder_to_hf,
+    experts_from_hf,
+    refuse_sliding_windows,
+)
+from distflow_jax.models.families.tensors import hf_decoder, hf_experts
+from distflow_jax.models.weights.names import Weight, unstacked_arrays
+
+SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
+# what transformers takes where a file says nothing
+_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    raw = _DEFAULTS | dict(raw)
+    # here a window that is named is on, in all layers
+    of_all = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
+    refuse_sliding_windows("mixtral", raw | of_all)
+    return decoder_from_hf(
+        "mixtral", raw, max_position=131_072, **experts_from_hf("mixtral", raw), **SWITCHES
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of config_from_hf."""
+    if not config.norm_topk:
+        raise ValueError(
+            "a mixtral model with norm_topk=False has no form in Hugging Face's files: take "
+            "qwen3_moe"
+        )
+    settings = decoder_to_hf(config, "MixtralForCausalLM", mixture=True, **SWITCHES)
+    return settings | {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    }
+
+
+def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a Hugging Face checkpoint."""
+    return hf_decoder(config, hf_experts(config, "block_sparse_moe", "w1", "w3", "w2"))
+
+
+def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
+    return unstacked_arrays(hf_weights(config), path, array)

@@ -1,0 +1,110 @@
+"""Qwen3, the mixtures of experts: Qwen3's network with experts in every layer, none of them shared.
+
+Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. The same two translations as in llama.py. In
+GGUF the architecture is `qwen3moe`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families.gguf_config import decoder_from_gguf
+from distflow_jax.models.families.hf_config import (
+    decoder_from_hf,
+    decoder_to_hf,
+    experts_from_hf,
+    refuse_sliding_windows,
+)
+from distflow_jax.models.families.tensors import (
+    GGUF_LAYER,
+    HF_LAYER,
+    gguf_decoder,
+    gguf_experts,
+    hf_decoder,
+    hf_experts,
+    plain,
+)
+from distflow_jax.models.weights.names import Weight, unstacked_arrays
+
+SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise ValueError(
+            "qwen3_moe with some layers dense is not supported (decoder_sparse_step="
+            f"{raw.get('decoder_sparse_step', 1)}, mlp_only_layers="
+            f"{raw.get('mlp_only_layers') or []}): all of them must have experts"
+        )
+    # here transformers has the window, where it is on, in all layers
+    refuse_sliding_windows("qwen3_moe", {**raw, "max_window_layers": 0, "layer_types": None})
+    return decoder_from_hf(
+        "qwen3_moe",
+        raw,
+        refused=("attention_bias",),
+        max_position=32_768,
+        mlp_size="moe_intermediate_size",
+        norm_topk=bool(raw.get("norm_topk_prob", False)),
+        **experts_from_hf("qwen3_moe", raw),
+        **SWITCHES,
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of config_from_hf."""
+    named = ("attention_bias", "use_sliding_window")
+    settings = decoder_to_hf(config, "Qwen3MoeForCausalLM", named=named, mixture=True, **SWITCHES)
+    return settings | {
+        # of dense layers, of which there are none; as wide as the experts of a token together
+        "intermediate_size": config.mlp_size * config.experts_per_token,
+        "moe_intermediate_size": config.mlp_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.norm_topk,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def config_from_gguf(
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_freqs: np.ndarray | None = None,
+) -> DecoderConfig:
+    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
+    return decoder_from_gguf(
+        "qwen3_moe",
+        fields,
+        tensor_names,
+        rope_freqs,
+        architecture="qwen3moe",
+        mixture=True,
+        **SWITCHES,
+    )
+
+
+def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a Hugging Face checkpoint."""
+    experts = hf_experts(config, "mlp", "gate_proj", "up_proj", "down_proj")
+    return (
+        *hf_decoder(config, experts),
+        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", config.head_dim),
+    )
+
+
+def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
+    return (
+        *gguf_decoder(config, gguf_experts(config), interleaved=False),
+        plain(GGUF_LAYER + "attn_q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(GGUF_LAYER + "attn_k_norm.weight", "layers/key_norm", config.head_dim),
+    )
+
+
+def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
+    return unstacked_arrays(hf_weights(config), path, array)

@@ -1,0 +1,153 @@
+"""Mixtures of experts: a router chooses for each token the MLPs that it goes through.
+
+    p = softmax(x router),    y = sum over the k experts with the largest p of p_i MLP_i(x),
+
+the p of the chosen scaled to sum to 1 or not, as Mixtral (Jiang et al. 2024, arxiv.org/abs/
+2401.04088, sec. 2.1) and Qwen3 (Yang et al. 2025, arxiv.org/abs/2505.09388, sec. 2) do. No expert
+has a capacity, so that no token is dropped and none depends on its neighbours. Pairs of a token and
+an expert are sorted by expert (grouped_product.py), on every device those of its own tokens; over
+the tensor axis each device has a part of every expert.
+
+B batch, T tokens, X = B T, D hidden, E experts, K experts of a token, M = X K pairs, F mlp.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.models.grouped_product import grouped_product
+from distflow_jax.models.int8 import Int8
+from distflow_jax.parallel.rules import constrain, local, platform, width
+
+# (probabilities float32 [B, T, E], layer input) -> (experts int32 [B, T, K], layer output)
+Route = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+_TOKENS = ("batch", "length", "activation")
+
+
+def best(probability_BTE: jax.Array, count: int) -> jax.Array:
+    """The `count` most probable experts of each token, int32 [B, T, count]; of equals the first."""
+
+    def of_device(probability):
+        return jax.lax.top_k(probability, count)[1]
+
+    # by devices: XLA would gather the tokens of all ranks before it looks for the largest
+    return local(of_device, (jax.lax.stop_gradient(probability_BTE),), (_TOKENS,), _TOKENS)
+
+
+def chosen_probability(
+    probability_BTE: jax.Array, expert_BTK: jax.Array, *, norm_topk: bool
+) -> jax.Array:
+    """Probabilities of the chosen experts, float32 [B, T, K]; with `norm_topk` they sum to 1."""
+    # a comparison instead of a gather, whose gradient would be a scatter
+    iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, probability_BTE.shape[-1]), 3)
+    weight = jnp.where(expert_BTK[..., None] == iota, probability_BTE[:, :, None], 0.0).sum(-1)
+    return weight / weight.sum(-1, keepdims=True) if norm_topk else weight
+
+
+def mixture(
+    h_BTD: jax.Array,
+    w: Mapping[str, Any],
+    experts_per_token: int,
+    *,
+    norm_topk: bool,
+    turned: bool,
+    route: Route | None = None,
+    extra: Any = None,
+) -> tuple[jax.Array, Any]:
+    """The mixture's output [B, T, D] in the dtype of `h`, and the output of `route` (None without).
+
+    Args:
+      w: a layer's router [D, E], and gate, up [E, D, F] and down [E, F, D]; `turned`: the latter
+        with their last two dims in the other order, as a sampler has layers apart.
+      experts_per_token: K.
+      norm_topk: whether the chosen probabilities are scaled to sum to 1.
+      route: chooses the experts of each token by their probabilities and `extra`, the layer's
+        input; default `best`. The weights of what is chosen are the router's own in any case.
+    """
+    assert width("experts") == 1, "every device multiplies with all experts"
+    # The router in the dtype that a sampler has it in: from float32 weights the trainer would
+    # choose other experts than the sampler did. Products and softmax are in float32.
+    router = constrain(w["router"].astype(h_BTD.dtype), "activation", "activation")
+    logits = jnp.einsum("BTD,DE->BTE", h_BTD, router, preferred_element_type=jnp.float32)
+    probability = constrain(jax.nn.softmax(logits, axis=-1), *_TOKENS)
+    if route is None:
+        expert, seen = best(probability, experts_per_token), None
+    else:
+        expert, seen = route(probability, extra)
+    weight = chosen_probability(probability, expert, norm_topk=norm_topk)
+    into, out_of = ("activation", "mlp"), ("mlp", "activation")
+    weights = {
+        name: _matrices(w[name], h_BTD.dtype, dims, turned)
+        for name, dims in (("gate", into), ("up", into), ("down", out_of))
+    }
+    y = local(
+        functools.partial(_expert_mlps, turned=turned, ragged=platform() == "tpu"),
+        (h_BTD, weight, expert, *(x for x, _ in weights.values())),
+        (_TOKENS, _TOKENS, _TOKENS, *(axes for _, axes in weights.values())),
+        _TOKENS,
+        summed="mlp",
+    )
+    return y, seen
+
+
+def _matrices(
+    weight: jax.Array | Int8, dtype: Any, dims: tuple[str, str], turned: bool
+) -> tuple[jax.Array | Int8, Any]:
+    """Experts' matrices as the products take them, and the logical dims of that."""
+    axes = ("experts", *(reversed(dims) if turned else dims))
+    if isinstance(weight, Int8):
+        return weight, Int8(axes, ("experts", dims[1]))
+    # before devices exchange their parts of it
+    return weight.astype(dtype), axes
+
+
+def _expert_mlps(
+    h_BTD: jax.Array,
+    weight_BTK: jax.Array,
+    expert_BTK: jax.Array,
+    gate: jax.Array | Int8,
+    up: jax.Array | Int8,
+    down: jax.Array | Int8,
+    *,
+    turned: bool,
+    ragged: bool,
+) -> jax.Array:
+    """Weighted sum of the chosen experts' outputs, [B, T, D]."""
+    experts = (gate.values if isinstance(gate, Int8) else gate).shape[0]
+    count, size = expert_BTK.shape[-1], h_BTD.shape[-1]
+    expert_M = expert_BTK.reshape(-1)
+    order = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
+    inverse = jnp.argsort(order).astype(jnp.int32)
+    iota = jnp.arange(experts, dtype=jnp.int32)
+    sizes = jnp.sum(expert_M[:, None] == iota[None], axis=0, dtype=jnp.int32)
+    product = functools.partial(grouped_product, sizes=sizes, turned=turned, ragged=ragged)
+    once = h_BTD.reshape(-1, 1, size)
+    x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
+    x = _permuted(x, order, inverse)
+    y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+    y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
+    # in float32: the sum of some experts' shares, rounded once
+    y = jnp.sum(weight_BTK[..., None] * y.astype(jnp.float32), axis=2)
+    return y.astype(h_BTD.dtype)
+
+
+@jax.custom_vjp
+def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order] of rows; the gradient is taken by `inverse`, not by a scatter."""
+    return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _permuted_forward(x, order, inverse):
+    return _permuted(x, order, inverse), (order, inverse)
+
+
+def _permuted_backward(residuals, cotangent):
+    order, inverse = residuals
+    return _permuted(cotangent, inverse, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

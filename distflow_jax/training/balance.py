@@ -1,0 +1,144 @@
+"""Load balance of a mixture's experts within each sequence, as a part of any objective's loss.
+
+DeepSeek-V3 (arxiv.org/abs/2412.19437), sec. 2.1.2, eq. 17-20, for the sequence of T tokens in a
+layer with E experts, K of them for each token:
+
+    L = coef * sum_i f_i P_i,
+    f_i = E / (K T) * (tokens that go through expert i),    P_i = mean over tokens of p_i,
+
+p the router's probabilities. The sum is 1 where experts are used evenly, and E / K where all tokens
+go through the same. A prompt that several responses share counts for each of them: how sequences
+are packed does not matter. The loss is summed over the layers, so that a router's gradient does not
+depend on how many others there are, and is the mean over the sequences of an optimizer step.
+
+R rows, L tokens per row, S sequences per row, E experts, K experts of a token.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.algorithms.packed import sums_of_segments
+from distflow_jax.batch import Rows
+from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.moe import Route, best
+from distflow_jax.training.objectives.objective import Metrics, Objective
+
+
+class Balance(NamedTuple):
+    """What a forward pass over rows tells of its routers; sums over the rows' sequences."""
+
+    loss: jax.Array  # float32 [layers]: sum of f_i P_i
+    load: jax.Array  # float32 [layers, E]: pairs of a token and an expert that it goes through
+
+
+_watchers: contextvars.ContextVar[list[Balance] | None] = contextvars.ContextVar(
+    "watchers", default=None
+)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Balance]]:
+    """Collects the balance of each forward pass over a mixture that is traced within it.
+
+    So the loss of routers, which lie deep in the network, takes no part in what objectives compute
+    from log-probs, values or scores.
+    """
+    found: list[Balance] = []
+    token = _watchers.set(found)
+    try:
+        yield found
+    finally:
+        _watchers.reset(token)
+
+
+def watching() -> list[Balance] | None:
+    """Where to add the balance of a forward pass; None where nobody asks for it."""
+    return _watchers.get()
+
+
+def tokens_of_sequences(rows: Rows) -> jax.Array:
+    """Tokens of each sequence with its prompt's, int32 [..., S]; 0 where there is none."""
+    tokens = _of_sequences(jnp.ones((*rows.segment.shape, 1), jnp.int32), rows)
+    return tokens[..., 0]
+
+
+def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
+    """Sums of x [..., L, E] over each sequence, its prompt's tokens included, [..., S, E]."""
+    size = rows.valid.shape[-1]
+    sums = sums_of_segments(x, rows.segment, 2 * size + 1)
+    own = sums[..., 1 : size + 1, :]
+    is_shared = rows.parent > size  # else the prompt's tokens are of the sequence's own segment
+    prompt = jnp.take_along_axis(sums, rows.parent[..., None], axis=-2)
+    whole = own + jnp.where(is_shared[..., None], prompt, 0)
+    return jnp.where(rows.valid[..., None], whole, 0)
+
+
+def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
+    """The router's own choice over packed rows; its layer output is a Balance without layers."""
+    experts, count = model.num_experts, model.experts_per_token
+    tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
+
+    def route(probability, extra):
+        expert = best(probability, count)
+        iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, experts), 3)
+        through = jnp.sum(expert[..., None] == iota, axis=2, dtype=jnp.int32)
+        load = _of_sequences(through.astype(jnp.float32), rows)
+        share = experts / count * load / tokens
+        mean = _of_sequences(probability, rows) / tokens
+        return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)))
+
+    return route
+
+
+class _Counts(NamedTuple):
+    """Of one optimizer step, float32 scalars."""
+
+    sequences: jax.Array
+    pairs: jax.Array  # of a token of a sequence and an expert that it goes through, in a layer
+
+
+def balanced(objective: Objective, coef: float) -> Objective:
+    """`objective` with `coef` times the balance loss, and metrics of it, where it trains a mixture.
+
+    Metrics: `balance_loss`, the mean over sequences and layers of sum f_i P_i (1: even), without
+    `coef`, and `expert_share_max`, the share of all tokens' choices that falls to the busiest
+    expert of any layer (even: 1 / E). What trains no mixture is returned as it is.
+    """
+    network = objective.model
+    model = network.trunk if isinstance(network, ScalarModel) else network
+    if not model.num_experts:
+        return objective
+    loss_name, load_name = f"{objective.name}/balance_loss", f"{objective.name}/expert_load"
+
+    def prepare(batch: Any) -> tuple[Any, Any]:
+        rows = batch.rows
+        sequences = rows.valid.sum(dtype=jnp.int32)
+        tokens = tokens_of_sequences(rows).astype(jnp.float32)
+        counts = sequences.astype(jnp.float32), tokens.sum() * model.experts_per_token
+        batch, denominators = objective.prepare(batch)
+        return batch, (denominators, _Counts(*(jnp.maximum(x, 1.0) for x in counts)))
+
+    def evaluate(
+        params: Any, batch: Any, denominators: Any, temperature: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        denominators, counts = denominators
+        with watched() as found:
+            loss, metrics = objective.evaluate(params, batch, denominators, temperature)
+        (balance,) = found
+        per_layer = balance.loss / counts.sequences
+        loss = loss + coef * per_layer.sum()
+        sums = {loss_name: per_layer.mean(), load_name: balance.load / counts.pairs}
+        return loss, metrics | {"sum": metrics["sum"] | jax.lax.stop_gradient(sums)}
+
+    def finish(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        metrics = objective.finish(metrics)
+        share = metrics.pop(load_name).max()
+        return metrics | {f"{objective.name}/expert_share_max": share}
+
+    return dataclasses.replace(objective, prepare=prepare, evaluate=evaluate, finish=finish)

@@ -1,0 +1,319 @@
+"""Mixtures of experts: what each token gets is the float64 sum over its experts, on any mesh."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_models import CASES
+from model_files import hf_settings, tensors_of, write_hf
+from model_files import random_params as file_params
+from tiny_model import TINY, mesh_of, random_params
+
+from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.grouped_product import block_size, grouped_product
+from distflow_jax.models.int8 import Int8, quantise
+from distflow_jax.models.moe import best, chosen_probability, mixture
+from distflow_jax.models.transformer import (
+    arrange,
+    num_active_params,
+    num_params,
+    param_shardings,
+)
+from distflow_jax.models.weights.source import FAMILIES, open_model
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.config import TrainingConfig
+
+MOE = dataclasses.replace(
+    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
+)
+WAYS = pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])
+SIZES = {
+    "all": [5, 40, 0, 11, 1, 0],
+    "one group": [0, 0, 57, 0, 0, 0],
+    "few rows": [1, 0, 0, 2, 0, 0],
+    "one row": [0, 0, 0, 0, 0, 1],
+    "long groups": [700, 0, 13, 255, 256, 257],
+}
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def group_of_rows(sizes):
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
+@WAYS
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("case", SIZES)
+def test_rows_meet_the_matrix_of_their_group(case, turned, ragged):
+    """Values and both gradients against float64."""
+    sizes = SIZES[case]
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(sum(sizes), 6)), rng.normal(size=(len(sizes), 6, 5))
+    ct, group = rng.normal(size=(len(x), 5)), group_of_rows(sizes)
+    want = np.einsum("mi,mio->mo", x, weight[group])
+    d_x = np.einsum("mo,mio->mi", ct, weight[group])
+    d_weight = np.zeros_like(weight)
+    np.add.at(d_weight, group, x[:, :, None] * ct[:, None])
+    if turned:
+        weight, d_weight = weight.swapaxes(1, 2), d_weight.swapaxes(1, 2)
+    x, weight, ct = (jnp.asarray(a, jnp.float32) for a in (x, weight, ct))
+
+    @jax.jit
+    def run(x, weight, ct):
+        product = functools.partial(
+            grouped_product, sizes=jnp.array(sizes, jnp.int32), turned=turned, ragged=ragged
+        )
+        y, transpose = jax.vjp(product, x, weight)
+        return y, *transpose(ct)
+
+    for got, wanted in zip(run(x, weight, ct), (want, d_x, d_weight), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@WAYS
+@pytest.mark.parametrize("turned", [False, True])
+def test_int8_matrices(turned, ragged):
+    """The same as the matrices that they stand for."""
+    sizes = SIZES["all"]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(sum(sizes), 6)), jnp.float32)
+    shape = (len(sizes), 5, 6) if turned else (len(sizes), 6, 5)
+    weight = Int8(*quantise(jnp.asarray(rng.normal(size=shape)), (2 if turned else 1,)))
+    scale = jnp.expand_dims(weight.scale, 2 if turned else 1)
+    whole = weight.values.astype(jnp.float32) * scale
+    got, want = (
+        jax.jit(functools.partial(grouped_product, turned=turned, ragged=ragged))(
+            x, w, jnp.array(sizes, jnp.int32)
+        )
+        for w in (weight, whole)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "size"),
+    [(1, 8, 1), (12, 8, 12), (100, 8, 16), (512, 8, 64), (10**6, 8, 256), (10**5, 128, 256)],
+)
+def test_rows_of_a_block(rows, groups, size):
+    assert block_size(rows, groups) == size
+
+
+# -- the mixture -----------------------------------------------------------------------------------
+
+
+def expected(h, w, count, norm_topk):
+    """In float64, token by token and expert by expert: [B, T, D]."""
+    w = {name: np.asarray(value, np.float64) for name, value in w.items()}
+    out = np.zeros(h.shape)
+    for place in np.ndindex(h.shape[:2]):
+        x = h[place].astype(np.float64)
+        p = np.exp(x @ w["router"])
+        p /= p.sum()
+        chosen = np.argsort(-p)[:count]
+        scale = p[chosen].sum() if norm_topk else 1.0
+        for e in chosen:
+            gate = x @ w["gate"][e]
+            inner = gate / (1 + np.exp(-gate)) * (x @ w["up"][e])
+            out[place] += p[e] / scale * (inner @ w["down"][e])
+    return out
+
+
+def layer_of(params, layer=0):
+    names = ("router", "gate", "up", "down")
+    return {name: params["layers"][name][layer] for name in names}
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("count", "norm_topk"), [(1, False), (3, True), (8, False)])
+def test_every_token_is_the_sum_over_its_experts(count, norm_topk, axes):
+    config = dataclasses.replace(MOE, experts_per_token=count)
+    params, mesh = random_params(config), mesh_of(*axes)
+    h = np.random.default_rng(1).normal(size=(2, 9, config.hidden_size)).astype(np.float32)
+    placed = jax.device_put(params, param_shardings(config, mesh))
+
+    @jax.jit
+    def run(params, h):
+        with use_mesh(mesh):
+            w = layer_of(params)
+            return mixture(h, w, count, norm_topk=norm_topk, turned=False)[0]
+
+    want = expected(h, layer_of(params), count, norm_topk)
+    np.testing.assert_allclose(run(placed, h), want, rtol=1e-4, atol=1e-4)
+    assert want.std() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_a_samplers_layers_apart(dtype):
+    """On 2 x 2 devices, of which each pair has half of every expert; routers are never rounded."""
+    params = random_params(MOE)
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
+    placed = jax.device_put(params, param_shardings(MOE, mesh))
+    kept = arrange(MOE, "apart", placed, dtype=dtype)["layers"][1]
+    np.testing.assert_array_equal(kept["router"], params["layers"]["router"][1])
+    own = layer_of(params, 1)
+    if dtype == "int8":
+        for name in ("gate", "up", "down"):
+            assert isinstance(kept[name], Int8)
+            values, scale = (np.asarray(x, np.float64) for x in kept[name])
+            own[name] = (values * scale[..., None]).swapaxes(1, 2)
+    half = kept["down"].values if dtype == "int8" else kept["down"]
+    assert half.addressable_shards[0].data.shape == (8, MOE.hidden_size, MOE.mlp_size // 2)
+    h = np.random.default_rng(1).normal(size=(4, 2, MOE.hidden_size)).astype(np.float32)
+
+    @jax.jit
+    def run(w, h):
+        with use_mesh(mesh):
+            return mixture(h, w, 3, norm_topk=True, turned=True)[0]
+
+    np.testing.assert_allclose(run(kept, h), expected(h, own, 3, True), rtol=1e-4, atol=1e-4)
+
+
+def test_the_best_experts_and_their_weights():
+    p = jnp.array([[[0.1, 0.3, 0.2, 0.3, 0.1]]])
+    expert = best(p, 3)
+    np.testing.assert_array_equal(expert, [[[1, 3, 2]]])  # of equals the first
+    np.testing.assert_allclose(
+        chosen_probability(p, expert, norm_topk=False)[0, 0], [0.3, 0.3, 0.2], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        chosen_probability(p, expert, norm_topk=True)[0, 0], [3 / 8, 3 / 8, 2 / 8], rtol=1e-6
+    )
+
+
+def test_a_route_chooses_and_the_router_weighs():
+    params = random_params(MOE)
+    h = np.random.default_rng(1).normal(size=(2, 5, MOE.hidden_size)).astype(np.float32)
+    w = layer_of(params)
+    plain, _ = mixture(h, w, 3, norm_topk=True, turned=False)
+    seen = {}
+
+    def route(probability, extra):
+        seen["probability"] = probability
+        return jnp.broadcast_to(extra, (2, 5, 3)), "seen"
+
+    fixed = jnp.array([[[2, 0, 5]]], jnp.int32)
+    out, given = mixture(h, w, 3, norm_topk=True, turned=False, route=route, extra=fixed)
+    assert given == "seen" and seen["probability"].shape == (2, 5, 8)
+    p = np.asarray(seen["probability"], np.float64)[..., [2, 0, 5]]
+    alone = {
+        e: expected(h, {k: v[..., [e]] if k == "router" else v[[e]] for k, v in w.items()}, 1, True)
+        for e in (2, 0, 5)
+    }
+    want = sum(p[..., [i]] / p.sum(-1, keepdims=True) * alone[e] for i, e in enumerate(alone))
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
+    assert np.abs(out - plain).max() > 0.1
+
+
+# -- config ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "message"),
+    [(0, 2, "use 0 without num_experts"), (4, 0, "use 1 to 4"), (4, 5, "=5 .*=4 .*use 1 to 4")],
+)
+def test_impossible_numbers_of_experts(experts, active, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(num_experts=experts, experts_per_token=active)
+
+
+def test_parameters_that_a_token_meets():
+    expert = 3 * MOE.hidden_size * MOE.mlp_size
+    assert num_params(MOE) - num_active_params(MOE) == MOE.num_layers * 5 * expert
+    assert num_active_params(TINY) == num_params(TINY)
+
+
+def test_a_balance_loss_needs_experts():
+    machine, config = Machine(1, 1, 1, "cpu"), Config(training=TrainingConfig(balance_coef=1e-3))
+    with pytest.raises(ValueError, match=r"balance_coef=0.001 is for a mixture .* use 0"):
+        derive_sizes(config, DecoderConfig(), machine)
+    with pytest.raises(ValueError, match="balance_coef must not be negative, got -1"):
+        TrainingConfig(balance_coef=-1.0)
+
+
+MIXTURES = pytest.mark.parametrize("case", ["qwen3_moe untied", "mixtral untied"])
+
+
+@MIXTURES
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 9}, "experts_per_token=9 of num_experts=8"),
+    ],
+)
+def test_other_mixtures_are_refused(case, change, message):
+    config = CASES[case]
+    settings = hf_settings(config) | change
+    settings = {key: value for key, value in settings.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[config.family].config_from_hf(settings)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (
+            "qwen3_moe untied",
+            {"decoder_sparse_step": 2},
+            r"decoder_sparse_step=2, mlp_only_layers=\[",
+        ),
+        ("qwen3_moe untied", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]\): all"),
+        ("qwen3_moe untied", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
+        ("mixtral untied", {"sliding_window": 8}, "sliding_window=8"),
+    ],
+)
+def test_what_a_family_has_not_is_refused(case, change, message):
+    config = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[config.family].config_from_hf(hf_settings(config) | change)
+
+
+def test_what_files_may_leave_out():
+    """Defaults are transformers'."""
+    config = CASES["mixtral untied"]
+    settings = hf_settings(config) | {"sliding_window": config.max_position}
+    del settings["rope_theta"], settings["rms_norm_eps"], settings["num_experts"]
+    read = FAMILIES["mixtral"].config_from_hf(settings | {"num_local_experts": 8})
+    assert read == dataclasses.replace(config, rope_theta=1e6, norm_eps=1e-5)
+    config = CASES["qwen3_moe untied"]
+    settings = hf_settings(config)
+    del settings["norm_topk_prob"]
+    read = FAMILIES["qwen3_moe"].config_from_hf(settings)
+    assert read == dataclasses.replace(config, norm_topk=False)
+
+
+def test_what_files_cannot_say():
+    for config, message in (
+        (dataclasses.replace(CASES["mixtral untied"], norm_topk=False), "norm_topk=False has no"),
+        (dataclasses.replace(TINY, family="qwen3_moe", qk_norm=True), "num_experts=0 has no form"),
+        (dataclasses.replace(MOE, family="qwen3"), "num_experts=8 has no form"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FAMILIES[config.family].config_to_hf(config)
+
+
+def test_missing_experts_are_named(tmp_path):
+    config = dataclasses.replace(CASES["mixtral untied"], vocab_size=300)
+    tensors = tensors_of(config, file_params(config))
+    name = "model.layers.1.block_sparse_moe.experts.7.w3.weight"
+    assert tensors.pop(name).shape == (24, 32)
+    folder = write_hf(tmp_path / "m", config, tensors)
+    with pytest.raises(ValueError, match=rf"nothing sets: layers/up \[2, 8, 32, 24\] needs {name}"):
+        open_model(str(folder))
+    assert "num_experts" in json.loads((folder / "config.json").read_text())
+
+
+def test_random_mixtures():
+    for family in ("qwen3_moe", "mixtral"):
+        config = open_model(f"random:{family}?experts=4&active=1&norm_topk=1").config
+        assert (config.num_experts, config.experts_per_token) == (4, 1)
+        assert config.qk_norm == (family == "qwen3_moe")
+        assert open_model(f"random:{family}").config.num_experts == 8

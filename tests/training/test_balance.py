@@ -1,0 +1,187 @@
+"""Training a mixture on packed rows: log-probs, balance loss and gradients are those of plain
+sequences, wherever these lie.
+
+N sequences, T tokens of the longest one. The yardstick has one sequence per row, the losses written
+out. Tolerances as in test_forward.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.batch import RowShape
+from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.config import scalar_model
+from distflow_jax.models.moe import best
+from distflow_jax.models.transformer import head_logits, hidden_states, param_shardings
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.balance import balanced
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.objectives.value import ValueBatch, ValueConfig, value_objective
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+from distflow_jax.types import flatten_dict
+
+MOE = dataclasses.replace(
+    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
+)
+COEF = 0.7
+PARAMS = random_params(MOE)
+# two groups of responses to one prompt, and masked tokens, which are tokens all the same
+SAMPLES = random_samples(0, groups=3, size=3)
+FORWARD = ForwardConfig(logp_chunk=16, remat=False)
+
+
+def distance(a, b):
+    """|a - b| / |b| over all leaves."""
+    a, b = flatten_dict(a), flatten_dict(b)
+    assert a.keys() == b.keys()
+    gap = sum(np.sum((np.asarray(a[k], np.float64) - b[k]) ** 2) for k in a)
+    return np.sqrt(gap / sum(np.sum(np.asarray(b[k], np.float64) ** 2) for k in b))
+
+
+@functools.cache
+def plain():
+    """(losses, gradient) of sequences one by one: {nll, balance [layers], load [layers, E]}."""
+    whole = [
+        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
+    ]
+    longest = max(map(len, whole))
+    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
+    real = np.stack([np.arange(longest) < len(x) for x in whole])
+    learned = np.zeros(tokens.shape, bool)
+    for row, prompt, mask in zip(learned, SAMPLES.prompt, SAMPLES.response_mask, strict=True):
+        row[len(prompt.tokens) :][: len(mask)] = mask
+    position = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), tokens.shape)
+    causal = jnp.tril(jnp.ones((1, longest, longest), bool))
+
+    def losses(params):
+        def route(probability, _):
+            expert = best(probability, MOE.experts_per_token)
+            return expert, (probability, expert)
+
+        hidden, (_, (probability, expert)) = hidden_states(
+            MOE,
+            params,
+            tokens,
+            position,
+            lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
+            route=route,
+        )
+        logits = head_logits(MOE, params, hidden[:, :-1].reshape(-1, MOE.hidden_size))
+        log_p = jax.nn.log_softmax(logits).reshape(len(tokens), longest - 1, -1)
+        logp = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+        nll = -jnp.sum(jnp.where(learned[:, 1:], logp, 0.0)) / learned.sum().astype(np.float32)
+        is_token = real.astype(np.float32)[None, :, :, None]
+        count = is_token.sum(2)
+        chosen = jnp.sum(jax.nn.one_hot(expert, MOE.num_experts).sum(3) * is_token, axis=2)
+        f = MOE.num_experts / MOE.experts_per_token * chosen / count
+        mean = jnp.sum(probability * is_token, axis=2) / count
+        balance = jnp.mean(jnp.sum(f * mean, axis=-1), axis=1)
+        return nll + COEF * balance.sum(), {"nll": nll, "balance": balance, "load": chosen.sum(1)}
+
+    return jax.device_get(jax.jit(jax.grad(losses, has_aux=True))(PARAMS))[::-1]
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "micro", "remat", "coef"))
+def packed(params, rows, *, mesh, micro=1, remat=False, coef=COEF):
+    objective = sft_objective(MOE, dataclasses.replace(FORWARD, remat=remat))
+    with use_mesh(mesh):
+        return accumulate_gradients(
+            params,
+            SftBatch(rows),
+            jnp.float32(1),
+            shape=UpdateShape(mesh, micro, 14),
+            objective=balanced(objective, coef),
+        )
+
+
+def assert_plain(grads, metrics):
+    losses, wanted = plain()
+    load = losses["load"] / losses["load"].sum(-1, keepdims=True)
+    for name, value in {
+        "actor/nll": losses["nll"],
+        "actor/balance_loss": losses["balance"].mean(),
+        "actor/loss": losses["nll"] + COEF * losses["balance"].sum(),
+        "actor/expert_share_max": load.max(),
+    }.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    assert all(np.ndim(value) == 0 for value in metrics.values())
+    assert distance(grads, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shared", "axes", "micro", "remat"),
+    [(True, (1, 1), 2, False), (False, (1, 1), 1, True), (True, (2, 4), 1, True)],
+    ids=["shared prompts", "own prompts, remat", "8 devices, remat"],
+)
+def test_losses_and_gradients_are_those_of_plain_sequences(shared, axes, micro, remat):
+    mesh = mesh_of(*axes)
+    shape = RowShape(1, 4, 128, 8) if shared else RowShape(1, 8, 64, 4)
+    rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=axes[0])
+    assert shared == bool((rows.parent > shape.sequences).any())
+    params = jax.device_put(PARAMS, param_shardings(MOE, mesh))
+    grads, metrics = packed(params, mini_batch(rows), mesh=mesh, micro=micro, remat=remat)
+    assert_plain(*jax.device_get((grads, metrics)))
+
+
+def test_the_balance_loss_takes_part_in_the_routers_gradient():
+    """And a coefficient of 0 leaves the objective's own gradient."""
+    rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
+    rows = mini_batch(rows)
+    without, metrics = packed(PARAMS, rows, mesh=mesh_of(1, 1), coef=0.0)
+    assert metrics["actor/balance_loss"] > 1
+    np.testing.assert_allclose(metrics["actor/loss"], metrics["actor/nll"], rtol=1e-6)
+    _, wanted = plain()
+    router = without["layers"]["router"]
+    assert distance({"r": router}, {"r": wanted["layers"]["router"]}) > 0.05
+
+
+def test_padding_does_not_matter():
+    rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
+    rows = jax.tree.map(np.array, mini_batch(rows))
+    empty = rows.segment == 0
+    rows.tokens[empty] = np.random.default_rng(0).integers(0, MOE.vocab_size, empty.sum())
+    grads, metrics = packed(PARAMS, rows, mesh=mesh_of(1, 1), micro=2)
+    assert_plain(*jax.device_get((grads, metrics)))
+
+
+def test_even_use_is_1_and_one_expert_for_all_is_the_most():
+    """A router of zeros is even in P; tokens then all go through the first K experts."""
+    params = PARAMS | {"layers": PARAMS["layers"] | {"router": 0 * PARAMS["layers"]["router"]}}
+    rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
+    _, metrics = packed(params, mini_batch(rows), mesh=mesh_of(1, 1))
+    np.testing.assert_allclose(metrics["actor/balance_loss"], 1, rtol=1e-6)
+    np.testing.assert_allclose(metrics["actor/expert_share_max"], 1 / 3, rtol=1e-6)
+
+
+def test_dense_models_are_left_alone():
+    objective = sft_objective(TINY, FORWARD)
+    assert balanced(objective, 0.0) is objective
+
+
+def test_a_critic_has_a_balance_of_its_own():
+    critic = scalar_model(MOE, head_stddev=0.1)
+    objective = value_objective(critic, ValueConfig(), FORWARD, max_response=14)
+    rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
+    rows, mesh = mini_batch(rows), mesh_of(1, 1)
+    zeros = jnp.zeros(rows.tokens.shape, jnp.float32)
+
+    @jax.jit
+    def run(params):
+        return accumulate_gradients(
+            params,
+            ValueBatch(rows, zeros, zeros),
+            jnp.float32(1),
+            shape=UpdateShape(mesh, 1, 14),
+            objective=balanced(objective, COEF),
+        )[1]
+
+    metrics = run(random_params(critic))
+    parts = metrics["critic/vf_loss"] + COEF * MOE.num_layers * metrics["critic/balance_loss"]
+    np.testing.assert_allclose(metrics["critic/loss"], parts, rtol=1e-5)
