@@ -163,11 +163,12 @@ def _block_outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
     def body(index, total):
         start, own = blocks.at(index, rows, size)
-        part = jnp.where(own, _rows(x, start, size), 0)
+        part, group = jnp.where(own, _rows(x, start, size), 0), blocks.group[index]
         new = jnp.einsum(
             "CI,CO->IO", part, _rows(y, start, size), preferred_element_type=jnp.float32
         )
-        return total.at[blocks.group[index]].add(new)
+        new = _pick(total, group) + new
+        return jax.lax.dynamic_update_index_in_dim(total, new, group, axis=0)
 
     total = jnp.zeros((groups, x.shape[1], y.shape[1]), jnp.float32)
     return bounded_loop(blocks.count, body, total, most=_most(rows, groups, size))

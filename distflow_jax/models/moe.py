@@ -85,7 +85,7 @@ def mixture(
         for name, dims in (("gate", into), ("up", into), ("down", out_of))
     }
     y = local(
-        functools.partial(_expert_mlps, turned=turned, ragged=platform() == "tpu"),
+        functools.partial(expert_mlps, turned=turned, ragged=platform() == "tpu"),
         (h_BTD, weight, expert, *(x for x, _ in weights.values())),
         (_TOKENS, _TOKENS, _TOKENS, *(axes for _, axes in weights.values())),
         _TOKENS,
@@ -105,7 +105,7 @@ def _matrices(
     return weight.astype(dtype), axes
 
 
-def _expert_mlps(
+def expert_mlps(
     h_BTD: jax.Array,
     weight_BTK: jax.Array,
     expert_BTK: jax.Array,

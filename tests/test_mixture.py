@@ -1,0 +1,54 @@
+"""A run that trains a mixture of experts, from its first sample to an exported folder."""
+
+import numpy as np
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.checkpoint.export import run_export
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.models.weights.hf_folder import write_hf_folder
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.observe.writers import read_metrics
+
+SMALL = (
+    "random:qwen3_moe?hidden=32&layers=2&heads=4&kv_heads=2&mlp=16&experts=4&active=2&vocab=512"
+    "&max_position=512"
+)
+
+
+def test_a_mixture_learns_from_what_it_samples(tmp_path):
+    config = from_config_dict(
+        Config,
+        override(
+            tiny.get_config(),
+            [
+                f"model.source={SMALL}",
+                "data.prompts_per_step=8",
+                "rollout.max_response_length=8",
+                "rollout.num_slots=16",
+                "training.steps=2",
+                "training.balance_coef=0.01",
+                "training.mini_batches=2",
+                "checkpoint.every=2",
+                "eval.dataset=",
+            ],
+        ),
+    )
+    assert run.train(config, tmp_path / "run") == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["actor/grad_norm"] > 0
+        assert 1 < row["actor/balance_loss"] < 2  # E / K at most
+        assert 1 / 4 <= row["actor/expert_share_max"] <= 1 / 2
+        # the sampler sends tokens to the experts that the trainer sends them to
+        assert row["training/rollout_probs_diff_max"] < 1e-3
+    assert rows[1]["perf/compilations"] == 0
+    found = run_export(tmp_path / "run")
+    write_hf_folder(tmp_path / "out", found.export)
+    exported = open_model(str(tmp_path / "out"))
+    assert exported.config == open_model(SMALL).config
+    trained = dict(found.export.params())
+    for path, array in exported.params():
+        np.testing.assert_array_equal(array, trained[path], err_msg=path)
