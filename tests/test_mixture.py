@@ -40,7 +40,7 @@ def test_a_mixture_learns_from_what_it_samples(tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert row["actor/grad_norm"] > 0
-        assert 1 < row["actor/balance_loss"] < 2  # E / K at most
+        assert 0.999 < row["actor/balance_loss"] < 2  # 1 is even, E / K the most
         assert 1 / 4 <= row["actor/expert_share_max"] <= 1 / 2
         # the sampler sends tokens to the experts that the trainer sends them to
         assert row["training/rollout_probs_diff_max"] < 1e-3

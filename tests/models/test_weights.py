@@ -133,7 +133,7 @@ def test_quantised_gguf_is_what_the_package_dequantises(tmp_path, quant):
     assert_params(open_model(str(path)), random_params(TIED), atol=0.5)
 
 
-@MODELS
+@IN_GGUF
 def test_gguf_goes_out_as_hugging_face_and_comes_back(tmp_path, config):
     quant = gguf.GGMLQuantizationType.Q8_0
     tensors = tensors_of(config, random_params(config), "gguf")
