@@ -1,6 +1,7 @@
 """A run that trains a mixture of experts, from its first sample to an exported folder."""
 
 import numpy as np
+import pytest
 
 from configs import tiny
 from distflow_jax import run
@@ -17,6 +18,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_from_what_it_samples(tmp_path):
     config = from_config_dict(
         Config,

@@ -191,17 +191,19 @@ def test_a_route_chooses_and_the_router_weighs():
     params = random_params(MOE)
     h = np.random.default_rng(1).normal(size=(2, 5, MOE.hidden_size)).astype(np.float32)
     w = layer_of(params)
-    plain, _ = mixture(h, w, 3, norm_topk=True, turned=False)
-    seen = {}
-
-    def route(probability, extra):
-        seen["probability"] = probability
-        return jnp.broadcast_to(extra, (2, 5, 3)), "seen"
-
     fixed = jnp.array([[[2, 0, 5]]], jnp.int32)
-    out, given = mixture(h, w, 3, norm_topk=True, turned=False, route=route, extra=fixed)
-    assert given == "seen" and seen["probability"].shape == (2, 5, 8)
-    p = np.asarray(seen["probability"], np.float64)[..., [2, 0, 5]]
+
+    @jax.jit
+    def run(h, w):
+        def route(probability, extra):
+            return jnp.broadcast_to(extra, (2, 5, 3)), probability
+
+        layer = functools.partial(mixture, h, w, 3, norm_topk=True, turned=False)
+        return layer()[0], *layer(route=route, extra=fixed)
+
+    plain, out, probability = run(h, w)
+    assert probability.shape == (2, 5, 8)
+    p = np.asarray(probability, np.float64)[..., [2, 0, 5]]
     alone = {
         e: expected(h, {k: v[..., [e]] if k == "router" else v[[e]] for k, v in w.items()}, 1, True)
         for e in (2, 0, 5)

@@ -19,6 +19,9 @@ QWEN3 = replace(TINY, family="qwen3", qk_norm=True, head_dim=24)
 QWEN3_MOE = replace(QWEN3, family="qwen3_moe", mlp_size=32, num_experts=8, experts_per_token=3)
 NAMES = ["qwen2", "qwen3", "qwen3_moe"]
 FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, QWEN3_MOE], ids=NAMES)
+MOSTLY = pytest.mark.parametrize(
+    "model", [QWEN2, QWEN3, pytest.param(QWEN3_MOE, marks=pytest.mark.slow)], ids=NAMES
+)
 CONFIG = EngineConfig(
     slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
 )
@@ -60,7 +63,7 @@ def best_tokens(model, params, tokens_BT):
     return index[..., 0], best[..., 0] - best[..., 1]
 
 
-@FAMILIES
+@MOSTLY
 def test_greedy_tokens_are_the_forward_passes_best(model):
     params = random_params(model, 2)
     responses = responses_of(model, params)
@@ -97,7 +100,7 @@ def test_log_probs_are_those_of_the_trainer(model):
             assert max(off) > 0.01, name
 
 
-@FAMILIES
+@MOSTLY
 def test_int8_weights_sample(model):
     params = random_params(model, 2)
     responses = responses_of(model, params, weights_dtype="int8")
