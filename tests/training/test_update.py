@@ -16,6 +16,7 @@ from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
 from distflow_jax.models.transformer import param_shardings
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.training.balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -228,18 +229,25 @@ def test_wrong_settings_are_named(wrong, message):
         OptimizerConfig(**wrong)
 
 
-@pytest.mark.parametrize("fsdp, tensor", [(8, 1), (4, 2)])
-def test_rows_are_never_gathered(fsdp, tensor):
+MOE = dataclasses.replace(TINY, mlp_size=32, num_experts=6, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    "model, fsdp, tensor",
+    [(TINY, 8, 1), (TINY, 4, 2), pytest.param(MOE, 4, 2, marks=pytest.mark.slow)],
+)
+def test_rows_are_never_gathered(model, fsdp, tensor):
     """Parameters are, layer by layer; fields of the batch stay with the rank that has the rows."""
     length, sequences = 88, 7  # sizes that no parameter has
     mesh = mesh_of(fsdp, tensor)
     shape = UpdateShape(mesh, 1, 14)
     forward = ForwardConfig(logp_chunk=8)
-    objective = policy_objective(TINY, AlgorithmConfig(), forward, max_response=14)
+    objective = policy_objective(model, AlgorithmConfig(), forward, max_response=14)
+    objective = balanced(objective, 0.01)
     optimizer = make_optimizer(OPTIMIZER, STEPS)
     schedule = learning_rate(OPTIMIZER, STEPS)
     update = make_update(optimizer, schedule, shape=shape, objective=objective)
-    logp = make_logp(shape=shape, model=TINY, forward=forward)
+    logp = make_logp(shape=shape, model=model, forward=forward)
     samples = random_samples(0, groups=8, size=4)
     rows, placement = rows_of(samples, RowShape(1, 16, length, sequences), shared=True, ranks=8)
     layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
@@ -249,7 +257,7 @@ def test_rows_are_never_gathered(fsdp, tensor):
 
     token = jax.ShapeDtypeStruct(rows.tokens.shape, np.float32, sharding=layout)
     rows = jax.tree.map(abstract, rows)
-    state = abstract_state(TINY, optimizer, mesh)
+    state = abstract_state(model, optimizer, mesh)
     batch = PolicyBatch(rows, token, token, token, None)
     programs = {
         "update": update.lower(state, batch, np.int32(0), TEMPERATURE),
