@@ -97,6 +97,22 @@ def test_int8_matrices(turned, ragged):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tpu_has_an_instruction_for_it(turned):
+    """Both gradients too; lowered only, which needs no TPU."""
+    x, sizes = jnp.ones((32, 6), jnp.float32), jnp.array([20, 12], jnp.int32)
+    weight = jnp.ones((2, 5, 6) if turned else (2, 6, 5), jnp.float32)
+
+    def loss(x, weight, ragged):
+        return jnp.square(grouped_product(x, weight, sizes, turned, ragged)).sum()
+
+    for ragged, count in ((True, 3), (False, 0)):
+        gradient = jax.jit(jax.grad(functools.partial(loss, ragged=ragged), argnums=(0, 1)))
+        lowered = gradient.trace(x, weight).lower(lowering_platforms=("tpu",))
+        lines = lowered.as_text().splitlines()
+        assert sum("ragged_dot" in line for line in lines) == count
+
+
 @pytest.mark.parametrize(
     ("rows", "groups", "size"),
     [(1, 8, 1), (12, 8, 12), (100, 8, 16), (512, 8, 64), (10**6, 8, 256), (10**5, 128, 256)],
