@@ -14,7 +14,7 @@ from model_files import random_params as file_params
 from tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.config import Config, Machine, derive_sizes
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.grouped_product import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.moe import best, chosen_probability, mixture
@@ -239,6 +239,13 @@ def test_a_route_chooses_and_the_router_weighs():
 def test_impossible_numbers_of_experts(experts, active, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(num_experts=experts, experts_per_token=active)
+
+
+def test_experts_have_no_adapters():
+    with pytest.raises(ValueError, match=r"no adapters \(gate, up, down\); use query,key,value,o"):
+        adapted(MOE, LoraConfig(rank=4))
+    network = adapted(MOE, LoraConfig(4, targets=("query", "output")))
+    assert num_active_params(network) - num_active_params(MOE) > 0
 
 
 def test_parameters_that_a_token_meets():

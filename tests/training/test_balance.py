@@ -16,7 +16,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 
 from distflow_jax.batch import RowShape
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
 from distflow_jax.models.transformer import head_logits, hidden_states, param_shardings
 from distflow_jax.parallel.rules import use_mesh
@@ -174,6 +174,32 @@ def test_even_use_is_1_and_one_expert_for_all_is_the_most():
 def test_dense_models_are_left_alone():
     objective = sft_objective(TINY, FORWARD)
     assert balanced(objective, 0.0) is objective
+
+
+@pytest.mark.slow
+def test_adapters_learn_from_the_balance_too():
+    """Experts and routers are frozen; what comes before them is moved by both losses."""
+    network = adapted(MOE, LoraConfig(4, targets=("query", "output")))
+    rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
+    rows, mesh = mini_batch(rows), mesh_of(1, 1)
+
+    @jax.jit
+    def run(params, coef):
+        return accumulate_gradients(
+            params,
+            SftBatch(rows),
+            jnp.float32(1),
+            shape=UpdateShape(mesh, 2, 14),
+            objective=balanced(sft_objective(network, FORWARD), coef),
+        )[0]
+
+    params = random_params(network)
+    with_it, without = (run(params, jnp.float32(coef)) for coef in (COEF, 0.0))
+    assert {path.partition("_lora")[0] for path in flatten_dict(with_it)} == {
+        "layers/query",
+        "layers/output",
+    }
+    assert distance(without, with_it) > 0.01
 
 
 @pytest.mark.slow
