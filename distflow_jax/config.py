@@ -188,7 +188,7 @@ class Sizes:
     def table(self, config: Config, model: DecoderConfig, machine: Machine) -> list[tuple]:
         """(name, value, meaning) for people."""
         p, r = self.packing, config.rollout
-        rows = p.rows[p.primary] * self.mesh_of("ACTOR").fsdp
+        rows = p.rows[p.primary] * self.mesh_of("ACTOR").ranks
         samplers = machine.processes // self.sampler_hosts
         hosts = f"of {self.sampler_hosts} hosts each" if self.sampler_hosts > 1 else "one per host"
         others = [
@@ -216,7 +216,7 @@ class Sizes:
             ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
             ("attention in rows", *self._attention()),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
-            ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
+            ("micro-batch", self.micro_rows * self.mesh.ranks, "rows over all data ranks"),
             *_offload_rows(config.training.offload, machine),
         ]
 
@@ -300,9 +300,10 @@ def derive_sizes(
             f"data.prompts_per_step={data.prompts_per_step} leave some of the {machine.processes} "
             f"processes without a prompt; use at least {machine.processes}"
         )
-    micro_total = training.micro_batch_rows or mesh.fsdp
     micro = _divides(
-        "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
+        "training.micro_batch_rows",
+        training.micro_batch_rows or mesh.ranks,
+        {"data ranks (mesh.data x mesh.fsdp)": mesh.ranks},
     )
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
@@ -416,9 +417,9 @@ def _packing(
         needed = rows_bound(mini_prompts, longest_pair, whole)
     else:
         needed = rows_bound(mini_prompts * size, prompt + response, limits)
-    most = room(needed, actor.fsdp)
+    most = room(needed, actor.ranks)
     # another layout takes the same rows, as they come, even where some are not filled well
-    rows = {m.layout: room(most * actor.fsdp, m.fsdp) for m in (mesh, *roles.values())}
+    rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
     return PackingPlan(
         limits=limits,
         mini_batches=training.mini_batches,
@@ -454,14 +455,14 @@ def _role_sizes(
     part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
     if part is not None:
         machine = machine.part(part[1] - part[0])
-    fsdp, tensor = sizes.get("fsdp", 0), sizes.get("tensor", 1)
-    _check_width(f"{where}.tensor", tensor, model, machine)
-    sizes = resolve_sizes(fsdp, tensor, machine.devices, where=where, part=part)
+    _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
             f"{where}.fsdp={sizes.fsdp} does not divide the model's hidden_size="
-            f"{model.hidden_size}; use one of {fits}, and as many devices"
+            f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
+            "devices"
         )
     return sizes
 

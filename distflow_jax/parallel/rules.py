@@ -7,19 +7,22 @@ replicated when there are fewer of them than the axis is wide.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# logical dim -> the mesh axes that may hold it, the first that the mesh has (none: replicated)
+# logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
+# replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("fsdp", "data"),  # rows of a training batch, slots of a sampler
+    "rows": ("data", "fsdp"),  # packed rows, and what is known of each
+    "batch": ("data", "fsdp"),  # of a network's activations: rows in training, slots of a sampler
     "length": (),
     "layers": (),
     "blocks": (),
-    "hidden": ("fsdp",),  # of parameters: gathered layer by layer
+    "hidden": ("fsdp",),  # of parameters: gathered layer by layer; "data" has copies
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -38,28 +41,55 @@ _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh
 def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Layout of one array whose dims carry the logical names `axes`.
 
-    Raises ValueError where a dim is not divisible by its mesh axis, naming both.
+    Raises ValueError where a dim is not divisible by its mesh axes, naming both.
     """
     assert len(axes) == len(shape), (axes, shape)
-    entries = []
+    entries: list[str | tuple[str, ...] | None] = []
+    claimed: set[str] = set()
     for name, size in zip(axes, shape, strict=True):
-        axis = next((a for a in RULES[name] if mesh.shape.get(a, 1) > 1), None)
-        if axis is None:
-            entries.append(None)
-            continue
-        width = mesh.shape[axis]
-        if size % width == 0:
-            assert axis not in entries, f"two dims of {axes} claim mesh axis {axis}"
-            entries.append(axis)
+        held = _held(mesh, name)
+        count = math.prod(held.values())
+        if size % count == 0:
+            assert not claimed & held.keys(), f"two dims of {axes} claim one of {set(held)}"
+            claimed |= held.keys()
+            entries.append(_entry(tuple(held)))
         elif name in _REPLICATE_WHERE_INDIVISIBLE:
             entries.append(None)
         else:
-            fits = [d for d in range(1, width + 1) if size % d == 0]
-            raise ValueError(
-                f"mesh axis {axis}={width} does not divide {name}={size}; "
-                f"use {axis}={fits[-1]} (or any of {fits})"
-            )
+            fits = [d for d in range(1, count + 1) if size % d == 0]
+            raise ValueError(_indivisible(held, name, size, fits))
     return PartitionSpec(*entries)
+
+
+def _held(mesh: Mesh, name: str) -> dict[str, int]:
+    """The mesh axes over which a dim of that name is divided, and their sizes."""
+    return {axis: mesh.shape[axis] for axis in RULES[name] if mesh.shape.get(axis, 1) > 1}
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    if len(axes) > 1:
+        return axes
+    return axes[0] if axes else None
+
+
+def _indivisible(held: Mapping[str, int], name: str, size: int, fits: list[int]) -> str:
+    text = " x ".join(f"{axis}={count}" for axis, count in held.items())
+    if len(held) == 1:
+        (axis,) = held
+        fix = f"use {axis}={fits[-1]} (or any of {fits})"
+        return f"mesh axis {text} does not divide {name}={size}; {fix}"
+    fix = f"use a product of {fits[-1]} (or any of {fits})"
+    return f"mesh axes {text} do not divide {name}={size}; {fix}"
+
+
+def data_ranks(sizes: Mapping[str, int]) -> int:
+    """Groups of devices that hold different rows, of a mesh whose axes have these sizes."""
+    return math.prod(sizes.get(axis, 1) for axis in RULES["rows"])
+
+
+def rows_spec(mesh: Mesh) -> PartitionSpec:
+    """Layout of packed fields [K, R, ...]: rows over all data ranks, in their order."""
+    return PartitionSpec(None, _entry(tuple(a for a in RULES["rows"] if a in mesh.shape)))
 
 
 def sharding(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
@@ -88,7 +118,7 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 def width(name: str) -> int:
     """Over how many devices a dim of that name is divided within `use_mesh`; 1 outside."""
     mesh = _active_mesh.get()
-    return 1 if mesh is None else max((mesh.shape.get(a, 1) for a in RULES[name]), default=1)
+    return 1 if mesh is None else math.prod(_held(mesh, name).values())
 
 
 def local(
