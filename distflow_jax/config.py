@@ -300,6 +300,8 @@ def derive_sizes(
             f"data.prompts_per_step={data.prompts_per_step} leave some of the {machine.processes} "
             f"processes without a prompt; use at least {machine.processes}"
         )
+    pieces = math.lcm(mesh.pieces, *(sizes.pieces for sizes in roles.values()))
+    _check_pieces(training, pieces, longest)
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
@@ -326,9 +328,22 @@ def derive_sizes(
             dtype,
             training.logp_chunk,
             training.remat,
-            attention_block(training.attention, training.row_tokens, machine.platform),
+            attention_block(training.attention, training.row_tokens, machine.platform, pieces),
         ),
         micro_rows=micro,
+    )
+
+
+def _check_pieces(training: TrainingConfig, pieces: int, longest: int) -> None:
+    """ValueError unless rows can be cut into equal pieces for the devices that share one."""
+    if training.row_tokens % pieces == 0:
+        return
+    unit = math.lcm(pieces, training.logp_chunk)
+    low = training.row_tokens // unit * unit
+    fits = [n for n in (low, low + unit) if n >= longest]
+    raise ValueError(
+        f"training.row_tokens={training.row_tokens} cannot be cut into {pieces} equal pieces "
+        f"(2 x mesh.context); use {' or '.join(map(str, fits))}"
     )
 
 
@@ -464,6 +479,9 @@ def _role_sizes(
             f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
             "devices"
         )
+    if sizes.context > 1:
+        what = f"{where}.context x {where}.tensor"
+        check_hosts(sizes.context * sizes.tensor, what, machine.processes, machine.local_devices)
     return sizes
 
 

@@ -302,6 +302,15 @@ SIZES = [
         "mesh.data=4 x mesh.fsdp=4 x mesh.tensor=1 does not cover 8 devices; fsdp must be 2",
     ),
     ("mesh.data=0", "mesh.data must be at least 1, got 0"),
+    (
+        "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
+        "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
+    ),
+    (
+        "mesh.context=8 ; training.attention=blocks",
+        "row_tokens=256; use 1024, or attention='masked'",
+    ),
+    ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),
     ("mesh.data=2 ; training.micro_batch_rows=4", "(mesh.data x mesh.fsdp)=8; use 8"),
     (
         "mesh.tensor=8",

@@ -179,6 +179,15 @@ def test_copies_of_the_model_are_data_ranks_too():
     assert plain.mesh.describe() == ("fsdp 8 x tensor 1", "")
 
 
+def test_devices_share_rows():
+    config = config_of("tiny", "mesh.context=4", "training.row_tokens=512")
+    sizes = derive_sizes(config, MODEL, EIGHT)
+    assert (sizes.mesh.ranks, sizes.mesh.context, sizes.mesh.pieces) == (2, 4, 8)
+    assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
+    assert sizes.forward.attention_block == 64  # a piece of 512 / 8 tokens
+    assert sizes.micro_rows == 1
+
+
 def test_roles_have_parts_of_every_host():
     parts = "mesh.roles={'REFERENCE': {'devices': '2:4', 'tensor': 2}}"
     config = config_of("tiny", "mesh.devices=0:2", parts, "algorithm.kl_coef=0.1")

@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),  # packed rows, and what is known of each
-    "batch": ("data", "fsdp"),  # of a network's activations: rows in training, slots of a sampler
+    "context": ("context",),  # parts of a row (context.py)
+    # of a network's activations: parts of rows in training, slots of a sampler
+    "batch": ("data", "fsdp", "context"),
     "length": (),
     "layers": (),
     "blocks": (),
-    "hidden": ("fsdp",),  # of parameters: gathered layer by layer; "data" has copies
+    "hidden": ("fsdp",),  # of parameters: gathered layer by layer; the others have copies
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -121,22 +123,31 @@ def width(name: str) -> int:
     return 1 if mesh is None else math.prod(_held(mesh, name).values())
 
 
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes over which a dim of that name is divided within `use_mesh`; none outside.
+
+    For the collectives of a function that `local` calls.
+    """
+    mesh = _active_mesh.get()
+    return () if mesh is None else tuple(_held(mesh, name))
+
+
 def local(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     axes: Sequence[Any],
     out: tuple[str, ...],
+    shape: tuple[int, ...],
 ) -> Any:
-    """`function(*arguments)` on what each device holds of them, without a collective in between.
+    """`function(*arguments)` on what each device holds of them, without a collective but its own.
 
     `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
-    argument; `out` those of the result, an array. Within `use_mesh`; outside it is a plain call.
-    The dims that are divided must divide evenly, ValueError else.
+    argument; `out` those of the result, an array of `shape`. Within `use_mesh`; outside it is a
+    plain call. The dims that are divided must divide evenly, ValueError else.
     """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
         return function(*arguments)
-    shape = jax.eval_shape(function, *arguments).shape
 
     def specs(axes, x):
         if isinstance(axes, tuple) and all(isinstance(name, str) for name in axes):

@@ -1,6 +1,6 @@
 """Loss and gradient of every objective but the policy's (test_forward.py) are the mesh's no more
-than rounding: on 1 device, and on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for
-several ranks."""
+than rounding: on 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for
+several ranks, and where devices share a row."""
 
 import functools
 
@@ -70,6 +70,8 @@ def gradient_of(name, fsdp, tensor, **axes):
         ("reward_model", dict(fsdp=2, tensor=2)),
         ("reward_model", dict(fsdp=2, tensor=1, data=2)),
         pytest.param("preference", dict(fsdp=2, tensor=2, data=2), marks=pytest.mark.slow),
+        ("reward_model", dict(fsdp=1, tensor=1, context=4)),
+        pytest.param("preference", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
         pytest.param("sft", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
     ],
 )
