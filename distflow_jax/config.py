@@ -173,6 +173,13 @@ class Sizes:
             f"{self.engine.page_size} tokens{chosen}"
         )
 
+    def _row(self) -> str:
+        limits, parts = self.packing.limits, self.mesh.context
+        text = f"tokens, at most {limits.sequences} sequences"
+        return (
+            text if parts == 1 else f"{text}; {limits.tokens // parts} on each of {parts} devices"
+        )
+
     def _attention(self) -> tuple[str, str]:
         size = self.forward.attention_block
         if not size:
@@ -213,7 +220,7 @@ class Sizes:
                 f"prompt {config.data.max_prompt_length} + response {r.max_response_length} tokens",
             ),
             ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
-            ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
+            ("row", p.limits.tokens, self._row()),
             ("attention in rows", *self._attention()),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.ranks, "rows over all data ranks"),

@@ -186,6 +186,9 @@ def test_devices_share_rows():
     assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
     assert sizes.forward.attention_block == 64  # a piece of 512 / 8 tokens
     assert sizes.micro_rows == 1
+    table = {row[0]: row[1:] for row in sizes.table(config, MODEL, EIGHT)}
+    text = "tokens, at most 128 sequences; 128 on each of 4 devices"
+    assert table["row"] == (512, text)
 
 
 def test_roles_have_parts_of_every_host():
