@@ -41,8 +41,9 @@ def batch(shared=True):
     rows, _ = rows_of(samples, RowShape(1, ROWS, LENGTH, 8), shared=shared)
     rows = mini_batch(rows)
     if shared:  # some responses follow a prompt that lies elsewhere in the row
-        place = np.arange(LENGTH)
-        assert ((rows.previous != place - 1) & rows.response_mask).sum() > 8
+        place = np.arange(LENGTH)[None]
+        moved = np.asarray(rows.previous) != place - 1
+        assert (moved & np.asarray(rows.response_mask)).sum() > 8
     rng = np.random.default_rng(2)
     mask = np.asarray(rows.response_mask)
     advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
