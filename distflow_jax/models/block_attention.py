@@ -54,18 +54,22 @@ def tiles_of(
     )
     place, key_place = (x[:, ::block] for x in (in_row.place_BT, in_row.place_BS))
 
-    # compared and reduced in one go: no [T, S] array is there
-    query, key = (x[:, :, :, None, None] for x in (segment, parent)), of_row[:, None, None]
-    own, shared = (q == key for q in query)
-    related = jnp.any((own | shared) & (segment > 0)[:, :, :, None, None], axis=(2, 4))
+    # a block of queries at a time: XLA:CPU keeps what it compares before it reduces it, [T, S]
+    def of_queries(query):
+        own, shared = (x[:, :, None, None] for x in query)
+        key = of_row[:, None]
+        return jnp.any(((own == key) | (shared == key)) & (own > 0), axis=(1, 3))
+
+    related = jax.lax.map(of_queries, (segment.swapaxes(0, 1), parent.swapaxes(0, 1)))
+    related = related.swapaxes(0, 1)
     related &= place[:, :, None] >= key_place[:, None, :]
 
     def listed(related):  # those that hold first, in their order
         order = jnp.argsort(~related, axis=2, stable=True).astype(jnp.int32)
         return order, related.sum(2, dtype=jnp.int32)
 
-    of_queries, of_keys = listed(related), listed(related.swapaxes(1, 2))
-    return Tiles(segment, parent, place, of_row, key_place, *of_queries, *of_keys)
+    keys, queries = listed(related), listed(related.swapaxes(1, 2))
+    return Tiles(segment, parent, place, of_row, key_place, *keys, *queries)
 
 
 def block_attention(

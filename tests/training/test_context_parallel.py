@@ -151,35 +151,47 @@ def test_tiles_end_within_a_piece():
         attention_block("blocks", 256, "gpu", pieces=16)
 
 
+LONG = 32768
+
+
+def long_gradient(parts, batch):
+    """(compiled gradient of a row of 32,768 tokens that so many devices share, its arguments)."""
+    mesh = mesh_of(1, 1, context=parts)
+    forward = ForwardConfig("float32", 128, False, 64)
+    objective = policy_objective(TINY, ALGORITHM, forward, max_response=LONG)
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    arguments = (
+        jax.device_put(PARAMS, param_shardings(TINY, mesh)),
+        jax.device_put(batch, layout),
+    )
+
+    @jax.jit
+    def run(params, batch):
+        with use_mesh(mesh):
+            shape = UpdateShape(mesh, 1, LONG)
+            return accumulate_gradients(
+                params, batch, TEMPERATURE, shape=shape, objective=objective
+            )
+
+    return run.lower(*arguments).compile(), arguments
+
+
 @pytest.mark.slow
-def test_memory_of_long_rows_is_divided():
-    """32,768 tokens: what the compiler asks for beside parameters and batch falls with 1 / c."""
-    length = 32768
-
-    def temporaries(parts):
-        mesh = mesh_of(1, 1, context=parts)
-        forward = ForwardConfig("float32", 128, False, 64)
-        objective = policy_objective(TINY, ALGORITHM, forward, max_response=40)
-        rows = abstract_rows(mesh, 1, length, 8)
-        layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=layout), rows
-        )
-        field = rows.tokens.update(dtype=jnp.float32)
-
-        @jax.jit
-        def run(params, batch):
-            with use_mesh(mesh):
-                shape = UpdateShape(mesh, 1, 40)
-                return accumulate_gradients(
-                    params, batch, TEMPERATURE, shape=shape, objective=objective
-                )
-
-        batch = PolicyBatch(rows, field, None, None, field)
-        compiled = run.lower(sharded_params(TINY, mesh), batch).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    whole = temporaries(1)
-    assert whole > length * TINY.hidden_size * 4 * TINY.num_layers
-    for parts in (2, 4, 8):
-        assert temporaries(parts) < 1.25 * whole / parts
+def test_long_rows():
+    """What the compiler asks for beside parameters and batch falls with 1 / c; results stay."""
+    rng = np.random.default_rng(3)
+    samples = random_samples(3, groups=12, size=2, prompt=(200, 600), response=(400, 1200))
+    rows, _ = rows_of(samples, RowShape(1, 1, LONG, 24), shared=True)
+    rows = mini_batch(rows)
+    mask = np.asarray(rows.response_mask)
+    assert np.asarray(rows.segment > 0).mean() > 0.5
+    advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+    batch = PolicyBatch(rows, advantage, None, None, -np.ones_like(advantage))
+    found = {parts: long_gradient(parts, batch) for parts in (1, 2, 8)}
+    sizes = {c: run.memory_analysis().temp_size_in_bytes for c, (run, _) in found.items()}
+    # among it, the activations of every layer
+    assert sizes[1] > LONG * TINY.num_layers * 4 * (2 * TINY.hidden_size + 2 * TINY.mlp_size)
+    for parts in (2, 8):
+        assert sizes[parts] < 1.25 * sizes[1] / parts
+    one, eight = (jax.device_get(run(*given)) for run, given in (found[1], found[8]))
+    assert_same(eight, one)
