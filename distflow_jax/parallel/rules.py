@@ -137,17 +137,21 @@ def local(
     arguments: Sequence[Any],
     axes: Sequence[Any],
     out: tuple[str, ...],
-    shape: tuple[int, ...],
+    *,
+    shape: tuple[int, ...] | None = None,
 ) -> Any:
     """`function(*arguments)` on what each device holds of them, without a collective but its own.
 
     `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
-    argument; `out` those of the result, an array of `shape`. Within `use_mesh`; outside it is a
-    plain call. The dims that are divided must divide evenly, ValueError else.
+    argument; `out` those of the result, an array, whose `shape` must be given where the function
+    has collectives of its own. Within `use_mesh`; outside it is a plain call. The dims that are
+    divided must divide evenly, ValueError else.
     """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
         return function(*arguments)
+    if shape is None:
+        shape = jax.eval_shape(function, *arguments).shape
 
     def specs(axes, x):
         if isinstance(axes, tuple) and all(isinstance(name, str) for name in axes):

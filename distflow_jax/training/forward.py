@@ -96,7 +96,8 @@ def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
         heads = ("batch", "length", "heads", "head_dim")
         if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        return local(on_device, (q, k, v, pairs), (heads, heads, heads, of_pairs), heads, q.shape)
+        dims = heads, heads, heads, of_pairs
+        return local(on_device, (q, k, v, pairs), dims, heads, shape=q.shape)
 
     return attend
 
