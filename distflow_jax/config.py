@@ -173,6 +173,13 @@ class Sizes:
             f"{self.engine.page_size} tokens{chosen}"
         )
 
+    def _row(self) -> str:
+        limits, parts = self.packing.limits, self.mesh.context
+        text = f"tokens, at most {limits.sequences} sequences"
+        return (
+            text if parts == 1 else f"{text}; {limits.tokens // parts} on each of {parts} devices"
+        )
+
     def _attention(self) -> tuple[str, str]:
         size = self.forward.attention_block
         if not size:
@@ -188,7 +195,7 @@ class Sizes:
     def table(self, config: Config, model: DecoderConfig, machine: Machine) -> list[tuple]:
         """(name, value, meaning) for people."""
         p, r = self.packing, config.rollout
-        rows = p.rows[p.primary] * self.mesh_of("ACTOR").fsdp
+        rows = p.rows[p.primary] * self.mesh_of("ACTOR").ranks
         samplers = machine.processes // self.sampler_hosts
         hosts = f"of {self.sampler_hosts} hosts each" if self.sampler_hosts > 1 else "one per host"
         others = [
@@ -213,10 +220,10 @@ class Sizes:
                 f"prompt {config.data.max_prompt_length} + response {r.max_response_length} tokens",
             ),
             ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
-            ("row", p.limits.tokens, f"tokens, at most {p.limits.sequences} sequences"),
+            ("row", p.limits.tokens, self._row()),
             ("attention in rows", *self._attention()),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
-            ("micro-batch", self.micro_rows * self.mesh.fsdp, "rows over all data ranks"),
+            ("micro-batch", self.micro_rows * self.mesh.ranks, "rows over all data ranks"),
             *_offload_rows(config.training.offload, machine),
         ]
 
@@ -314,9 +321,12 @@ def derive_sizes(
             f"data.prompts_per_step={data.prompts_per_step} leave some of the {machine.processes} "
             f"processes without a prompt; use at least {machine.processes}"
         )
-    micro_total = training.micro_batch_rows or mesh.fsdp
+    pieces = math.lcm(mesh.pieces, *(sizes.pieces for sizes in roles.values()))
+    _check_pieces(training, pieces, longest)
     micro = _divides(
-        "training.micro_batch_rows", micro_total, {"data ranks (mesh.fsdp)": mesh.fsdp}
+        "training.micro_batch_rows",
+        training.micro_batch_rows or mesh.ranks,
+        {"data ranks (mesh.data x mesh.fsdp)": mesh.ranks},
     )
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
@@ -339,9 +349,22 @@ def derive_sizes(
             dtype,
             training.logp_chunk,
             training.remat,
-            attention_block(training.attention, training.row_tokens, machine.platform),
+            attention_block(training.attention, training.row_tokens, machine.platform, pieces),
         ),
         micro_rows=micro,
+    )
+
+
+def _check_pieces(training: TrainingConfig, pieces: int, longest: int) -> None:
+    """ValueError unless rows can be cut into equal pieces for the devices that share one."""
+    if training.row_tokens % pieces == 0:
+        return
+    unit = math.lcm(pieces, training.logp_chunk)
+    low = training.row_tokens // unit * unit
+    fits = [n for n in (low, low + unit) if n >= longest]
+    raise ValueError(
+        f"training.row_tokens={training.row_tokens} cannot be cut into {pieces} equal pieces "
+        f"(2 x mesh.context); use {' or '.join(map(str, fits))}"
     )
 
 
@@ -430,9 +453,9 @@ def _packing(
         needed = rows_bound(mini_prompts, longest_pair, whole)
     else:
         needed = rows_bound(mini_prompts * size, prompt + response, limits)
-    most = room(needed, actor.fsdp)
+    most = room(needed, actor.ranks)
     # another layout takes the same rows, as they come, even where some are not filled well
-    rows = {m.layout: room(most * actor.fsdp, m.fsdp) for m in (mesh, *roles.values())}
+    rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
     return PackingPlan(
         limits=limits,
         mini_batches=training.mini_batches,
@@ -468,15 +491,18 @@ def _role_sizes(
     part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
     if part is not None:
         machine = machine.part(part[1] - part[0])
-    fsdp, tensor = sizes.get("fsdp", 0), sizes.get("tensor", 1)
-    _check_width(f"{where}.tensor", tensor, model, machine)
-    sizes = resolve_sizes(fsdp, tensor, machine.devices, where=where, part=part)
+    _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
             f"{where}.fsdp={sizes.fsdp} does not divide the model's hidden_size="
-            f"{model.hidden_size}; use one of {fits}, and as many devices"
+            f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
+            "devices"
         )
+    if sizes.context > 1:
+        what = f"{where}.context x {where}.tensor"
+        check_hosts(sizes.context * sizes.tensor, what, machine.processes, machine.local_devices)
     return sizes
 
 

@@ -20,6 +20,7 @@ from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.worker import Stage, make_runner
+from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.stages.table import per_token_fields
 from distflow_jax.types import Edge, Layout
 
@@ -77,11 +78,10 @@ class FieldSpecs:
 
     def shardings(self, spec: Any, layout: Layout) -> Any:
         """Where a field lies: its rows over the data ranks, what has no rows everywhere."""
-        rows = self._shape(layout, False)[:2]
+        rows, mesh = self._shape(layout, False)[:2], self.meshes[layout]
 
         def one(x):
-            spec = PartitionSpec(None, "fsdp") if x.shape[:2] == rows else PartitionSpec()
-            return NamedSharding(self.meshes[layout], spec)
+            return NamedSharding(mesh, rows_spec(mesh) if x.shape[:2] == rows else PartitionSpec())
 
         return jax.tree.map(one, spec)
 
@@ -91,8 +91,8 @@ class FieldSpecs:
         return (p.mini_batches, p.rows[layout] * data_ranks(layout), last)
 
     def _spec(self, layout: Layout, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        layout = NamedSharding(self.meshes[layout], PartitionSpec(None, "fsdp"))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+        mesh = self.meshes[layout]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, rows_spec(mesh)))
 
 
 def per_token_values(plan: Plan) -> set[Value]:

@@ -18,10 +18,10 @@ class Layout:
 
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
     `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
-    2)). A mesh covers all devices, or of every host the local devices part[0] up to part[1],
-    exclusive. A host layout with the axis ("hosts", k) is that of samplers which k processes share:
-    all k hold the columns of all of them. Two stages whose layouts compare equal hand fields on
-    without moving a byte.
+    2)); what is not named has size 1. A mesh covers all devices, or of every host the local devices
+    part[0] up to part[1], exclusive. A host layout with the axis ("hosts", k) is that of samplers
+    which k processes share: all k hold the columns of all of them. Two stages whose layouts compare
+    equal hand fields on without moving a byte.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Layout:
     def __str__(self):
         if self.kind == "host":
             return "host" if not self.axes else f"groups of {hosts_of(self)} hosts"
-        axes = " x ".join(f"{name} {size}" for name, size in self.axes)
+        axes = axes_text(self)
         return axes if self.part is None else f"{axes} on devices {part_text(self.part)}"
 
 
@@ -75,6 +75,11 @@ def move_between(source: Layout, target: Layout) -> str:
     if source.kind == target.kind:
         return "share" if source.kind == "host" else "reshard"
     return "pack" if source.kind == "host" else "unpack"
+
+
+def axes_text(layout: Layout) -> str:
+    """The axes of a mesh layout for people: "fsdp 4 x tensor 2"."""
+    return " x ".join(f"{name} {size}" for name, size in layout.axes)
 
 
 def part_text(part: tuple[int, int]) -> str:

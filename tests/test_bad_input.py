@@ -256,14 +256,14 @@ SIZES = [
     ),
     ("rollout.num_slots=30", "rollout.num_slots=30 is not divisible by"),
     ("rollout.num_slots=30", "=8; use 24 or 32"),
-    ("training.micro_batch_rows=5", "data ranks (mesh.fsdp)=8; use 8"),
+    ("training.micro_batch_rows=5", "data ranks (mesh.data x mesh.fsdp)=8; use 8"),
     (
         "mesh.tensor=3",
         "mesh.tensor=3 does not divide the model's num_heads=4; use one of [1, 2, 4]",
     ),
     ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
     ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
-    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC must have the keys fsdp, tensor"),
+    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC must have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
     ("mesh.devices=2", "mesh.devices must be FIRST:LAST, as in a slice of a host's devices"),
@@ -288,7 +288,30 @@ SIZES = [
     ("training.row_sequences=200", "row_sequences=200 are more than fit training.row_tokens=256"),
     ("health.heartbeat_seconds=0", "health.heartbeat_seconds must be positive"),
     ("health.dead_seconds=2000", "health.stuck_seconds=1800 must be more than"),
-    ("mesh.fsdp=3", "mesh.fsdp=3 x mesh.tensor=1 does not cover 8 devices"),
+    (
+        "mesh.fsdp=3",
+        "mesh.fsdp=3 x mesh.tensor=1 does not cover 8 devices; fsdp must be 8, what the others",
+    ),
+    (
+        "mesh.data=3",
+        "mesh.data=3 x mesh.fsdp=auto x mesh.tensor=1 does not cover 8 devices; data must be one "
+        "of [1, 2, 4, 8], and fsdp what is left",
+    ),
+    (
+        "mesh.data=4 ; mesh.fsdp=4",
+        "mesh.data=4 x mesh.fsdp=4 x mesh.tensor=1 does not cover 8 devices; fsdp must be 2",
+    ),
+    ("mesh.data=0", "mesh.data must be at least 1, got 0"),
+    (
+        "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
+        "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
+    ),
+    (
+        "mesh.context=8 ; training.attention=blocks",
+        "row_tokens=256; use 1024, or attention='masked'",
+    ),
+    ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),
+    ("mesh.data=2 ; training.micro_batch_rows=4", "(mesh.data x mesh.fsdp)=8; use 8"),
     (
         "mesh.tensor=8",
         "mesh.tensor=8 does not divide the model's num_heads=4; use one of [1, 2, 4]",

@@ -163,6 +163,34 @@ def test_roles_have_meshes_of_their_own():
     assert moves["ref_logp"] == "reshard"
 
 
+def test_copies_of_the_model_are_data_ranks_too():
+    roles = "mesh.roles={'REFERENCE': {'data': 2, 'tensor': 2}}"
+    config = config_of("tiny", "mesh.data=2", roles, "algorithm.kl_coef=0.1")
+    sizes = derive_sizes(config, MODEL, TWO_PROCESSES)
+    assert (sizes.mesh.data, sizes.mesh.fsdp, sizes.mesh.ranks) == (2, 4, 8)
+    assert sizes.mesh_of("REFERENCE").ranks == 4
+    tasks = make_plan(*settle(config), sizes).tasks
+    layouts = {t.node.id: str(t.layout) for t in tasks}
+    assert layouts["reference"] == "data 2 x fsdp 2 x tensor 2"
+    assert layouts["actor_train"] == "data 2 x fsdp 4 x tensor 1"
+    table = {row[0]: row[1] for row in sizes.table(config, MODEL, TWO_PROCESSES)}
+    plain = derive_sizes(config_of("tiny"), MODEL, TWO_PROCESSES)
+    assert table["rows"] == plain.packing.rows[plain.packing.primary] * 8
+    assert plain.mesh.describe() == ("fsdp 8 x tensor 1", "")
+
+
+def test_devices_share_rows():
+    config = config_of("tiny", "mesh.context=4", "training.row_tokens=512")
+    sizes = derive_sizes(config, MODEL, EIGHT)
+    assert (sizes.mesh.ranks, sizes.mesh.context, sizes.mesh.pieces) == (2, 4, 8)
+    assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
+    assert sizes.forward.attention_block == 64  # a piece of 512 / 8 tokens
+    assert sizes.micro_rows == 1
+    table = {row[0]: row[1:] for row in sizes.table(config, MODEL, EIGHT)}
+    text = "tokens, at most 128 sequences; 128 on each of 4 devices"
+    assert table["row"] == (512, text)
+
+
 def test_roles_have_parts_of_every_host():
     parts = "mesh.roles={'REFERENCE': {'devices': '2:4', 'tensor': 2}}"
     config = config_of("tiny", "mesh.devices=0:2", parts, "algorithm.kl_coef=0.1")

@@ -1,5 +1,6 @@
 """A network and a batch small enough for tests, with weights that make sharp predictions."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -50,9 +51,17 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict:
     return unflatten_dict(flat)
 
 
-def mesh_of(fsdp: int, tensor: int, names=("fsdp", "tensor")) -> Mesh:
-    devices = np.array(jax.devices()[: fsdp * tensor], dtype=object)
-    return Mesh(devices.reshape(fsdp, tensor), names)
+def mesh_of(
+    fsdp: int, tensor: int, names=("fsdp", "tensor"), *, data: int = 1, context: int = 1
+) -> Mesh:
+    """The first devices as a mesh; one of training has the other axes where they are above 1."""
+    shape = (fsdp, tensor)
+    if context > 1:
+        names, shape = (names[0], "context", names[1]), (fsdp, context, tensor)
+    if data > 1:
+        names, shape = ("data", *names), (data, *shape)
+    devices = np.array(jax.devices()[: math.prod(shape)], dtype=object)
+    return Mesh(devices.reshape(shape), names)
 
 
 def prompt_of(counter: int, tokens) -> Prompt:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences
@@ -24,6 +24,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
+from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.types import KEEP, Edge, Layout, hosts_of, overlaps
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
@@ -392,7 +393,8 @@ class Coordinator:
 
     def _place(self, local: np.ndarray, layout: Layout) -> jax.Array:
         """This process's rows -> global array, rows divided over the mesh's data ranks."""
-        sharding = NamedSharding(self._meshes[layout], PartitionSpec(None, "fsdp"))
+        mesh = self._meshes[layout]
+        sharding = NamedSharding(mesh, rows_spec(mesh))
         rows = self._packing.rows[layout] * data_ranks(layout)
         shape = (local.shape[0], rows, *local.shape[2:])
         return jax.make_array_from_process_local_data(sharding, local, shape)

@@ -12,6 +12,7 @@ import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
 from distflow_jax.coordinator.balance import Assignment, Lengths, RowLimits, assign
+from distflow_jax.parallel import rules
 from distflow_jax.parallel.mesh import processes_of_rank, ranks_of_process
 from distflow_jax.types import Layout
 
@@ -29,8 +30,8 @@ class PackingPlan:
 
 
 def data_ranks(layout: Layout) -> int:
-    """Data ranks of a mesh layout: devices that hold different rows."""
-    return dict(layout.axes)["fsdp"]
+    """Data ranks of a mesh layout: groups of devices that hold different rows."""
+    return rules.data_ranks(dict(layout.axes))
 
 
 @dataclasses.dataclass(frozen=True)

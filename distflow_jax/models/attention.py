@@ -1,8 +1,10 @@
-"""Attention over packed rows and over a block-wise key/value cache.
+"""Attention over packed rows, whole or in parts, and over a block-wise key/value cache.
 
 B batch or slots, T query tokens, S key tokens, N heads, K key/value heads, G = N / K heads per
 key/value head, H head dim, C cache blocks, W tokens per cache block.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +12,34 @@ import jax.numpy as jnp
 _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of nan
 
 
-def packed_mask(segment_BT: jax.Array, parent_BT: jax.Array) -> jax.Array:
-    """Which token sees which, bool [B, T, T].
+class InRow(NamedTuple):
+    """Where the T tokens of a part of a row lie in it, and the S tokens of the whole row, in the
+    order in which their keys come."""
+
+    place_BT: jax.Array  # int32
+    segment_BS: jax.Array  # int32
+    place_BS: jax.Array  # int32
+
+
+def whole_rows(segment_BT: jax.Array) -> InRow:
+    """That of rows which are all there, token after token."""
+    place = jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
+    return InRow(place, segment_BT, place)
+
+
+def packed_mask(
+    segment_BT: jax.Array, parent_BT: jax.Array, in_row: InRow | None = None
+) -> jax.Array:
+    """Which token sees which, bool [B, T, S].
 
     A token sees earlier tokens of its own segment and of its parent segment (the prompt that
     several responses share; equal to the own segment where the prompt is not shared). 0 is padding.
+    Where the tokens are a part of their rows, `in_row` tells of the rest; S is T without.
     """
-    length = segment_BT.shape[1]
-    query, key = segment_BT[:, :, None], segment_BT[:, None, :]
+    at, segment_BS, key_at = in_row or whole_rows(segment_BT)
+    query, key = segment_BT[:, :, None], segment_BS[:, None, :]
     related = (query == key) | (parent_BT[:, :, None] == key)
-    causal = jnp.tril(jnp.ones((length, length), bool))[None]
+    causal = at[:, :, None] >= key_at[:, None, :]
     return related & causal & (query > 0)
 
 

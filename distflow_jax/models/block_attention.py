@@ -1,7 +1,8 @@
 """Attention over packed rows, tile by tile, and only over tiles that hold a pair that counts.
 
-B rows, T tokens of a row, C tokens of a block, n = T / C blocks of a row, N heads, K key/value
-heads, G = N / K heads per key/value head, X = G C query rows of a block, H head dim.
+B rows or parts of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
+and m = S / C blocks, N heads, K key/value heads, G = N / K heads per key/value head, X = G C query
+rows of a block, H head dim.
 
 A row that holds many short sequences, or a causal one, needs less than half of its [T, T] scores.
 Scores of one tile exist at a time; the backward pass computes them again from the log-sum-exps
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.attention import InRow, whole_rows
 from distflow_jax.programs.loops import bounded_loop
 
 _MASKED = -1e30  # finite: the difference of two is 0, not NaN
@@ -24,45 +26,65 @@ class Tiles(NamedTuple):
 
     segment: jax.Array  # int32 [B, n, C]
     parent: jax.Array  # int32 [B, n, C]
-    keys: jax.Array  # int32 [B, n, n]: of each block of queries, those it reads first
+    place: jax.Array  # int32 [B, n]: of each block's first token in the row
+    key_segment: jax.Array  # int32 [B, m, C]
+    key_place: jax.Array  # int32 [B, m]
+    keys: jax.Array  # int32 [B, n, m]: of each block of queries, those it reads first
     num_keys: jax.Array  # int32 [B, n]
-    queries: jax.Array  # int32 [B, n, n]: of each block of keys, those that read it first
-    num_queries: jax.Array  # int32 [B, n]
+    queries: jax.Array  # int32 [B, m, n]: of each block of keys, those that read it first
+    num_queries: jax.Array  # int32 [B, m]
 
 
-def tiles_of(segment_BT: jax.Array, parent_BT: jax.Array, block: int) -> Tiles:
-    """The tiles of rows, as attention.packed_mask relates their tokens.
+def tiles_of(
+    segment_BT: jax.Array, parent_BT: jax.Array, block: int, in_row: InRow | None = None
+) -> Tiles:
+    """The tiles of rows, or of parts of them, as attention.packed_mask relates their tokens.
 
-    Raises ValueError where `block` does not divide T.
+    The tokens of a block must follow each other in the row. Raises ValueError where `block` does
+    not divide T.
     """
     rows, length = segment_BT.shape
     if length % block:
         fits = [n for n in range(1, length + 1) if length % n == 0]
         near = min(fits, key=lambda n: abs(n - block))
         raise ValueError(f"blocks of {block} tokens do not divide rows of {length}; use {near}")
-    segment, parent = (x.reshape(rows, -1, block) for x in (segment_BT, parent_BT))
-    count = length // block
+    in_row = in_row or whole_rows(segment_BT)
+    segment, parent, of_row = (
+        x.reshape(rows, -1, block) for x in (segment_BT, parent_BT, in_row.segment_BS)
+    )
+    place, key_place = (x[:, ::block] for x in (in_row.place_BT, in_row.place_BS))
 
-    # compared and reduced in one go: no [T, T] array is there
-    query, key = (x[:, :, :, None, None] for x in (segment, parent)), segment[:, None, None]
-    own, shared = (q == key for q in query)
-    related = jnp.any((own | shared) & (segment > 0)[:, :, :, None, None], axis=(2, 4))
-    related &= jnp.tril(jnp.ones((count, count), bool))[None]
+    # a block of queries at a time: XLA:CPU keeps what it compares before it reduces it, [T, S]
+    def of_queries(query):
+        own, shared = (x[:, :, None, None] for x in query)
+        key = of_row[:, None]
+        return jnp.any(((own == key) | (shared == key)) & (own > 0), axis=(1, 3))
+
+    related = jax.lax.map(of_queries, (segment.swapaxes(0, 1), parent.swapaxes(0, 1)))
+    related = related.swapaxes(0, 1)
+    related &= place[:, :, None] >= key_place[:, None, :]
 
     def listed(related):  # those that hold first, in their order
         order = jnp.argsort(~related, axis=2, stable=True).astype(jnp.int32)
         return order, related.sum(2, dtype=jnp.int32)
 
-    return Tiles(segment, parent, *listed(related), *listed(related.swapaxes(1, 2)))
+    keys, queries = listed(related), listed(related.swapaxes(1, 2))
+    return Tiles(segment, parent, place, of_row, key_place, *keys, *queries)
 
 
 def block_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tiles: Tiles
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    tiles: Tiles,
+    across: tuple[str, ...] = (),
 ) -> jax.Array:
     """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q.
 
-    Scores and sums are float32. Tokens of segment 0 come out as 0. Rows, and heads, must be whole
-    on a device (see parallel.rules.local): which tiles are read differs from row to row.
+    Scores and sums are float32. Tokens of segment 0 come out as 0. Rows, or parts of them, and
+    heads must be whole on a device (see parallel.rules.local): which tiles are read differs from
+    row to row. `across` are the mesh axes over which the parts of a row are divided: keys and
+    values are gathered over them, and again in the backward pass rather than kept.
     """
     rows, length, heads, head_dim = q_BTNH.shape
     kv_heads, size = k_BTKH.shape[2], tiles.segment.shape[2]
@@ -73,7 +95,7 @@ def block_attention(
     k, v = (
         x.reshape(rows, blocks, size, kv_heads, head_dim).swapaxes(2, 3) for x in (k_BTKH, v_BTKH)
     )
-    out = _attention(q, k, v, tiles)
+    out = _attention(q, k, v, tiles, across)
     out = out.reshape(rows, blocks, kv_heads, heads // kv_heads, size, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q_BTNH.shape)
 
@@ -95,18 +117,29 @@ def _scores(q, k, tiles, row, query, key):
     size = k.shape[1]
     scores = jnp.einsum("KXH,KSH->KXS", q, k, preferred_element_type=jnp.float32)
     segment, parent = _at(tiles.segment, row, query), _at(tiles.parent, row, query)
-    seen = _at(tiles.segment, row, key)[None]
+    seen = _at(tiles.key_segment, row, key)[None]
     place = jnp.arange(size, dtype=jnp.int32)
-    causal = (query * size + place)[:, None] >= (key * size + place)[None]
+    at, key_at = _at(tiles.place, row, query), _at(tiles.key_place, row, key)
+    causal = (at + place)[:, None] >= (key_at + place)[None]
     counts = ((segment[:, None] == seen) | (parent[:, None] == seen)) & causal
     counts &= (segment > 0)[:, None]
     scores = (scores * head_dim**-0.5).reshape(kv_heads, -1, size, size)
     return scores, counts[None, None]
 
 
-def _over_blocks(tiles: Tiles, body, init):
-    """`body(row, block, carry)` for every block of every row."""
-    rows, blocks = tiles.num_keys.shape
+def _gathered(x: jax.Array, across: tuple[str, ...]) -> jax.Array:
+    """[B, n, ...] -> [B, m, ...]: the blocks of all parts of a row, part after part."""
+    return jax.lax.all_gather(x, across, axis=1, tiled=True) if across else x
+
+
+def _summed(x: jax.Array, across: tuple[str, ...]) -> jax.Array:
+    """[B, m, ...] -> [B, n, ...]: the transpose of _gathered."""
+    return jax.lax.psum_scatter(x, across, scatter_dimension=1, tiled=True) if across else x
+
+
+def _over_blocks(number: jax.Array, body, init):
+    """`body(row, block, carry)` for every block of every row, of which `number` has an entry."""
+    rows, blocks = number.shape
 
     def step(index, carry):
         return body(index // blocks, index % blocks, carry)
@@ -114,14 +147,18 @@ def _over_blocks(tiles: Tiles, body, init):
     return jax.lax.fori_loop(0, rows * blocks, step, init)
 
 
-@jax.custom_vjp
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, across: tuple[str, ...]
+) -> jax.Array:
     """q [B, n, K, X, H], k and v [B, n, K, C, H] -> like q."""
-    return _forward(q, k, v, tiles)[0]
+    return _forward(q, k, v, tiles, across)[0]
 
 
-def _forward(q, k, v, tiles):
-    blocks, size = tiles.segment.shape[1:]
+def _forward(q, k, v, tiles, across):
+    residuals = q, k, v, tiles
+    k, v = _gathered(k, across), _gathered(v, across)
+    blocks, size = tiles.key_segment.shape[1:]
 
     def of_queries(row, query, carry):
         part = _at(q, row, query)
@@ -155,12 +192,13 @@ def _forward(q, k, v, tiles):
         return _put(outs, out, row, query), _put(lses, lse, row, query)
 
     start = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
-    out, lse = _over_blocks(tiles, of_queries, start)
-    return out, (q, k, v, tiles, out, lse)
+    out, lse = _over_blocks(tiles.num_keys, of_queries, start)
+    return out, (*residuals, out, lse)
 
 
-def _backward(residuals, d_out):
+def _backward(across, residuals, d_out):
     q, k, v, tiles, out, lse = residuals
+    k, v = _gathered(k, across), _gathered(v, across)
     blocks, size = tiles.segment.shape[1:]
     scale = q.shape[-1] ** -0.5
     # sum over the keys of weight * its gradient (the paper's D)
@@ -199,8 +237,8 @@ def _backward(residuals, d_out):
         return d_q, _put(d_ks, d_k, row, key), _put(d_vs, d_v, row, key)
 
     start = jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
-    d_q, d_k, d_v = _over_blocks(tiles, of_keys, start)
-    return d_q.astype(q.dtype), d_k, d_v, None
+    d_q, d_k, d_v = _over_blocks(tiles.num_queries, of_keys, start)
+    return d_q.astype(q.dtype), _summed(d_k, across), _summed(d_v, across), None
 
 
 _attention.defvjp(_forward, _backward)

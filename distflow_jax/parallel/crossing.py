@@ -14,14 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
+from distflow_jax.parallel.rules import data_ranks, rows_spec
 
 
 class Crossing:
-    """Moves rows between two meshes, ("fsdp", "tensor") each, on disjoint parts of every host."""
+    """Moves rows between two meshes of training on disjoint parts of every host."""
 
     def __init__(self, source: Mesh, target: Mesh, rows: tuple[int, int], *, capacity: int = 2):
         """`rows`: R of source and target."""
@@ -29,19 +30,17 @@ class Crossing:
         hosts = len({d.process_index for d in source.devices.flat})
         assert hosts == len({d.process_index for d in target.devices.flat})
         self._target, self._room = target, rows[1]
-        wanted = target.shape["fsdp"]
+        wanted = data_ranks(target.shape)
         # as many ranks on the way as the source's devices of a host can tell apart
         staged = wanted
         if wanted > hosts:
             staged = hosts * math.gcd(wanted // hosts, source.size // hosts)
         self._each = wanted // staged  # target ranks that a rank on the way holds, one by one
-        stage = Mesh(source.devices.reshape(staged, -1), source.axis_names)
+        stage = Mesh(source.devices.reshape(staged, -1), ("fsdp", "tensor"))
         self._to_host = Repartition(
             source, stage, (rows[0], self._each * rows[1]), capacity=capacity
         )
-        self._split = jax.jit(
-            self._pieces, out_shardings=NamedSharding(stage, PartitionSpec(None, "fsdp"))
-        )
+        self._split = jax.jit(self._pieces, out_shardings=NamedSharding(stage, rows_spec(stage)))
 
     def __call__(self, value: Any, pairs: Sequence[tuple[Row, Row]]) -> tuple[Any, Traffic]:
         """A pytree of [K, m R, ...] leaves -> the same rows as [K, n R', ...], others zero.
@@ -64,18 +63,19 @@ class Crossing:
 
     def _within_host(self, x: jax.Array) -> jax.Array:
         target, each = self._target, self._each
+        ranks = data_ranks(target.shape)
         held: dict[int, list[jax.Array]] = {}  # by target rank, one for each copy of it here
         for i, piece in enumerate(self._split(x)):
             for shard in piece.addressable_shards:
                 rank = (shard.index[1].start or 0) // self._room * each + i
                 held.setdefault(rank, []).append(shard.data)
         arrays, devices = [], []
-        for (rank, copy), device in np.ndenumerate(target.devices):
+        for (rank, copy), device in np.ndenumerate(target.devices.reshape(ranks, -1)):
             if device.process_index == jax.process_index():
                 arrays.append(held[rank][copy % len(held[rank])])
                 devices.append(device)
-        shape = (x.shape[0], target.shape["fsdp"] * self._room, *x.shape[2:])
-        layout = NamedSharding(target, PartitionSpec(None, "fsdp"))
+        shape = (x.shape[0], ranks * self._room, *x.shape[2:])
+        layout = NamedSharding(target, rows_spec(target))
         return jax.make_array_from_single_device_arrays(
             shape, layout, jax.device_put(arrays, devices)
         )

@@ -14,20 +14,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.types import Layout, part_text
+from distflow_jax.types import Layout, axes_text, part_text
 
 Part = tuple[int, int]  # first and last + 1 of a host's devices
+# axes of a training mesh, the outermost first, and the least size that a config may give
+_LEAST = {"data": 1, "fsdp": 0, "context": 1, "tensor": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
 
-    fsdp * tensor must equal the number of devices; fsdp = 0 takes what tensor leaves. Roles whose
-    parts are disjoint work side by side.
+    data * fsdp * context * tensor must equal the number of devices; fsdp = 0 takes what the others
+    leave. Roles whose parts are disjoint work side by side.
     """
 
-    fsdp: int = 0  # ranks over which rows, parameters and optimizer state are divided; 0: all left
+    # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
+    # fsdp. Copies exchange gradients only, where fsdp also gathers the parameters of every layer
+    data: int = 1
+    fsdp: int = 0  # devices that share parameters, optimizer state and rows; 0: all that are left
+    context: int = 1  # devices that share each row, for long ones: each has a part of its tokens
     tensor: int = 1  # devices that share each matrix product
     # devices that share one copy of the sampler's weights: those of a host, or of several hosts
     rollout_tensor: int = 1
@@ -38,18 +44,18 @@ class MeshConfig:
     roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name, low in (("fsdp", 0), ("tensor", 1), ("rollout_tensor", 1)):
+        for name, low in (*_LEAST.items(), ("rollout_tensor", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"mesh.{name} must be at least {low}, got {getattr(self, name)}")
         parse_part("mesh.devices", self.devices)
         for role, sizes in self.roles.items():
-            if not isinstance(sizes, Mapping) or set(sizes) - {"fsdp", "tensor", "devices"}:
+            if not isinstance(sizes, Mapping) or set(sizes) - {*_LEAST, "devices"}:
                 raise ValueError(
-                    f"mesh.roles.{role} must have the keys fsdp, tensor and devices at most, got "
-                    f"{sizes!r}"
+                    f"mesh.roles.{role} must have the keys {', '.join(_LEAST)} and devices at "
+                    f"most, got {sizes!r}"
                 )
             parse_part(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
-            for name, low in (("fsdp", 0), ("tensor", 1)):
+            for name, low in _LEAST.items():
                 value = sizes.get(name, low)
                 if not isinstance(value, int) or isinstance(value, bool) or value < low:
                     raise ValueError(
@@ -60,21 +66,35 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSizes:
-    """(fsdp, tensor) of a training role, checked against the devices."""
+    """Axes of a training role's mesh, checked against the devices."""
 
     fsdp: int
     tensor: int
     part: Part | None = None  # of every host's devices; None: all
+    data: int = 1
+    context: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Data ranks: groups of devices that hold different rows."""
+        return self.data * self.fsdp
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces rows are cut (context.py); 1 where they stay whole."""
+        return 2 * self.context if self.context > 1 else 1
 
     @property
     def layout(self) -> Layout:
-        """The planner's view of it."""
-        return Layout("mesh", (("fsdp", self.fsdp), ("tensor", self.tensor)), self.part)
+        """The planner's view of it. Of the axes fsdp and tensor are always named."""
+        sizes = ((name, getattr(self, name)) for name in _LEAST)
+        named = ((n, size) for n, size in sizes if size > 1 or n in ("fsdp", "tensor"))
+        return Layout("mesh", tuple(named), self.part)
 
     def describe(self) -> tuple[str, str]:
         """(sizes, devices) for people; no devices are named where it has all."""
         where = "" if self.part is None else f"on devices {part_text(self.part)} of every host"
-        return f"fsdp {self.fsdp} x tensor {self.tensor}", where
+        return axes_text(self.layout), where
 
 
 def parse_part(where: str, text: str | int) -> Part | None:
@@ -114,21 +134,31 @@ def canonical_devices(part: Part | None = None) -> np.ndarray:
 
 
 def resolve_sizes(
-    fsdp: int, tensor: int, devices: int, *, where: str = "mesh", part: Part | None = None
+    sizes: Mapping[str, int], devices: int, *, where: str = "mesh", part: Part | None = None
 ) -> MeshSizes:
-    """Fills in fsdp = 0 and checks that the sizes cover the devices.
+    """Fills in fsdp = 0 and checks that the axes cover the devices.
 
-    `where` is the config section that holds them, `devices` the number of those in `part`. Raises
-    ValueError with the fix.
+    `sizes` by axis, those left out are 1 (fsdp: 0). `where` is the config section that holds them,
+    `devices` the number of those in `part`. Raises ValueError with the fix.
     """
-    filled = fsdp or devices // tensor
-    if filled * tensor != devices:
-        fits = [d for d in range(1, devices + 1) if devices % d == 0]
-        raise ValueError(
-            f"{where}.fsdp={fsdp or 'auto'} x {where}.tensor={tensor} does not cover "
-            f"{devices} devices; tensor must be one of {fits} and fsdp = {devices} / tensor"
-        )
-    return MeshSizes(filled, tensor, part)
+    found = {name: sizes.get(name, low) for name, low in _LEAST.items()}
+    shown = " x ".join(
+        f"{where}.{name}={size or 'auto'}"
+        for name, size in found.items()
+        if size != 1 or name in ("fsdp", "tensor")
+    )
+    problem = f"{shown} does not cover {devices} devices"
+    left = devices
+    for name in reversed(_LEAST):
+        if name == "fsdp":
+            continue
+        if left % found[name]:
+            fits = [n for n in range(1, left + 1) if left % n == 0]
+            raise ValueError(f"{problem}; {name} must be one of {fits}, and fsdp what is left")
+        left //= found[name]
+    if found["fsdp"] not in (0, left):
+        raise ValueError(f"{problem}; fsdp must be {left}, what the others leave, or 0 for that")
+    return MeshSizes(left, found["tensor"], part, found["data"], found["context"])
 
 
 def check_hosts(width: int, what: str, processes: int, local_devices: int) -> None:
@@ -165,8 +195,12 @@ def processes_of_rank(ranks: int, processes: int, rank: int) -> range:
 
 
 def role_mesh(sizes: MeshSizes) -> Mesh:
-    """(fsdp, tensor) over a role's devices. Axes are Auto: XLA propagates shardings."""
-    return Mesh(canonical_devices(sizes.part).reshape(sizes.fsdp, sizes.tensor), ("fsdp", "tensor"))
+    """The axes of its layout over a role's devices, those of a data rank next to each other.
+
+    Axes are Auto: XLA propagates shardings.
+    """
+    names, shape = zip(*sizes.layout.axes, strict=True)
+    return Mesh(canonical_devices(sizes.part).reshape(shape), names)
 
 
 def replica_mesh(rollout_tensor: int) -> Mesh:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.peers import Traffic
+from distflow_jax.parallel.rules import data_ranks, rows_spec
 
 Row = tuple[int, int, int]  # mini-batch, data rank, row within the rank
 
@@ -72,7 +73,7 @@ def plan_moves(
 
 
 class Repartition:
-    """Moves rows between two meshes, ("fsdp", "tensor") each, over one order of devices."""
+    """Moves rows between two meshes of training over one order of devices."""
 
     def __init__(self, source: Mesh, target: Mesh, rows: tuple[int, int], *, capacity: int = 2):
         assert source.devices.flatten().tolist() == target.devices.flatten().tolist()
@@ -85,7 +86,7 @@ class Repartition:
 
         Also returns what a process received from the others at most, padding included. Collective.
         """
-        ranks = self._source.shape["fsdp"], self._target.shape["fsdp"]
+        ranks = data_ranks(self._source.shape), data_ranks(self._target.shape)
         moves = plan_moves(
             pairs,
             devices=self._source.size,
@@ -111,8 +112,9 @@ class Repartition:
 
     def _as_target(self, out: jax.Array) -> jax.Array:
         """[K, D R', ...], a part per device -> [K, n R', ...]: copies of a rank are alike."""
-        shape = (out.shape[0], self._target.shape["fsdp"] * self._rows[1], *out.shape[2:])
-        layout = NamedSharding(self._target, PartitionSpec(None, "fsdp"))
+        rows = data_ranks(self._target.shape) * self._rows[1]
+        shape = (out.shape[0], rows, *out.shape[2:])
+        layout = NamedSharding(self._target, rows_spec(self._target))
         return jax.make_array_from_single_device_arrays(
             shape, layout, [shard.data for shard in out.addressable_shards]
         )
@@ -157,7 +159,7 @@ def _round(mesh, x, out, send, receive):
     return jax.shard_map(
         move,
         mesh=mesh,
-        in_specs=(PartitionSpec(None, "fsdp"), parts, PartitionSpec(axes), PartitionSpec(axes)),
+        in_specs=(rows_spec(mesh), parts, PartitionSpec(axes), PartitionSpec(axes)),
         out_specs=parts,
         check_vma=False,
     )(x, out, send, receive)

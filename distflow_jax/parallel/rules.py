@@ -7,19 +7,24 @@ replicated when there are fewer of them than the axis is wide.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# logical dim -> the mesh axes that may hold it, the first that the mesh has (none: replicated)
+# logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
+# replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("fsdp", "data"),  # rows of a training batch, slots of a sampler
+    "rows": ("data", "fsdp"),  # packed rows, and what is known of each
+    "context": ("context",),  # parts of a row (context.py)
+    # of a network's activations: parts of rows in training, slots of a sampler
+    "batch": ("data", "fsdp", "context"),
     "length": (),
     "layers": (),
     "blocks": (),
-    "hidden": ("fsdp",),  # of parameters: gathered layer by layer
+    "hidden": ("fsdp",),  # of parameters: gathered layer by layer; the others have copies
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -39,28 +44,55 @@ _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh
 def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Layout of one array whose dims carry the logical names `axes`.
 
-    Raises ValueError where a dim is not divisible by its mesh axis, naming both.
+    Raises ValueError where a dim is not divisible by its mesh axes, naming both.
     """
     assert len(axes) == len(shape), (axes, shape)
-    entries = []
+    entries: list[str | tuple[str, ...] | None] = []
+    claimed: set[str] = set()
     for name, size in zip(axes, shape, strict=True):
-        axis = next((a for a in RULES[name] if mesh.shape.get(a, 1) > 1), None)
-        if axis is None:
-            entries.append(None)
-            continue
-        width = mesh.shape[axis]
-        if size % width == 0:
-            assert axis not in entries, f"two dims of {axes} claim mesh axis {axis}"
-            entries.append(axis)
+        held = _held(mesh, name)
+        count = math.prod(held.values())
+        if size % count == 0:
+            assert not claimed & held.keys(), f"two dims of {axes} claim one of {set(held)}"
+            claimed |= held.keys()
+            entries.append(_entry(tuple(held)))
         elif name in _REPLICATE_WHERE_INDIVISIBLE:
             entries.append(None)
         else:
-            fits = [d for d in range(1, width + 1) if size % d == 0]
-            raise ValueError(
-                f"mesh axis {axis}={width} does not divide {name}={size}; "
-                f"use {axis}={fits[-1]} (or any of {fits})"
-            )
+            fits = [d for d in range(1, count + 1) if size % d == 0]
+            raise ValueError(_indivisible(held, name, size, fits))
     return PartitionSpec(*entries)
+
+
+def _held(mesh: Mesh, name: str) -> dict[str, int]:
+    """The mesh axes over which a dim of that name is divided, and their sizes."""
+    return {axis: mesh.shape[axis] for axis in RULES[name] if mesh.shape.get(axis, 1) > 1}
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    if len(axes) > 1:
+        return axes
+    return axes[0] if axes else None
+
+
+def _indivisible(held: Mapping[str, int], name: str, size: int, fits: list[int]) -> str:
+    text = " x ".join(f"{axis}={count}" for axis, count in held.items())
+    if len(held) == 1:
+        (axis,) = held
+        fix = f"use {axis}={fits[-1]} (or any of {fits})"
+        return f"mesh axis {text} does not divide {name}={size}; {fix}"
+    fix = f"use a product of {fits[-1]} (or any of {fits})"
+    return f"mesh axes {text} do not divide {name}={size}; {fix}"
+
+
+def data_ranks(sizes: Mapping[str, int]) -> int:
+    """Groups of devices that hold different rows, of a mesh whose axes have these sizes."""
+    return math.prod(sizes.get(axis, 1) for axis in RULES["rows"])
+
+
+def rows_spec(mesh: Mesh) -> PartitionSpec:
+    """Layout of packed fields [K, R, ...]: rows over all data ranks, in their order."""
+    return PartitionSpec(None, _entry(tuple(a for a in RULES["rows"] if a in mesh.shape)))
 
 
 def sharding(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
@@ -89,7 +121,16 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 def width(name: str) -> int:
     """Over how many devices a dim of that name is divided within `use_mesh`; 1 outside."""
     mesh = _active_mesh.get()
-    return 1 if mesh is None else max((mesh.shape.get(a, 1) for a in RULES[name]), default=1)
+    return 1 if mesh is None else math.prod(_held(mesh, name).values())
+
+
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes over which a dim of that name is divided within `use_mesh`; none outside.
+
+    For the collectives of a function that `local` calls.
+    """
+    mesh = _active_mesh.get()
+    return () if mesh is None else tuple(_held(mesh, name))
 
 
 def platform() -> str:
@@ -105,29 +146,32 @@ def local(
     out: tuple[str, ...],
     *,
     summed: str | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Any:
-    """`function(*arguments)` on what each device holds of them, without a collective in between.
+    """`function(*arguments)` on what each device holds of them, without a collective but its own.
 
     `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
-    argument; `out` those of the result, an array. `summed`: a logical dim that the function sums
-    over; results are added up over the devices that it is divided over. Within `use_mesh`; outside
-    it is a plain call. The dims that are divided must divide evenly, ValueError else.
+    argument; `out` those of the result, an array, whose `shape` must be given where the function
+    has collectives of its own. `summed`: a logical dim that the function sums over; results are
+    added up over the devices that it is divided over. Within `use_mesh`; outside it is a plain
+    call. The dims that are divided must divide evenly, ValueError else.
     """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
         return function(*arguments)
-    shape = jax.eval_shape(function, *arguments).shape
+    if shape is None:
+        shape = jax.eval_shape(function, *arguments).shape
 
     def specs(axes, x):
         if isinstance(axes, tuple) and all(isinstance(name, str) for name in axes):
             return partition_spec(mesh, axes, x.shape)
         return type(x)(*map(specs, axes, x))
 
-    parts = () if summed is None else [a for a in RULES[summed] if mesh.shape.get(a, 1) > 1]
+    parts = () if summed is None else mesh_axes(summed)
 
     def on_device(*arguments):
         result = function(*arguments)
-        return jax.lax.psum(result, tuple(parts)) if parts else result
+        return jax.lax.psum(result, parts) if parts else result
 
     return jax.shard_map(
         on_device,

@@ -27,6 +27,7 @@ from distflow_jax.algorithms.packed import sums_of_segments
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import Route, best
+from distflow_jax.parallel import context
 from distflow_jax.training.objectives.objective import Metrics, Objective
 
 
@@ -80,7 +81,8 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
-    """The router's own choice over packed rows; its layer output is a Balance without layers."""
+    """The router's own choice over packed rows, or the parts that devices have of them
+    (parallel/context.py); its layer output is a Balance without layers."""
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
 
@@ -88,9 +90,9 @@ def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
         expert = best(probability, count)
         iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, experts), 3)
         through = jnp.sum(expert[..., None] == iota, axis=2, dtype=jnp.int32)
-        load = _of_sequences(through.astype(jnp.float32), rows)
+        load = _of_sequences(context.unite(through.astype(jnp.float32)), rows)
         share = experts / count * load / tokens
-        mean = _of_sequences(probability, rows) / tokens
+        mean = _of_sequences(context.unite(probability), rows) / tokens
         return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)))
 
     return route

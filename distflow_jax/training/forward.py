@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
-from distflow_jax.models.attention import masked_attention, packed_mask
+from distflow_jax.models.attention import InRow, masked_attention, packed_mask
 from distflow_jax.models.block_attention import Tiles, block_attention, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.transformer import bind
-from distflow_jax.parallel.rules import constrain, local, width
+from distflow_jax.parallel import context
+from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.balance import balancing_route, watching
 from distflow_jax.training.logprob import token_logp
 
@@ -37,22 +38,25 @@ _BLOCKS = range(32, 129)
 _BEST_BLOCK = 64
 
 
-def attention_block(attention: str, row_tokens: int, platform: str) -> int:
+def attention_block(attention: str, row_tokens: int, platform: str, pieces: int = 1) -> int:
     """ForwardConfig.attention_block for training.attention: 0 for "masked".
 
+    `pieces`: into how many a row is cut for the devices that share it; a tile ends within one.
     Raises ValueError where "blocks" is asked for and no side fits rows of `row_tokens`.
     """
     if attention == "masked" or (attention == "auto" and platform != "cpu"):
         return 0
-    fits = [n for n in _BLOCKS if row_tokens % n == 0]
+    fits = [n for n in _BLOCKS if row_tokens % (pieces * n) == 0]
     if fits:
         return min(fits, key=lambda n: abs(n - _BEST_BLOCK))
     if attention == "auto":
         return 0
-    near = -(-row_tokens // _BEST_BLOCK) * _BEST_BLOCK  # up: sequences that fit still do
+    unit = pieces * _BEST_BLOCK
+    near = -(-row_tokens // unit) * unit  # up: sequences that fit still do
+    what = "rows" if pieces == 1 else f"rows in {pieces} pieces (2 x mesh.context)"
     raise ValueError(
-        f"training.attention='blocks' needs rows that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens divide, "
-        f"got training.row_tokens={row_tokens}; use {near}, or attention='masked'"
+        f"training.attention='blocks' needs {what} that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens "
+        f"divide, got training.row_tokens={row_tokens}; use {near}, or attention='masked'"
     )
 
 
@@ -64,19 +68,37 @@ def parent_segment(rows: Rows) -> jax.Array:
 
 
 def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
-    """(q, k, v) -> attention over packed rows."""
-    parent = parent_segment(rows)
-    if not block:
-        mask = packed_mask(rows.segment, parent)
-        return lambda q, k, v: masked_attention(q, k, v, mask)
-    tiles = tiles_of(rows.segment, parent, block)
+    """(q, k, v) -> attention over packed rows, or over the parts of rows that devices share."""
+    segment, parent = context.divide(rows.segment), context.divide(parent_segment(rows))
+    in_row = None
+    if context.parts_of_row() > 1:
+        place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
+        in_row = InRow(
+            context.divide(place),
+            context.in_gathered_order(rows.segment),
+            context.in_gathered_order(place),
+        )
+    across = mesh_axes("context")
+    if block:
+        assert not across or segment.shape[1] % (2 * block) == 0, (segment.shape, block)
+        pairs = tiles_of(segment, parent, block, in_row)
+        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
+    else:
+        pairs, of_pairs = packed_mask(segment, parent, in_row), ("batch", "length", "length")
+
+    def on_device(q, k, v, pairs):
+        if block:
+            return block_attention(q, k, v, pairs, across)
+        if across:
+            k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
+        return masked_attention(q, k, v, pairs)
 
     def attend(q, k, v):
         heads = ("batch", "length", "heads", "head_dim")
         if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        of_tiles = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in tiles))
-        return local(block_attention, (q, k, v, tiles), (heads, heads, heads, of_tiles), heads)
+        dims = heads, heads, heads, of_pairs
+        return local(on_device, (q, k, v, pairs), dims, heads, shape=q.shape)
 
     return attend
 
@@ -86,6 +108,7 @@ def packed_hidden(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
 
+    Where devices share a row they are those of its parts (parallel/context.py): [R c, L / c, D].
     Tells `balance.watched` of a mixture's routers.
     """
     attend = _attend(rows, config.attention_block)
@@ -93,8 +116,8 @@ def packed_hidden(
     decoder = bind(model, params)
     found = watching() if model.num_experts else None
     hidden, kept = decoder.hidden(
-        rows.tokens,
-        rows.position,
+        context.divide(rows.tokens),
+        context.divide(rows.position),
         lambda q, k, v, _: (attend(q, k, v), None),
         dtype=dtype,
         remat=config.remat,
@@ -114,27 +137,43 @@ def response_logp(
     that predict a response token meet the vocabulary.
     """
     hidden, weight = packed_hidden(params, model, rows, config)
-    mask = rows.response_mask
+    # every part of a row predicts the tokens whose hidden state it has: no hidden state moves
+    is_here, source = context.located(rows.previous)
+    mask = context.of_each_part(rows.response_mask) & is_here
     # response positions first, so that the vocabulary loop ends where the fullest row ends
     order = jnp.argsort(~mask, axis=1, stable=True).astype(jnp.int32)
-    source = jnp.take_along_axis(rows.previous, order, axis=1)
+    chosen = order[:, : _most_predicted(hidden.shape[1], rows, config.logp_chunk)]
+    source = jnp.take_along_axis(source, chosen, axis=1)
     gathered = jnp.take_along_axis(hidden, source[..., None], axis=1)
     gathered = constrain(gathered, "batch", "length", "activation")
-    target = jnp.take_along_axis(rows.tokens, order, axis=1)
+    target = jnp.take_along_axis(context.of_each_part(rows.tokens), chosen, axis=1)
     count = mask.sum(axis=1, dtype=jnp.int32)
-    logp, entropy = token_logp(gathered, weight, target, count, temperature, config.logp_chunk)
+    found = token_logp(gathered, weight, target, count, temperature, config.logp_chunk)
     back = jnp.argsort(order, axis=1)
-    return (
-        jnp.take_along_axis(logp, back, axis=1),
-        jnp.take_along_axis(entropy, back, axis=1),
-    )
+
+    def in_rows(x):  # 0 behind the count, and so wherever another part predicts
+        x = jnp.pad(x, ((0, 0), (0, order.shape[1] - x.shape[1])))
+        return context.sum_over_parts(jnp.take_along_axis(x, back, axis=1))
+
+    logp, entropy = map(in_rows, found)
+    return logp, entropy
+
+
+def _most_predicted(length: int, rows: Rows, chunk: int) -> int:
+    """How many tokens a part of `length` can predict at most, in whole chunks.
+
+    Each of its tokens predicts the next one, and that of a shared prompt's end the first of every
+    response.
+    """
+    most = -(-(length + rows.valid.shape[1]) // chunk) * chunk
+    return min(rows.tokens.shape[1], most)
 
 
 def _scalars(params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig) -> jax.Array:
-    """The scalar head on every hidden state, float32 [R, L]."""
+    """The scalar head on every hidden state, float32 [R, L], in whole rows."""
     hidden, _ = packed_hidden(params["trunk"], model.trunk, rows, config)
     # in float32 whatever the trunk computes in: returns differ in digits that bfloat16 has not
-    return jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"])
+    return context.unite(jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"]))
 
 
 def response_values(

@@ -36,7 +36,7 @@ def take(tree: Any, index: jax.Array) -> Any:
     def one(x):
         part = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
         part = part.reshape(x.shape[0] * x.shape[2], *x.shape[3:])
-        return constrain(part, "batch", *["length"] * (part.ndim - 1))
+        return constrain(part, "rows", *["length"] * (part.ndim - 1))
 
     return jax.tree.map(one, tree)
 

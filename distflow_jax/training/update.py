@@ -13,7 +13,7 @@ import optax
 
 from distflow_jax.models import lora
 from distflow_jax.models.transformer import param_shardings
-from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.loops import bounded_loop
 from distflow_jax.training import microbatch
 from distflow_jax.training.objectives.objective import Batch, Objective
@@ -30,8 +30,8 @@ class UpdateShape:
 
     @property
     def ranks(self) -> int:
-        """Data ranks: mesh devices that hold different rows."""
-        return self.mesh.shape["fsdp"]
+        """Data ranks: groups of devices that hold different rows."""
+        return data_ranks(self.mesh.shape)
 
 
 def accumulate_gradients(

@@ -34,7 +34,7 @@ from distflow_jax.models.transformer import (
     params_of,
     place_params,
 )
-from distflow_jax.parallel.rules import partition_spec, use_mesh
+from distflow_jax.parallel.rules import partition_spec, rows_spec, use_mesh
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
 from distflow_jax.types import flatten_dict
 
@@ -126,6 +126,23 @@ def test_few_key_value_heads_are_copied():
     assert partition_spec(mesh_of(4, 2), axes, shape) == PartitionSpec(None, "fsdp", "tensor", None)
     query = param_shardings(TINY, mesh_of(2, 4))["layers"]["query"]
     assert query.spec == PartitionSpec(None, "fsdp", "tensor", None)
+
+
+def test_copies_of_parameters_and_rows_over_all_ranks():
+    mesh = mesh_of(2, 2, data=2)
+    query = param_shardings(TINY, mesh)["layers"]["query"]
+    assert query.spec == PartitionSpec(None, "fsdp", "tensor", None)
+    rows = ("data", "fsdp")
+    assert partition_spec(mesh, ("batch", "length"), (8, 5)) == PartitionSpec(rows, None)
+    assert rows_spec(mesh) == PartitionSpec(None, rows)
+    assert rows_spec(mesh_of(4, 2)) == PartitionSpec(None, "fsdp")
+    # a lone prompt is read by every rank alike; packed rows are a multiple of the ranks
+    assert partition_spec(mesh, ("batch", "length"), (2, 5)) == PartitionSpec(None, None)
+    message = r"mesh axes data=2 x fsdp=2 do not divide rows=6; use a product of 3 \(or any of"
+    with pytest.raises(ValueError, match=message):
+        partition_spec(mesh, ("rows", "length"), (6, 5))
+    sampler = mesh_of(4, 2, names=("data", "tensor"))
+    assert partition_spec(sampler, ("batch", "heads"), (8, 4)) == PartitionSpec("data", "tensor")
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,28 @@ def single(tmp_path_factory):
 
 REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
 LAYOUTS = {
-    "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
+    "data 2 x fsdp 2 x tensor 2": dict(
+        devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    ),
 }
 
 
 SLOW = {
+    "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
+    "data 8": dict(devices=8, overrides=["mesh.data=8"]),
+    "data 2 x context 2 x tensor 2": dict(
+        devices=8, overrides=["mesh.data=2", "mesh.context=2", "mesh.tensor=2"]
+    ),
+    "4 processes x 2 devices, a row over 2 of them, reference over 1": dict(
+        devices=8,
+        processes=4,
+        overrides=["mesh.context=4", "mesh.roles={'REFERENCE': {'tensor': 2}}"],
+    ),
+    "2 processes x 4 devices, data 2 x fsdp 4, reference data 4 x tensor 2": dict(
+        devices=8,
+        processes=2,
+        overrides=["mesh.data=2", "mesh.roles={'REFERENCE': {'data': 4, 'tensor': 2}}"],
+    ),
     "2 processes x 2 devices, sampler over both, reference fsdp 2": dict(
         devices=4, processes=2, overrides=["mesh.rollout_tensor=4", REFERENCE]
     ),

@@ -26,6 +26,7 @@ from distflow_jax.parallel.mesh import (
     role_mesh,
     sampler_mesh,
 )
+from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.types import Layout
 from tests.parallel.test_repartition import spread
@@ -49,26 +50,27 @@ def lay(rows, places, ranks, room):
         (MeshSizes(2, 1, (6, 8)), MeshSizes(4, 1, (0, 4))),
         (MeshSizes(1, 2, (6, 8)), MeshSizes(2, 2, (0, 4))),
         (MeshSizes(3, 1, (5, 8)), MeshSizes(4, 1, (0, 4))),
+        (MeshSizes(2, 1, (0, 4), data=2), MeshSizes(1, 2, (4, 8), data=2)),
     ],
     ids=str,
 )
 def test_rows_cross_whole(source, target):
     values = np.random.default_rng(1).normal(size=(2 * ROWS - 3, 5)).astype(np.float32)
-    rooms = [-(-ROWS // s.fsdp) + 1 for s in (source, target)]
+    rooms = [-(-ROWS // s.ranks) + 1 for s in (source, target)]
     places = [
-        [(k, r, p) for k in range(MINIS) for _, r, p in spread(ROWS - 3 * k, s.fsdp)]
+        [(k, r, p) for k in range(MINIS) for _, r, p in spread(ROWS - 3 * k, s.ranks)]
         for s in (source, target)
     ]
     before, after = (
-        lay(values, at, s.fsdp, room)
+        lay(values, at, s.ranks, room)
         for at, s, room in zip(places, (source, target), rooms, strict=True)
     )
-    layout = NamedSharding(role_mesh(source), PartitionSpec(None, "fsdp"))
+    layout = NamedSharding(role_mesh(source), rows_spec(role_mesh(source)))
     cross = Crossing(role_mesh(source), role_mesh(target), tuple(rooms))
     batch = {"a": jax.device_put(before, layout), "b": jax.device_put(2 * before, layout)}
     moved, _ = cross(batch, list(zip(*places, strict=True)))
     for name, scale in (("a", 1), ("b", 2)):
-        expected = NamedSharding(role_mesh(target), PartitionSpec(None, "fsdp"))
+        expected = NamedSharding(role_mesh(target), rows_spec(role_mesh(target)))
         assert moved[name].sharding == expected
         for shard in moved[name].addressable_shards:  # every copy of a rank, too
             np.testing.assert_array_equal(shard.data, scale * after[shard.index])

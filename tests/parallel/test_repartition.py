@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.parallel.repartition import Repartition, _round, plan_moves
+from distflow_jax.parallel.rules import rows_spec
 
 NOTHING = np.iinfo(np.int32).max
 
@@ -67,10 +68,21 @@ def test_there_and_back_is_identity_for_all_pairs(capacity):
             assert there.moved == 0
 
 
-@pytest.mark.parametrize("source, target", [*itertools.permutations([8, 4, 2, 1], 2)])
-def test_device_arrays_move_whole(source, target):
+WITH_COPIES = [MeshSizes(2, 2, data=2), MeshSizes(1, 4, data=2), MeshSizes(4, 1, data=2)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *itertools.permutations([MeshSizes(n, 8 // n) for n in (8, 4, 2, 1)], 2),
+        *itertools.permutations(WITH_COPIES, 2),
+        (MeshSizes(8, 1), MeshSizes(2, 1, data=4)),
+    ],
+    ids=str,
+)
+def test_device_arrays_move_whole(sizes):
     rows, minis = 10, 2
-    sizes = [MeshSizes(n, 8 // n) for n in (source, target)]
+    source, target = (s.ranks for s in sizes)
     meshes = [role_mesh(s) for s in sizes]
     rooms = [-(-rows // n) + 1 for n in (source, target)]
     places = [
@@ -80,12 +92,12 @@ def test_device_arrays_move_whole(source, target):
     values = np.random.default_rng(1).normal(size=(len(places[0]), 5)).astype(np.float32)
 
     def lay(which):
-        out = np.zeros((minis, sizes[which].fsdp * rooms[which], 5), np.float32)
+        out = np.zeros((minis, sizes[which].ranks * rooms[which], 5), np.float32)
         for (k, r, p), value in zip(places[which], values, strict=True):
             out[k, r * rooms[which] + p] = value
         return out
 
-    layouts = [NamedSharding(mesh, PartitionSpec(None, "fsdp")) for mesh in meshes]
+    layouts = [NamedSharding(mesh, rows_spec(mesh)) for mesh in meshes]
     batch = {"a": jax.device_put(lay(0), layouts[0]), "b": jax.device_put(2 * lay(0), layouts[0])}
     move = Repartition(*meshes, tuple(rooms))
     moved, traffic = move(batch, list(zip(*places, strict=True)))

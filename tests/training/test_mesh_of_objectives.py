@@ -1,5 +1,6 @@
 """Loss and gradient of every objective but the policy's (test_forward.py) are the mesh's no more
-than rounding: on 1 device, and on fsdp 2 x tensor 2, where rows are packed for two ranks."""
+than rounding: on 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for
+several ranks, and where devices share a row."""
 
 import functools
 
@@ -44,9 +45,10 @@ def batch_of(name, ranks):
     return batches[name]()
 
 
-def gradient_of(name, fsdp, tensor):
+@functools.cache
+def gradient_of(name, fsdp, tensor, **axes):
     """(gradient, metrics with the loss among them) on the host."""
-    objective, mesh = OBJECTIVES[name], mesh_of(fsdp, tensor)
+    objective, mesh = OBJECTIVES[name], mesh_of(fsdp, tensor, **axes)
     network = objective.model
     params = jax.device_put(random_params(network), param_shardings(network, mesh))
     shape = UpdateShape(mesh, 1, 14)
@@ -58,15 +60,24 @@ def gradient_of(name, fsdp, tensor):
                 params, batch, jnp.float32(1), shape=shape, objective=objective
             )
 
-    return jax.device_get(run(params, batch_of(name, fsdp)))
+    return jax.device_get(run(params, batch_of(name, shape.ranks)))
 
 
 @pytest.mark.parametrize(
-    "name", ["preference", "reward_model", pytest.param("sft", marks=pytest.mark.slow)]
+    "name, axes",
+    [
+        ("preference", dict(fsdp=2, tensor=2)),
+        ("reward_model", dict(fsdp=2, tensor=2)),
+        ("reward_model", dict(fsdp=2, tensor=1, data=2)),
+        pytest.param("preference", dict(fsdp=2, tensor=2, data=2), marks=pytest.mark.slow),
+        ("reward_model", dict(fsdp=1, tensor=1, context=4)),
+        pytest.param("preference", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
+        pytest.param("sft", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
+    ],
 )
-def test_one_device_and_a_mesh_give_the_same_gradient(name):
+def test_one_device_and_a_mesh_give_the_same_gradient(name, axes):
     one, metrics = gradient_of(name, 1, 1)
-    four, others = gradient_of(name, 2, 2)
+    four, others = gradient_of(name, **axes)
     norm = np.sqrt(sum(np.sum(g**2.0) for g in jax.tree.leaves(one)))
     apart = jax.tree.map(lambda a, b: np.sum((a - b) ** 2.0), one, four)
     assert norm > 0

@@ -1,0 +1,197 @@
+"""Rows that devices share, each a part of the tokens, give what whole rows on one device give."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.batch import Rows, RowShape
+from distflow_jax.models.transformer import param_shardings
+from distflow_jax.parallel.rules import rows_spec, use_mesh
+from distflow_jax.programs import hlo
+from distflow_jax.training.forward import ForwardConfig, attention_block
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.predict import make_logp
+from distflow_jax.training.state import sharded_params
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+
+LENGTH, ROWS = 128, 8
+TEMPERATURE = np.float32(0.8)
+PARAMS = random_params(TINY)
+ALGORITHM = AlgorithmConfig(kl_coef=0.05, entropy_coef=0.01)
+MESHES = {
+    "fsdp 2 x context 4": dict(fsdp=2, tensor=1, context=4),
+    "data 2 x context 2 x tensor 2": dict(fsdp=1, tensor=2, data=2, context=2),
+    "fsdp 2 x context 2 x tensor 2": dict(fsdp=2, tensor=2, context=2),
+    "fsdp 4 x context 2": dict(fsdp=4, tensor=1, context=2),
+    "context 2 x tensor 4": dict(fsdp=1, tensor=4, context=2),
+    "context 8": dict(fsdp=1, tensor=1, context=8),
+}
+
+
+@functools.cache
+def batch(shared=True):
+    """Rows of several prompts, one of them with a row to itself, and every term of a loss."""
+    samples = random_samples(5, groups=6, size=5, prompt=(3, 30), response=(1, 40))
+    rows, _ = rows_of(samples, RowShape(1, ROWS, LENGTH, 8), shared=shared)
+    rows = mini_batch(rows)
+    if shared:  # some responses follow a prompt that lies elsewhere in the row
+        place = np.arange(LENGTH)[None]
+        moved = np.asarray(rows.previous) != place - 1
+        assert (moved & np.asarray(rows.response_mask)).sum() > 8
+    rng = np.random.default_rng(2)
+    mask = np.asarray(rows.response_mask)
+    advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+    ref_logp = np.where(mask, -1.0 - np.asarray(rows.tokens) % 7, 0).astype(np.float32)
+    return PolicyBatch(rows, advantage, None, None, ref_logp)
+
+
+@functools.cache
+def gradient(micro=1, block=0, remat=False, shared=True, **axes):
+    """(gradient, metrics with the loss among them) on the host."""
+    mesh = mesh_of(**axes)
+    forward = ForwardConfig("float32", 16, remat, block)
+    objective = policy_objective(TINY, ALGORITHM, forward, max_response=40)
+    params = jax.device_put(PARAMS, param_shardings(TINY, mesh))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(params, batch):
+        with use_mesh(mesh):
+            shape = UpdateShape(mesh, micro, 40)
+            return accumulate_gradients(
+                params, batch, TEMPERATURE, shape=shape, objective=objective
+            )
+
+    return jax.device_get(run(params, batch(shared)))
+
+
+def assert_same(got, wanted):
+    (grads, metrics), (others, more) = got, wanted
+    gap = jax.tree.map(lambda a, b: np.sum((a.astype(np.float64) - b) ** 2), grads, others)
+    norm = sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(others))
+    assert norm > 0
+    assert np.sqrt(sum(jax.tree.leaves(gap)) / norm) < 1e-5
+    assert metrics.keys() == more.keys() and metrics["actor/entropy"] > 0
+    for name, value in more.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        ("fsdp 2 x context 4", dict(block=16, micro=2, remat=True)),
+        ("data 2 x context 2 x tensor 2", dict(micro=2)),
+        *(
+            pytest.param(mesh, dict(block=block), marks=pytest.mark.slow)
+            for mesh in MESHES
+            for block in (0, 8)
+        ),
+        *(
+            pytest.param("context 8", dict(shared=False, block=block), marks=pytest.mark.slow)
+            for block in (0, 4)
+        ),
+    ],
+)
+def test_loss_and_gradient_are_those_of_one_device(mesh, options):
+    """`context 2 x tensor 4`: 2 key/value heads, repeated for 4 devices."""
+    one = gradient(fsdp=1, tensor=1, shared=options.get("shared", True))
+    assert_same(gradient(**options, **MESHES[mesh]), one)
+
+
+def abstract_rows(mesh, rows: int, length: int, sequences: int) -> Rows:
+    """[1, R, L] and [1, R, S]."""
+    layout = jax.sharding.NamedSharding(mesh, rows_spec(mesh))
+
+    def of(size, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct((1, rows, size), dtype, sharding=layout)
+
+    tokens, each = of(length), of(sequences)
+    mask, valid = of(length, bool), of(sequences, bool)
+    return Rows(tokens, tokens, tokens, tokens, mask, each, each, each, valid, each)
+
+
+@pytest.mark.parametrize("block", [22, 0])
+def test_hidden_states_stay_where_they_are(block):
+    """Of a row's tokens only keys and values are gathered, and what is a number per token."""
+    length, sequences, mesh = 176, 5, mesh_of(2, 1, context=2)
+    forward = ForwardConfig("float32", 16, False, block)
+    logp = make_logp(shape=UpdateShape(mesh, 1, 40), model=TINY, forward=forward)
+    rows = abstract_rows(mesh, 4, length, sequences)
+    text = logp.lower(sharded_params(TINY, mesh), rows, TEMPERATURE).compile().as_text()
+    sizes = collective_sizes(text)
+    keys = [1, length, TINY.num_kv_heads, TINY.head_dim]
+    if block:
+        keys = [1, length // block, TINY.num_kv_heads, block, TINY.head_dim]
+    assert keys in sizes
+    of_tokens = {length, length // 2, 96}  # of a row, of a part, of what a part predicts at most
+    for dims in sizes:
+        assert not (of_tokens & set(dims) and TINY.hidden_size in dims), dims
+
+
+def collective_sizes(text):
+    """Shapes of all that collectives give, on each device."""
+    kinds = "|".join(hlo.COLLECTIVES)
+    given = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = [dims for part in given for dims in re.findall(r"\w\[([\d,]*)\]", part)]
+    return [[int(n) for n in dims.split(",") if n] for dims in shapes]
+
+
+def test_tiles_end_within_a_piece():
+    assert attention_block("auto", 1024, "cpu") == 64
+    assert attention_block("auto", 1024, "cpu", pieces=8) == 64
+    assert attention_block("auto", 640, "cpu", pieces=16) == 40
+    assert attention_block("auto", 256, "cpu", pieces=16) == 0  # 16 tokens: too short a side
+    message = r"blocks' needs rows in 16 pieces \(2 x mesh.context\) .*row_tokens=256; use 1024"
+    with pytest.raises(ValueError, match=message):
+        attention_block("blocks", 256, "gpu", pieces=16)
+
+
+LONG = 32768
+
+
+def long_gradient(parts, batch):
+    """(compiled gradient of a row of 32,768 tokens that so many devices share, its arguments)."""
+    mesh = mesh_of(1, 1, context=parts)
+    forward = ForwardConfig("float32", 128, False, 64)
+    objective = policy_objective(TINY, ALGORITHM, forward, max_response=LONG)
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    arguments = (
+        jax.device_put(PARAMS, param_shardings(TINY, mesh)),
+        jax.device_put(batch, layout),
+    )
+
+    @jax.jit
+    def run(params, batch):
+        with use_mesh(mesh):
+            shape = UpdateShape(mesh, 1, LONG)
+            return accumulate_gradients(
+                params, batch, TEMPERATURE, shape=shape, objective=objective
+            )
+
+    return run.lower(*arguments).compile(), arguments
+
+
+@pytest.mark.slow
+def test_long_rows():
+    """What the compiler asks for beside parameters and batch falls with 1 / c; results stay."""
+    rng = np.random.default_rng(3)
+    samples = random_samples(3, groups=12, size=2, prompt=(200, 600), response=(400, 1200))
+    rows, _ = rows_of(samples, RowShape(1, 1, LONG, 24), shared=True)
+    rows = mini_batch(rows)
+    mask = np.asarray(rows.response_mask)
+    assert np.asarray(rows.segment > 0).mean() > 0.5
+    advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+    batch = PolicyBatch(rows, advantage, None, None, -np.ones_like(advantage))
+    found = {parts: long_gradient(parts, batch) for parts in (1, 2, 8)}
+    sizes = {c: run.memory_analysis().temp_size_in_bytes for c, (run, _) in found.items()}
+    # among it, the activations of every layer
+    assert sizes[1] > LONG * TINY.num_layers * 4 * (2 * TINY.hidden_size + 2 * TINY.mlp_size)
+    for parts in (2, 8):
+        assert sizes[parts] < 1.25 * sizes[1] / parts
+    one, eight = (jax.device_get(run(*given)) for run, given in (found[1], found[8]))
+    assert_same(eight, one)
