@@ -7,6 +7,8 @@ key/value head, H head dim, C cache blocks, W tokens per cache block.
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.remat import ATTENTION, named
+
 _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of nan
 
 
@@ -42,4 +44,4 @@ def masked_attention(
     weights = weights.reshape(batch, kv_heads, groups * length, -1)
     out = jnp.einsum("BKQS,BKSH->BKQH", weights, v)
     out = out.reshape(batch, kv_heads, groups, length, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+    return named(ATTENTION, out.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape))

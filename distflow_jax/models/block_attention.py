@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.remat import ATTENTION, named
 from distflow_jax.programs.loops import bounded_loop
 
 _MASKED = -1e30  # finite: the difference of two is 0, not NaN
@@ -155,7 +156,8 @@ def _forward(q, k, v, tiles):
         return _put(outs, out, row, query), _put(lses, lse, row, query)
 
     start = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
-    out, lse = _over_blocks(tiles, of_queries, start)
+    # named here, where the backward pass takes them from: outside they have other shapes
+    out, lse = (named(ATTENTION, x) for x in _over_blocks(tiles, of_queries, start))
     return out, (q, k, v, tiles, out, lse)
 
 

@@ -22,7 +22,9 @@ class TrainingConfig:
     # auto: blocks on CPU where row_tokens have a fitting divisor
     attention: Literal["auto", "masked", "blocks"] = "auto"
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
-    remat: bool = False  # recompute activations: a third more work, memory of one layer
+    # what the backward pass computes again to keep less (models/remat.py): none; dots: all but
+    # matrix products; attention: the mlp; full: all of a layer, a third more work
+    remat: Literal["none", "dots", "attention", "full"] = "none"
     fuse: bool = True  # adjacent nodes on one mesh are one compiled program
     # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
     # every node on a mesh is a program of its own

@@ -39,10 +39,18 @@ def abstract_rows(mesh) -> Rows:
     )
 
 
-def trace(kind: str, *, remat: bool = True, chunk: int = 16, fsdp: int = 1, tensor: int = 1):
+def trace(
+    kind: str,
+    *,
+    remat: str = "full",
+    block: int = 0,
+    chunk: int = 16,
+    fsdp: int = 1,
+    tensor: int = 1,
+):
     """jax.stages.Traced of logp, values or update."""
     mesh = mesh_of(fsdp, tensor)
-    forward = ForwardConfig(remat=remat, logp_chunk=chunk)
+    forward = ForwardConfig(remat=remat, logp_chunk=chunk, attention_block=block)
     shape = UpdateShape(mesh, MICRO, 14)
     rows, temperature = abstract_rows(mesh), jax.ShapeDtypeStruct((), jnp.float32)
     if kind == "logp":
@@ -62,7 +70,7 @@ def trace(kind: str, *, remat: bool = True, chunk: int = 16, fsdp: int = 1, tens
     return update.trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32), temperature)
 
 
-def executed_flops(kind: str, *, remat: bool = True) -> float:
+def executed_flops(kind: str, *, remat: str = "full") -> float:
     """Where every row is full of response tokens. Attention is full: what is masked is computed."""
     c = MODEL
     heads = c.num_heads * c.head_dim
@@ -76,6 +84,16 @@ def executed_flops(kind: str, *, remat: bool = True) -> float:
         return MINI_BATCHES * ROWS * TOKENS * (layers + 2 * c.hidden_size)
     # the backward pass costs twice the forward; the head's logits are always computed again
     backward = 2 * layers + 3 * head
-    if remat:  # all of a layer again but its last product, whose value no gradient needs
-        backward += layers - c.num_layers * 2 * c.hidden_size * c.mlp_size
-    return ROWS * TOKENS * (layers + head + backward)
+    return ROWS * TOKENS * (layers + head + backward) + flops_again(remat, layers)
+
+
+def flops_again(remat: str, layers: float = 0.0, *, scores: bool = True) -> float:
+    """Work of a backward pass that does not find everything in memory; `layers`: of a token's
+    forward pass. `scores`: whether attention's have to be made for their gradient."""
+    c = MODEL
+    heads = c.num_heads * c.head_dim
+    again = {"none": 0, "dots": 2 * TOKENS * heads * scores}
+    again["attention"] = again["dots"] + 2 * heads * c.hidden_size + 4 * c.hidden_size * c.mlp_size
+    # all of a layer but its last product, whose value no gradient needs
+    again["full"] = layers / c.num_layers - 2 * c.hidden_size * c.mlp_size
+    return ROWS * TOKENS * c.num_layers * again[remat]
