@@ -31,6 +31,7 @@ from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.remat import REMATS
 from distflow_jax.models.transformer import init_params, param_shardings, param_specs
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
@@ -73,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--micro", type=int, default=0, help="rows at a time; 0: about 600 tokens")
     parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
-    parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--remat", choices=REMATS, default="none")
     parser.add_argument("--transformers-python", default="", help="interpreter that has torch")
     parser.add_argument("--tunix-python", default="", help="interpreter that has google-tunix")
     parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
@@ -185,7 +186,7 @@ def command(args: argparse.Namespace, side: str) -> list[str]:
     model, (samples, prompt, response) = MODELS[args.model], CASES[args.case]
     if side in ("ours", "separate"):
         flags = [f"--{n}={getattr(args, n)}" for n in ("model", "case", "prompts", "micro")]
-        flags += [f"--attention={args.attention}", *(["--remat"] if args.remat else [])]
+        flags += [f"--attention={args.attention}", f"--remat={args.remat}"]
         return [sys.executable, __file__, f"--side={side}", *flags]
     sizes = {
         "hidden": model.hidden_size,

@@ -122,7 +122,7 @@ class Machine:
     devices: int
     local_devices: int
     platform: str
-    memory: int = 0  # bytes of one device, in whole GiB: 0 where it is not known
+    memory: int = 0  # bytes of one device that a run may take; 0 where it is not known
 
     @classmethod
     def current(cls) -> "Machine":
@@ -165,7 +165,7 @@ class Sizes:
         pages = num_pages(self.engine, ranks)
         chosen = ""
         if not config.rollout.num_slots:
-            share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.0f} GiB"
+            share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.4g} GiB"
             chosen = f", the most of use that fit into {share}"
         kept = "" if self.engine.cache_dtype == "auto" else f" of {self.engine.cache_dtype}"
         return (

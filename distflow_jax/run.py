@@ -28,15 +28,18 @@ from distflow_jax.dag.picture import draw
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
 from distflow_jax.machinery import Machinery, build
+from distflow_jax.memory_advice import shortage
+from distflow_jax.memory_plan import plan_memory
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations, progress
 from distflow_jax.observe.drawing import to_svg
+from distflow_jax.observe.memory import GIB
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import HealthConfig, Watchdog
 from distflow_jax.observe.writers import RunWriter
-from distflow_jax.parallel import processes
+from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes
 from distflow_jax.programs.costs import costs_of
@@ -157,6 +160,15 @@ class Run:
         self.machinery: Machinery = build(setup, self.spans)
         with self.phases.span("compile_programs"):
             self.machinery.compile()
+        programs = self.machinery.programs
+        self.costs = {name: costs_of(p.traced, p.compile()) for name, p in programs.items()}
+        self.memory = plan_memory(setup, programs, self.costs)
+        try:
+            self._check_memory()  # before there is an array
+        except ValueError:
+            self.spans.close()
+            self.compilations.close()
+            raise
         self.step, self.nonfinite = 0, 0
         self.batches = 0  # of the loader that were used: one a step, or as many as a region took
         self.times = StepTimes(setup.plan, self.spans, self.phases, self.compilations)
@@ -178,11 +190,13 @@ class Run:
                 files.callback(resource.close)
             self._describe()
             self._start_sampler()
+            self.writer.memory(self.memory.to_tree())
             line = progress.Progress(steps, done_steps=self.step, enabled=self.is_first)
             files.callback(line.close)
             prompts = files.enter_context(Prefetch(self._prompts(), enabled=buffered))
             while self.step < steps:
                 started = time.perf_counter()
+                first = not self.times.warm
                 self.step += 1
                 self.phases.step = self.step
                 try:
@@ -201,6 +215,8 @@ class Run:
                 seconds = time.perf_counter() - started
                 measured, stragglers = self.times.take(self.step, seconds, metrics, received)
                 metrics |= measured
+                if first:
+                    metrics |= self._memory_metrics()
                 self.writer.stragglers(self.step, stragglers)
                 self.writer.metrics(self.step, metrics)
                 line.update(self.step, metrics)
@@ -386,7 +402,15 @@ class Run:
                 if not compiled:
                     with self.phases.span("compile_sampler"):
                         engine.compile(weights)
+                        self.memory = self.memory.with_sampler(engine.temporaries(weights))
                 compiled = True
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """ValueError where devices have less than the plan needs, as far as that is known."""
+        programs = self.machinery.programs
+        if missing := shortage(self.setup, self.memory, programs, self.costs):
+            raise ValueError(missing)
 
     def _describe(self) -> None:
         """Writes config and plan, and prints what a person wants to see before step 1."""
@@ -397,8 +421,7 @@ class Run:
         self.writer.config(described)
         programs = self.machinery.programs
         fields = fields_on_meshes(setup.plan, programs)
-        costs = {name: costs_of(p.traced, p.compile()) for name, p in programs.items()}
-        text = f"{setup.text()}\n{describe(fields, costs)}"
+        text = f"{setup.text()}\n{describe(fields, self.costs)}\n{self.memory.describe()}"
         drawing = draw(setup.plan, sizes=bytes_of_fields(fields))
         picture = to_svg(drawing, f"plan {setup.plan.name}")
         digest = f"\n\ndigest {setup.plan.digest}"
@@ -411,6 +434,15 @@ class Run:
             )
             if setup.loader.dropped:
                 log.warning("%d overlong prompts were dropped", setup.loader.dropped)
+
+    def _memory_metrics(self) -> dict[str, float]:
+        """What lies on a device between two steps, of this process the fullest, beside what was
+        planned, in GiB."""
+        return {
+            "perf/memory_live_gb": device_memory.live_bytes() / GIB,
+            "perf/memory_live_planned_gb": self.memory.between / GIB,
+            "perf/memory_planned_gb": self.memory.fullest.total / GIB,
+        }
 
     def _check_finite(self) -> None:
         if self.nonfinite > self.config.training.max_nonfinite:

@@ -162,6 +162,9 @@ def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> 
     FileNotFoundError.
     """
     config, graph = settle(config, chosen)
+    if config.training.device_memory_gib:
+        limit = int(config.training.device_memory_gib * 2**30)
+        machine = dataclasses.replace(machine, memory=limit)
     if config.rollout.environment:
         load_environment(config.rollout.environment)
     source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import flags
@@ -26,18 +27,15 @@ from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
 from distflow_jax.machinery import trace
+from distflow_jax.memory_advice import shortage
+from distflow_jax.memory_plan import plan_memory
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
-from distflow_jax.program_table import (
-    FieldOnMesh,
-    bytes_of_fields,
-    describe,
-    fields_on_meshes,
-    to_tree,
-)
-from distflow_jax.programs.costs import Costs, costs_of
+from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
+from distflow_jax.programs.costs import costs_of
 from distflow_jax.setup import plan_run
+from distflow_jax.tracing import Value
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
@@ -57,7 +55,7 @@ def main(argv: list[str]) -> int:
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
     planned = plan_run(config, machine, chosen)
     progress.table(planned.source.spec, planned.table())
-    text, fields, costs = planned.text(), [], {}
+    text, fields, costs, memory = planned.text(), [], {}, None
     if jax.device_count() != machine.devices or machine.processes != jax.process_count():
         here = f"{jax.device_count()} devices in {jax.process_count()} process"
         text += f"\nprograms are traced where the devices are: this is a machine of {here}\n"
@@ -68,11 +66,16 @@ def main(argv: list[str]) -> int:
             compiled = program.compile() if COMPILE.value else None
             costs[name] = costs_of(program.traced, compiled)
         text += f"\n{describe(fields, costs)}"
+        memory = plan_memory(planned, programs, costs)
+        text += f"\n{memory.describe()}"
+        if missing := shortage(planned, memory, programs, costs):
+            text += f"\na run would end before step 1: {missing}\n"
     print(text)
     if MERMAID.value:
         print(to_mermaid(planned.plan))
     if OUT.value:
-        write_files(planned.plan, text, fields, costs, pathlib.Path(OUT.value))
+        tree = to_tree(fields, costs) | ({} if memory is None else {"memory": memory.to_tree()})
+        write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(OUT.value))
     return 0
 
 
@@ -98,16 +101,19 @@ def wanted_machine() -> Machine:
 def write_files(
     plan: Plan,
     text: str,
-    fields: list[FieldOnMesh],
-    costs: Mapping[str, Costs],
+    tree: Mapping[str, Any],
+    sizes: Mapping[Value, int],
     folder: pathlib.Path,
 ) -> None:
-    """Writes plan.txt, plan.json, plan.mmd, plan.svg and plan.png."""
+    """Writes plan.txt, plan.json, plan.mmd, plan.svg and plan.png.
+
+    `tree`: what plan.json has beside the plan; `sizes`: bytes of fields, for the pictures.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    drawing = draw(plan, sizes=bytes_of_fields(fields))
-    tree = json.loads(plan.to_json()) | to_tree(fields, costs)
+    drawing = draw(plan, sizes=sizes)
+    whole = json.loads(plan.to_json()) | tree
     (folder / "plan.txt").write_text(text, encoding="utf-8")
-    (folder / "plan.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
     (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
     (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
     (folder / "plan.png").write_bytes(to_png(drawing))

@@ -17,6 +17,8 @@ LAYERS = [
         "machinery",
         "step_times",
         "program_table",
+        "memory_plan",
+        "memory_advice",
         "offload",
         "settings",
         "inference",

@@ -109,6 +109,19 @@ def test_train_trains(place, first_run):
     assert config["training"]["optimizer"]["lr"] == 2e-6
 
 
+def test_a_run_takes_the_memory_that_it_said(place, first_run):
+    """After step 1, and with the largest program's own figure."""
+    assert "memory of a device, which has" in first_run
+    tree = json.loads((place / "runs/first/memory.json").read_text())
+    (first,) = [r for r in read_metrics(place / "runs/first/metrics.jsonl") if r["step"] == 1]
+    live = first["perf/memory_live_gb"] * 2**30
+    assert live == pytest.approx(tree["between_steps"], rel=0.15)
+    temporaries = {s["name"]: s["temporaries"] for s in tree["segments"]}
+    assert temporaries["rollout"] > 0 and temporaries["actor_train"] > 0
+    largest = max(s["gradients"] + (s["temporaries"] or 0) for s in tree["segments"])
+    assert live + largest == pytest.approx(tree["fullest"]["total"], rel=0.15)
+
+
 def test_a_finished_run_says_so(place, first_run):
     (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
     output = run_shown(place, command)

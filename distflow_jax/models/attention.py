@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.remat import ATTENTION, named
+
 _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of nan
 
 
@@ -62,4 +64,4 @@ def masked_attention(
     weights = weights.reshape(batch, kv_heads, groups * length, -1)
     out = jnp.einsum("BKQS,BKSH->BKQH", weights, v)
     out = out.reshape(batch, kv_heads, groups, length, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+    return named(ATTENTION, out.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.attention import InRow, whole_rows
+from distflow_jax.models.remat import ATTENTION, named
 from distflow_jax.programs.loops import bounded_loop
 
 _MASKED = -1e30  # finite: the difference of two is 0, not NaN
@@ -192,7 +193,9 @@ def _forward(q, k, v, tiles, across):
         return _put(outs, out, row, query), _put(lses, lse, row, query)
 
     start = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
-    out, lse = _over_blocks(tiles.num_keys, of_queries, start)
+    # named here, where the backward pass takes them from: outside they have other shapes
+    found = _over_blocks(tiles.num_keys, of_queries, start)
+    out, lse = (named(ATTENTION, x) for x in found)
     return out, (*residuals, out, lse)
 
 

@@ -22,6 +22,7 @@ from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.int8 import Int8, lookup, quantised, times
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
 from distflow_jax.models.moe import Route, mixture
+from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
 from distflow_jax.parallel.rules import constrain, sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -234,16 +235,16 @@ def hidden_states(
     *,
     layer_inputs: Any = None,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
     route: Route | None = None,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
 
     `params`: nested dict, its layers stacked, or a list of them apart (layer_weights.py).
     `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
-    recompute each layer in the backward pass instead of keeping its activations. `route`: chooses
-    the experts in place of `moe.best`; layer outputs are then a pair, the attention's and what
-    `route` gave beside its choice.
+    what the backward pass computes again instead of finding it in memory, see remat.py. `route`:
+    chooses the experts in place of `moe.best`; layer outputs are then a pair, the attention's and
+    what `route` gave beside its choice.
     """
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
     tables = rope.rotary_tables(position_BT, frequencies)
@@ -270,7 +271,7 @@ def hidden_states(
     def layer(x, inputs):
         w, extra = inputs
         h = flat(rms_norm(x, w["attention_norm"], c.norm_eps))
-        q, k, v = (project(h, w, name) for name in ("query", "key", "value"))
+        q, k, v = (named(PROJECTION, project(h, w, name)) for name in ("query", "key", "value"))
         if c.attention_bias:
             q, k, v = (
                 x + w[name].astype(x.dtype)[None]
@@ -284,7 +285,7 @@ def hidden_states(
         k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
         out, kept = attend(q, k, v, extra)
         out = out.reshape(-1, c.num_heads * c.head_dim)
-        x = x + unflat(project(out, w, "output", inputs=2))
+        x = x + unflat(named(OUTPUT, project(out, w, "output", inputs=2)))
         h = rms_norm(x, w["mlp_norm"], c.norm_eps)
         if c.num_experts:
             h, routed = mixture(
@@ -299,12 +300,13 @@ def hidden_states(
             kept = kept if route is None else (kept, routed)
         else:
             h = flat(h)
-            h = jax.nn.silu(project(h, w, "gate")) * project(h, w, "up")
+            gate, up = (named(MLP, project(h, w, name)) for name in ("gate", "up"))
+            h = jax.nn.silu(gate) * up
             h = flat(constrain(unflat(h), "batch", "length", "mlp"))
             h = unflat(project(h, w, "down"))
         return constrain(x + h, "batch", "length", "activation"), kept
 
-    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    body = rematerialised(layer, remat)
     if apart:
         outputs = []
         for number, weights in enumerate(params["layers"]):

@@ -1,5 +1,5 @@
-"""A run's folder: config.json, plan.{txt,svg,json}, metrics.jsonl, stragglers.jsonl, tensorboard/,
-samples/, report.html.
+"""A run's folder: config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
+tensorboard/, samples/, report.html.
 
 metrics.jsonl holds one JSON object per step with "step" and the metrics by name. Floats are written
 with the digits that read back as the same float64. JSON has no NaN or infinity: they are written as
@@ -78,6 +78,11 @@ class RunWriter:
         for name, content in (("plan.txt", text), ("plan.svg", svg), ("plan.json", tree)):
             if self._enabled and content:
                 write_atomic(self.folder / name, content.rstrip() + "\n")
+
+    def memory(self, tree: Mapping[str, Any]) -> None:
+        """Writes memory.json: what devices hold, of JSON values."""
+        if self._enabled:
+            write_atomic(self.folder / "memory.json", json.dumps(tree, indent=1) + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends the line of one step, and the same to TensorBoard. Values are scalars.

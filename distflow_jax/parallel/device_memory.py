@@ -1,8 +1,11 @@
-"""How much memory a device has."""
+"""How much memory a device has, and what lies in it."""
 
+import collections
 import os
 
 import jax
+
+from distflow_jax.parallel.host_memory import buffers
 
 
 def device_memory_bytes() -> int:
@@ -12,3 +15,12 @@ def device_memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     stats = local[0].memory_stats() or {}
     return int(stats.get("bytes_limit", 0))
+
+
+def live_bytes() -> int:
+    """Bytes of all live arrays in the memory of one of this process's devices, the fullest."""
+    total: dict[jax.Device, int] = collections.defaultdict(int)
+    for (device, kind, _), size in buffers(jax.live_arrays()).items():
+        if kind == device.default_memory().kind:
+            total[device] += size
+    return max(total.values(), default=0)

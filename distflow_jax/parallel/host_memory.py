@@ -63,18 +63,22 @@ def bytes_by_kind(arrays: Iterable[jax.Array] | None = None) -> dict[str, int]:
 
     What several arrays share counts once.
     """
-    if arrays is None:
-        arrays = jax.live_arrays()
-    buffers = {}
+    total: dict[str, int] = collections.defaultdict(int)
+    for (_, kind, _), size in buffers(jax.live_arrays() if arrays is None else arrays).items():
+        total[kind] += size
+    return dict(total)
+
+
+def buffers(arrays: Iterable[jax.Array]) -> dict[tuple[jax.Device, str, int], int]:
+    """(device, kind of memory, address) -> bytes of what this process's devices have of arrays."""
+    found = {}
     for x in arrays:
         if not x.is_deleted() and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             for shard in x.addressable_shards:
                 kind = shard.data.sharding.memory_kind
-                buffers[kind, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    total: dict[str, int] = collections.defaultdict(int)
-    for (kind, _), size in buffers.items():
-        total[kind] += size
-    return dict(total)
+                place = shard.device, kind, shard.data.unsafe_buffer_pointer()
+                found[place] = shard.data.nbytes
+    return found
 
 
 def _to_kind(x: jax.Array, kind: str | None) -> jax.Array:

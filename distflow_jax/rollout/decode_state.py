@@ -248,6 +248,14 @@ class StateShapes:
             history=jnp.zeros((b, history_length(c)), jnp.int32) if c.speculative_tokens else None,
         )
 
+    def specs(self) -> DecodeState:
+        """ShapeDtypeStructs with shardings of what `empty` makes."""
+        return jax.tree.map(
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+            jax.eval_shape(lambda: self.empty(0)),
+            self.shardings(),
+        )
+
     def shardings(self) -> DecodeState:
         """Slots and pages over data, heads over tensor."""
         shapes = jax.eval_shape(lambda: self.empty(0))

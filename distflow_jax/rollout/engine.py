@@ -455,6 +455,20 @@ class RolloutEngine(engine_api.Engine):
             state, result = self.generate(params, state, few=few)
             result.convert_to_numpy()
 
+    def temporaries(self, params: Any) -> int | None:
+        """Bytes of a device that reading the longest row of prompts, or k steps of all slots, takes
+        beside what it is handed: the larger, None where the platform does not tell.
+
+        After `compile` with the same weights nothing is compiled for it.
+        """
+        row = prefill.pack([np.zeros(self.buckets[-1], np.int32)], self.config)
+        programs = (
+            self._row.lower(params, row.tokens, row.segment, row.position, row.last),
+            self._generate.lower(params, self.shapes.specs()),
+        )
+        found = [program.compile().memory_analysis() for program in programs]
+        return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
+
     def _compile_beginnings(self, params, state):
         longest = min(self.config.prefix_tokens, self.config.max_prompt)
         in_pieces = decode_state.longest_read(self.config) > self.buckets[-1]

@@ -22,7 +22,9 @@ class TrainingConfig:
     # auto: blocks on CPU where row_tokens have a fitting divisor
     attention: Literal["auto", "masked", "blocks"] = "auto"
     logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
-    remat: bool = False  # recompute activations: a third more work, memory of one layer
+    # what the backward pass computes again to keep less (models/remat.py): none; dots: all but
+    # matrix products; attention: the mlp; full: all of a layer, a third more work
+    remat: Literal["none", "dots", "attention", "full"] = "none"
     # weight of the loss that keeps the experts of a mixture evenly loaded, see balance.py; 0: off.
     # DeepSeek-V3 took 1e-4
     balance_coef: float = 0.0
@@ -30,6 +32,9 @@ class TrainingConfig:
     # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
     # every node on a mesh is a program of its own
     offload: Literal["none", "idle"] = "none"
+    # GiB of one device that the run may take: above it, it says so before step 1 and ends. 0: what
+    # the device says that it has, of a CPU's its share of the host's memory
+    device_memory_gib: float = 0.0
     max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
@@ -37,7 +42,13 @@ class TrainingConfig:
         for name in ("steps", "mini_batches", "epochs", "row_tokens", "logp_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("row_sequences", "micro_batch_rows", "max_nonfinite", "balance_coef"):
+        for name in (
+            "row_sequences",
+            "micro_batch_rows",
+            "max_nonfinite",
+            "balance_coef",
+            "device_memory_gib",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
         if self.row_sequences > self.row_tokens // 2:

@@ -29,7 +29,7 @@ class ForwardConfig:
 
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
     logp_chunk: int = 128  # positions per row whose logits exist at a time
-    remat: bool = True  # recompute each layer in the backward pass
+    remat: str = "full"  # what the backward pass computes again, see models/remat.py
     attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
 
 

@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from distflow_jax.training.moments import MOMENTS, kept_as
+
+_VECTORS = ("norm", "bias")  # ends of the names of parameters that are no matrices
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -20,6 +24,9 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0  # on matrices only, not on norms and biases
     clip_norm: float = 1.0  # global norm of the gradient; 0 = off
+    # what both moments are kept as: float32 (8 bytes a parameter), bfloat16 (4), int8 (2.1, blocks
+    # with a scale each; see moments.py). Arithmetic is float32
+    moments: str = "float32"
 
     def __post_init__(self):
         if self.lr < 0:
@@ -36,6 +43,10 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.moments not in MOMENTS:
+            raise ValueError(
+                f"optimizer.moments must be one of {', '.join(MOMENTS)}, got {self.moments!r}"
+            )
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -58,13 +69,14 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """The chain clip -> AdamW. Weight decay skips vectors per layer, norms and biases."""
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    adamw = optax.adamw(
-        learning_rate(config, total_steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=_decayed if config.weight_decay else None,
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    # what optax.adamw is, with a say in how the moments are kept
+    adamw = optax.chain(
+        kept_as(config.moments, adam, whole=_VECTORS),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=_decayed if config.weight_decay else None
+        ),
+        optax.scale_by_learning_rate(learning_rate(config, total_steps)),
     )
     chain = optax.chain(*clip, adamw)
 
@@ -82,6 +94,6 @@ def _decayed(params):
     def walk(tree, name):
         if isinstance(tree, dict):
             return {key: walk(value, key) for key, value in tree.items()}
-        return not name.endswith(("norm", "bias"))
+        return not name.endswith(_VECTORS)
 
     return walk(params, "")

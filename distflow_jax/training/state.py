@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models import lora
 from distflow_jax.models.transformer import Network, abstract_params, param_shardings
+from distflow_jax.training.moments import is_blocks, layout_of
 
 
 @jax.tree_util.register_dataclass
@@ -25,15 +26,17 @@ class TrainState:
 def state_shardings(
     model: Network, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Layout of every array: the optimizer's moments lie as their parameters do."""
+    """Layout of every array: the optimizer's moments lie as their parameters do, whatever they are
+    kept as."""
     params = param_shardings(model, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.eval_shape(optimizer.init, lora.divide(model, abstract_params(model))[0])
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda _, layout: layout,
+        layout_of,
         abstract,
         lora.divide(model, params)[0],
+        is_leaf=is_blocks,
         transform_non_params=lambda _: whole,
     )
     return TrainState(params, opt_state, whole)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from tiny_model import mesh_of
-from training_programs import MIXTURE, executed_flops, trace
+from training_programs import MIXTURE, executed_flops, flops_again, trace
 
 from distflow_jax.programs.flops import matmul_flops
 from distflow_jax.programs.loops import bounded_loop
@@ -26,26 +26,36 @@ def ones(*shape):
         ("logp", {"chunk": 64}),
         ("logp", {"fsdp": 2, "tensor": 2}),
         ("values", {}),
-        ("update", {"remat": False}),
-        ("update", {"remat": True}),
-        ("update", {"remat": True, "fsdp": 2, "tensor": 2}),
+        ("update", {"remat": "none"}),
+        ("update", {"remat": "dots"}),
+        ("update", {"remat": "attention"}),
+        ("update", {"remat": "full"}),
+        ("update", {"remat": "full", "fsdp": 2, "tensor": 2}),
     ],
 )
 def test_trainers_programs_cost_what_they_execute(kind, options):
     found = matmul_flops(trace(kind, **options).jaxpr)
-    wanted = executed_flops(kind, remat=options.get("remat", True))
+    wanted = executed_flops(kind, remat=options.get("remat", "full"))
     assert found.unbounded == ()
     assert found.total == pytest.approx(wanted, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("logp", {}), ("update", {"remat": False}), ("update", {"remat": True})]
+    ("kind", "options"),
+    [("logp", {}), ("update", {"remat": "none"}), ("update", {"remat": "full"})],
 )
 def test_of_a_mixture_the_experts_that_tokens_go_through_count(kind, options):
     found = matmul_flops(trace(kind, model=MIXTURE, **options).jaxpr)
-    wanted = executed_flops(kind, model=MIXTURE, remat=options.get("remat", True))
+    wanted = executed_flops(kind, model=MIXTURE, remat=options.get("remat", "full"))
     assert found.unbounded == ()
     assert found.total == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention"])
+def test_attention_by_tiles_is_not_computed_again(remat):
+    """What it gives, and its log-sum-exps, are kept: its backward pass makes scores anyway."""
+    kept, found = (matmul_flops(trace("update", remat=r, block=32).jaxpr) for r in ("none", remat))
+    assert found.total - kept.total == flops_again(remat, scores=False)
 
 
 def test_product():

@@ -44,7 +44,8 @@ def abstract_rows(mesh) -> Rows:
 def trace(
     kind: str,
     *,
-    remat: bool = True,
+    remat: str = "full",
+    block: int = 0,
     chunk: int = 16,
     fsdp: int = 1,
     tensor: int = 1,
@@ -52,7 +53,7 @@ def trace(
 ):
     """jax.stages.Traced of logp, values or update."""
     mesh = mesh_of(fsdp, tensor)
-    forward = ForwardConfig(remat=remat, logp_chunk=chunk)
+    forward = ForwardConfig(remat=remat, logp_chunk=chunk, attention_block=block)
     shape = UpdateShape(mesh, MICRO, 14)
     rows, temperature = abstract_rows(mesh), jax.ShapeDtypeStruct((), jnp.float32)
     if kind == "logp":
@@ -80,7 +81,7 @@ def expert_rows(model: DecoderConfig) -> float:
     return (rows // size + model.num_experts) * size / (MICRO * TOKENS)
 
 
-def executed_flops(kind: str, *, remat: bool = True, model: DecoderConfig = MODEL) -> float:
+def executed_flops(kind: str, *, remat: str = "full", model: DecoderConfig = MODEL) -> float:
     """Where every row is full of response tokens. Attention is full: what is masked is computed."""
     c = model
     heads = c.num_heads * c.head_dim
@@ -95,9 +96,20 @@ def executed_flops(kind: str, *, remat: bool = True, model: DecoderConfig = MODE
         return MINI_BATCHES * ROWS * TOKENS * (layers + 2 * c.hidden_size)
     # the backward pass costs twice the forward; the head's logits are always computed again
     backward = 2 * layers + 3 * head
-    if remat:
-        # all of a layer again but its last product, whose value no gradient needs; of a mixture
-        # the router's does
-        last = 0 if c.num_experts else c.hidden_size * c.mlp_size
-        backward += layers - c.num_layers * 2 * last
-    return ROWS * TOKENS * (layers + head + backward)
+    return ROWS * TOKENS * (layers + head + backward) + flops_again(remat, layers, model=model)
+
+
+def flops_again(
+    remat: str, layers: float = 0.0, *, scores: bool = True, model: DecoderConfig = MODEL
+) -> float:
+    """Work of a backward pass that does not find everything in memory; `layers`: of a token's
+    forward pass. `scores`: whether attention's have to be made for their gradient."""
+    c = model
+    heads = c.num_heads * c.head_dim
+    again = {"none": 0, "dots": 2 * TOKENS * heads * scores}
+    again["attention"] = again["dots"] + 2 * heads * c.hidden_size + 4 * c.hidden_size * c.mlp_size
+    # all of a layer but its last product, whose value no gradient needs; of a mixture the router's
+    # does
+    last = 0 if c.num_experts else 2 * c.hidden_size * c.mlp_size
+    again["full"] = layers / c.num_layers - last
+    return ROWS * TOKENS * c.num_layers * again[remat]

@@ -317,6 +317,7 @@ def test_devices(responses):
     assert (ranks, pages) == (1, other.engine.shapes.pages)  # a device's own slots and prompts
     counter = Compilations()
     got = other.run(REQUESTS)
+    assert other.engine.temporaries(other.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
     assert_agree(got, responses)
@@ -329,6 +330,7 @@ def test_compile_leaves_nothing_to_compile(sampler):
         lengths = np.random.default_rng(seed).integers(1, 33, 6)
         limits = np.random.default_rng(seed).integers(1, 21, 6)
         sampler.run(make_requests(seed, lengths, limits))
+    assert sampler.engine.temporaries(sampler.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
 

@@ -52,7 +52,7 @@ def batch(shared=True):
 
 
 @functools.cache
-def gradient(micro=1, block=0, remat=False, shared=True, **axes):
+def gradient(micro=1, block=0, remat="none", shared=True, **axes):
     """(gradient, metrics with the loss among them) on the host."""
     mesh = mesh_of(**axes)
     forward = ForwardConfig("float32", 16, remat, block)
@@ -84,7 +84,7 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize(
     "mesh, options",
     [
-        ("fsdp 2 x context 4", dict(block=16, micro=2, remat=True)),
+        ("fsdp 2 x context 4", dict(block=16, micro=2, remat="full")),
         ("data 2 x context 2 x tensor 2", dict(micro=2)),
         *(
             pytest.param(mesh, dict(block=block), marks=pytest.mark.slow)

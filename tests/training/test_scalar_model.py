@@ -57,7 +57,7 @@ def compile_quickly():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-FORWARD = ForwardConfig(logp_chunk=16, remat=False)
+FORWARD = ForwardConfig(logp_chunk=16, remat="none")
 SAMPLES = random_samples(0, groups=6, size=2, prompt=(3, 8), response=(3, 9))
 SCALAR = scalar_model(TINY, head_stddev=reward_head_stddev(TINY))
 PARAMS = random_params(TINY)

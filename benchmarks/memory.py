@@ -1,0 +1,99 @@
+"""What an update takes in memory and time, by what it computes again and how moments are kept.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --model=135m --prompts=2 --rounds=3
+
+The update of benchmarks/update.py (packed rows that share their prompts) on the devices that are
+there, compiled once for each setting; then all take turns, and the shortest time of each is told.
+Memory is the compiler's own figure for the program, and the bytes of the optimizer's state; the
+program's temporaries hold the gradients. Prints a Markdown table.
+"""
+
+import argparse
+import time
+
+import jax
+import numpy as np
+from update import CASES, MODELS, packed
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.memory_plan import binary
+from distflow_jax.models.remat import REMATS
+from distflow_jax.models.transformer import init_params, param_shardings
+from distflow_jax.training.forward import ForwardConfig, attention_block
+from distflow_jax.training.moments import MOMENTS
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.state import init_state
+from distflow_jax.training.update import UpdateShape, make_update
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="5m")
+    parser.add_argument("--case", choices=sorted(CASES), default="short")
+    parser.add_argument("--prompts", type=int, default=8, help="each with its 8 responses is a row")
+    parser.add_argument("--micro", type=int, default=1, help="rows at a time")
+    parser.add_argument("--attention", choices=("masked", "blocks"), default="blocks")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.prompts % args.micro:
+        parser.error(f"--prompts={args.prompts} is not divisible by --micro={args.micro}")
+    return args
+
+
+class Case:
+    """An update with one setting."""
+
+    def __init__(self, args: argparse.Namespace, remat: str, moments: str):
+        model, rows = MODELS[args.model], packed(MODELS[args.model], args, True)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+        length = rows.tokens.shape[2]
+        block = attention_block(args.attention, length, "cpu")
+        forward = ForwardConfig("float32", 64, remat, block)
+        settings, response = OptimizerConfig(moments=moments), CASES[args.case][2]
+        optimizer = make_optimizer(settings, 1000)
+        update = make_update(
+            optimizer,
+            learning_rate(settings, 1000),
+            shape=UpdateShape(mesh, args.micro, response),
+            objective=policy_objective(model, AlgorithmConfig(), forward, max_response=response),
+        )
+        params = init_params(model, 0, param_shardings(model, mesh))
+        self.state = init_state(params, model, optimizer, mesh)
+        spread = np.random.default_rng(1).normal(size=rows.tokens.shape).astype(np.float32)
+        self.batch = jax.device_put(
+            PolicyBatch(rows, np.where(rows.response_mask, spread, 0), None, None, None)
+        )
+        self.program = update.lower(self.state, self.batch, *self._numbers()).compile()
+        self.seconds = float("inf")
+        self.kept = sum(x.nbytes for x in jax.tree.leaves(self.state.opt_state))
+
+    def _numbers(self):
+        return np.int32(0), np.float32(1)
+
+    def step(self) -> None:
+        """One update, timed."""
+        start = time.perf_counter()
+        numbers = self._numbers()
+        self.state, _ = jax.block_until_ready(self.program(self.state, self.batch, *numbers))
+        self.seconds = min(self.seconds, time.perf_counter() - start)
+
+
+def main() -> None:
+    args = arguments()
+    settings = [(remat, "float32") for remat in REMATS]
+    settings += [("none", moments) for moments in MOMENTS[1:]]
+    cases = {each: Case(args, *each) for each in settings}
+    for _ in range(args.rounds + 1):  # the first touches memory for the first time
+        for case in cases.values():
+            case.step()
+    print("| remat | moments | temporaries | optimizer | s a step |\n|---|---|---|---|---|")
+    for (remat, moments), case in cases.items():
+        temporaries = case.program.memory_analysis().temp_size_in_bytes
+        sizes = f"{binary(temporaries)} | {binary(case.kept)} | {case.seconds:.3f}"
+        print(f"| {remat} | {moments} | {sizes} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What to change where a plan needs more memory than a device has: settings, by what they save."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from distflow_jax.dag.residency import residency
+from distflow_jax.memory_plan import MemoryPlan, Segment, binary, plan_memory
+from distflow_jax.programs.costs import Costs
+from distflow_jax.rollout.sizing import cache_bytes
+from distflow_jax.setup import Planned
+from distflow_jax.tracing import Program
+
+_MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A setting, and the bytes that the fullest segment of a plan takes with it."""
+
+    text: str
+    fullest: int
+
+
+def shortage(
+    planned: Planned,
+    memory: MemoryPlan,
+    programs: Mapping[str, Program],
+    costs: Mapping[str, Costs],
+) -> str:
+    """Why the plan does not fit its devices, and what would make it fit; "" where it does.
+
+    Savings are exact for what lives from step to step, and estimates for what a program needs:
+    that is known only when another one has been compiled.
+    """
+    fullest = memory.fullest
+    if not memory.device or fullest.total <= memory.device:
+        return ""
+    changes = sorted(_changes(planned, memory, programs, costs), key=lambda c: c.fullest)
+    changes = [change for change in changes if change.fullest < fullest.total]
+    enough = [change for change in changes if change.fullest <= memory.device]
+    parts = {
+        "parameters": fullest.parameters,
+        "optimizer": fullest.optimizer,
+        "gradients": fullest.gradients,
+        "temporaries": fullest.temporaries or 0,
+        "sampler's weights": fullest.sampler_weights,
+        "its cache": fullest.cache,
+        "batch": fullest.batch,
+    }
+    held = ", ".join(f"{name} {binary(size)}" for name, size in parts.items() if size)
+    if enough:
+        advice = "enough, each alone: " + _listed(enough, fullest)
+    elif changes:
+        advice = "no one setting is enough, together some may be: " + _listed(changes, fullest)
+    else:
+        advice = "use devices with more memory, or a smaller model"
+    return (
+        f"node {fullest.name!r} needs about {binary(fullest.total)} of each device, which has "
+        f"{binary(memory.device)}: {held}; {advice}"
+    )
+
+
+def _listed(changes: list[Change], fullest: Segment) -> str:
+    return ", ".join(f"{c.text} (saves {binary(fullest.total - c.fullest)})" for c in changes)
+
+
+def _changes(
+    planned: Planned,
+    memory: MemoryPlan,
+    programs: Mapping[str, Program],
+    costs: Mapping[str, Costs],
+) -> Iterator[Change]:
+    config, sizes = planned.config, planned.sizes
+
+    def change(text: str, of: Callable[[Segment], Segment]) -> Change:
+        return Change(text, max(of(segment).total for segment in memory.segments))
+
+    def programs_take(share: Callable[[int], float], segment: Segment) -> Segment:
+        if not segment.trains:
+            return segment
+        return dataclasses.replace(segment, temporaries=int(share(segment.temporaries)))
+
+    if config.training.remat != "full":
+        yield change(
+            "training.remat='full'",
+            lambda s: programs_take(lambda size: min(size, _recomputed(size, planned)), s),
+        )
+    if sizes.micro_rows > 1:
+        fewer = sizes.mesh.ranks * (sizes.micro_rows // 2)
+        share = sizes.micro_rows // 2 / sizes.micro_rows
+        yield change(
+            f"training.micro_batch_rows={fewer}",
+            lambda s: programs_take(lambda size: share * size, s),
+        )
+    kept = {config.training.optimizer.moments}
+    where = "training.optimizer.moments"
+    if any(m.trained and m.role == "CRITIC" for m in planned.models.values()):
+        kept.add(config.critic.optimizer.moments)
+        where += " and critic.optimizer.moments"
+    for name, size in _MOMENT_BYTES.items() if len(kept) == 1 else ():
+        share = size / _MOMENT_BYTES[next(iter(kept))]
+        yield change(
+            f"{where}={name!r}",
+            lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
+        )
+    if config.training.offload == "none" and planned.machine.platform != "cpu":
+        stays = residency(planned.plan, planned.samplers)
+        waiting = plan_memory(planned, programs, costs, stays)
+        yield Change("training.offload='idle'", waiting.fullest.total)
+    yield from _smaller_cache(planned, memory, change)
+    twice = 2 * sizes.mesh.fsdp
+    yield change(
+        f"twice the devices, with mesh.fsdp={twice}",
+        lambda s: dataclasses.replace(
+            s,
+            parameters=s.parameters // 2,
+            optimizer=s.optimizer // 2,
+            gradients=s.gradients // 2,
+        ),
+    )
+
+
+def _recomputed(size: int, planned: Planned) -> float:
+    """About what is left of a training program's temporaries when layers are computed again: the
+    logits, one layer, and the inputs of all."""
+    model, sizes = planned.source.config, planned.sizes
+    forward, item = sizes.forward, 2 if sizes.forward.compute_dtype == "bfloat16" else 4
+    rows = sizes.micro_rows
+    logits = min(size, 3 * 4 * rows * forward.logp_chunk * model.vocab_size // sizes.mesh.tensor)
+    tokens = rows * sizes.packing.limits.tokens // sizes.mesh.context
+    inputs = tokens * model.hidden_size * item * model.num_layers
+    return logits + (size - logits) / model.num_layers + inputs
+
+
+def _smaller_cache(
+    planned: Planned, memory: MemoryPlan, change: Callable[..., Change]
+) -> Iterator[Change]:
+    """A cache that is smaller by what is missing, down to an eighth of it."""
+    if not planned.samplers:
+        return
+    config, sizes, machine = planned.config, planned.sizes, planned.machine
+    ranks = machine.devices // sizes.rollout_tensor * sizes.sampler_hosts // machine.processes
+    whole = cache_bytes(
+        planned.source.config, sizes.engine, ranks=ranks, tensor=sizes.rollout_tensor
+    )
+    missing = memory.fullest.total - memory.device
+    share = max(1 / 8, (whole - missing) / whole)
+    if config.rollout.num_slots == 0:
+        # of what is taken, which may be less than what is allowed
+        fraction = int(100 * share * whole / machine.memory) / 100
+        if fraction <= 0:
+            return
+        text, left = f"rollout.cache_fraction={fraction:g}", int(fraction * machine.memory)
+    else:
+        samplers = machine.processes // sizes.sampler_hosts
+        slots = max(1, int(share * sizes.engine.slots / ranks)) * ranks * samplers
+        text = f"rollout.num_slots={slots}"
+        left = int(whole * slots / (sizes.engine.slots * samplers))
+    yield change(
+        text, lambda s: dataclasses.replace(s, cache=max(0, s.cache - max(0, whole - left)))
+    )

@@ -1,0 +1,278 @@
+"""What a device has to hold while each node of a plan is at work, known before there is an array.
+
+Live arrays follow from the specs of states, sampler and batch; gradients, activations and whatever
+else a program needs from the compiler's own memory_analysis() of it. All sizes are bytes of one
+device, of the fullest where they differ.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from distflow_jax.coordinator.coordinator import STRUCTURE
+from distflow_jax.dag.plan import Unit, aligned
+from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Stay
+from distflow_jax.models import lora
+from distflow_jax.models.config import adapted
+from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.programs.costs import Costs
+from distflow_jax.rollout.decode_state import StateShapes
+from distflow_jax.rollout.sizing import weight_bytes
+from distflow_jax.setup import Planned
+from distflow_jax.states import network_of
+from distflow_jax.tracing import Program
+from distflow_jax.training.state import TrainState
+from distflow_jax.types import Layout, overlaps
+
+_EVERYWHERE = Layout("mesh")
+
+
+class Held(NamedTuple):
+    """A part of a state: in which column of the table it stands, its bytes, on which devices."""
+
+    column: str
+    bytes: int
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """What lies on a device while one node, or several that are one program, is at work."""
+
+    name: str
+    trains: bool
+    parameters: int  # of all models that are there
+    optimizer: int  # their optimizers' states
+    gradients: int  # of the model that it trains
+    temporaries: int | None  # activations and what else its program needs; None: not known
+    sampler_weights: int
+    cache: int  # of the sampler: keys and values, and its slots
+    batch: int  # fields of the step
+
+    @property
+    def live(self) -> int:
+        """Arrays that are there before it and after it."""
+        return self.parameters + self.optimizer + self.sampler_weights + self.cache + self.batch
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.live + self.gradients + (self.temporaries or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The segments in their order. `between`: live arrays between two steps. `device`: memory that
+    a device has, 0 where that is not known."""
+
+    segments: tuple[Segment, ...]
+    between: int
+    device: int
+
+    @property
+    def fullest(self) -> Segment:
+        """The segment that needs the most."""
+        return max(self.segments, key=lambda segment: segment.total)
+
+    def with_sampler(self, temporaries: int | None) -> "MemoryPlan":
+        """The plan, knowing what the sampler's programs need, which are compiled last."""
+
+        def one(segment: Segment) -> Segment:
+            if segment.temporaries is not None or segment.name == UPDATE_WEIGHTS:
+                return segment
+            return dataclasses.replace(segment, temporaries=temporaries)
+
+        return dataclasses.replace(self, segments=tuple(map(one, self.segments)))
+
+    def describe(self) -> str:
+        """The plan as a table for people."""
+        rows = [(*_TITLES.values(), "sum")]
+        for segment in self.segments:
+            sizes = (getattr(segment, name) for name in _TITLES if name != "name")
+            cells = ["-" if size is None else binary(size) for size in sizes]
+            rows.append((segment.name, *cells, binary(segment.total)))
+        has = f"which has {binary(self.device)}" if self.device else "whose memory is not known"
+        return f"memory of a device, {has}\n\n{aligned(rows)}\n"
+
+    def to_tree(self) -> dict[str, Any]:
+        """The plan as plain JSON values, in bytes."""
+        segments = [dataclasses.asdict(s) | {"total": s.total} for s in self.segments]
+        return {
+            "device": self.device,
+            "between_steps": self.between,
+            "fullest": {"segment": self.fullest.name, "total": self.fullest.total},
+            "segments": segments,
+        }
+
+
+_TITLES = {
+    "name": "node",
+    "parameters": "parameters",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "temporaries": "temporaries",
+    "sampler_weights": "sampler's weights",
+    "cache": "cache",
+    "batch": "batch",
+}
+
+
+def plan_memory(
+    planned: Planned,
+    programs: Mapping[str, Program],
+    costs: Mapping[str, Costs],
+    stays: Mapping[str, Stay] | None = None,
+) -> MemoryPlan:
+    """The memory of a plan on this process's devices; allocates nothing.
+
+    `costs` are those of `programs`, by the unit's name: compiled, or there are no temporaries.
+    `stays`: what waits on the host, where it is not as the config says.
+    """
+    stays = planned.stays if stays is None else stays
+    items = _items(planned, programs)
+    batch = _batch_bytes(planned.plan.units, programs)
+    units = {unit.name: unit for unit in planned.plan.units}
+    samplers = planned.samplers
+    names = [UPDATE_WEIGHTS] if samplers else []
+    names += [n for n, u in units.items() if n in programs or u.tasks[0].state_key in samplers]
+    segments = []
+    there = frozenset() if stays else frozenset(items)
+    for name in names:
+        unit = units.get(name)
+        parts = [name] if unit is None else [task.node.id for task in unit.tasks]
+        meanwhile, there = _there(parts, stays, there)
+        program = programs.get(name)
+        extra = None if program is None else _extra(program, costs[name])
+        trained = () if unit is None else _trained(unit)
+        segments.append(
+            _segment(
+                name,
+                _EVERYWHERE if program is None else unit.layout,
+                [items[item] for item in meanwhile],
+                batch.get(name, 0),
+                extra,
+                max((_gradients(planned, key, program) for key in trained), default=0),
+            )
+        )
+    end = _segment("", _EVERYWHERE, [items[item] for item in there], 0, None, 0)
+    return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
+
+
+def binary(size: float) -> str:
+    """A number of bytes with a unit: 1.5 MiB of 1,572,864."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def device_bytes(spec: Any) -> int:
+    """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
+    leaves = jax.tree.leaves(spec)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held]:
+    """All that lives from step to step."""
+    found: dict[Item, Held] = {}
+    states = {k: spec for p in programs.values() for k, spec in p.given_states.items()}
+    for key in states.keys() & planned.models.keys():
+        spec, layout = states[key], planned.models[key].layout
+        trained = isinstance(spec, TrainState)
+        params = device_bytes(spec.params if trained else spec)
+        found[key, "params"] = Held("parameters", params, layout)
+        if trained:
+            moments = device_bytes((spec.opt_state, spec.count))
+            found[key, "moments"] = Held("optimizer", moments, layout)
+    if planned.samplers:
+        model, sizes = planned.source.config, planned.sizes
+        weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
+        mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor)
+        slots = StateShapes(model, sizes.engine, mesh).specs()
+        for key in planned.samplers:
+            found[key, "params"] = Held("sampler_weights", weights, _EVERYWHERE)
+            found[key, "cache"] = Held("cache", device_bytes(slots), _EVERYWHERE)
+    return found
+
+
+def _there(
+    nodes: Sequence[str], stays: Mapping[str, Stay], there: frozenset[Item]
+) -> tuple[frozenset[Item], frozenset[Item]]:
+    """(what is on the devices during these nodes, and after them); `there`: before them."""
+    found = [stays[node] for node in nodes if node in stays]
+    if not found:
+        return there, there
+    # what comes next is fetched while the devices are at work
+    meanwhile = frozenset().union(*(s.uses | s.replaces | s.fetch_ahead for s in found))
+    last = found[-1]
+    return meanwhile, ((last.uses | last.replaces) - last.put_away) | last.fetch_ahead
+
+
+def _trained(unit: Unit) -> set[str]:
+    return {task.state_key for task in unit.tasks if task.node.type == "MODEL_TRAIN"}
+
+
+def _gradients(planned: Planned, key: str, program: Program) -> int:
+    """Bytes of a model's gradient: with adapters, of these alone."""
+    network = network_of(planned.models[key].role, planned.source.config)
+    network = adapted(network, planned.config.lora)
+    return device_bytes(lora.divide(network, program.given_states[key].params)[0])
+
+
+def _extra(program: Program, cost: Costs) -> int | None:
+    """What a program takes beside its arguments and the fields that it gives; None: not known."""
+    if cost.temp_bytes is None:
+        return None
+    fresh = cost.output_bytes - cost.alias_bytes - device_bytes(program.outputs)
+    return cost.temp_bytes + max(0, fresh)
+
+
+def _segment(
+    name: str, layout: Layout, held: Sequence[Held], batch: int, extra: int | None, gradients: int
+) -> Segment:
+    """The segment on the fullest device of `layout`."""
+    parts = {h.layout for h in held if h.layout.part and overlaps(h.layout, layout)}
+    gradients = min(gradients, extra or 0)
+
+    def on(part: Layout) -> Segment:
+        sizes = dict.fromkeys(("parameters", "optimizer", "sampler_weights", "cache"), 0)
+        for column, size, where in held:
+            sizes[column] += size if overlaps(where, part) else 0
+        return Segment(
+            name=name,
+            trains=gradients > 0,
+            gradients=gradients,
+            temporaries=None if extra is None else extra - gradients,
+            batch=batch,
+            **sizes,
+        )
+
+    return max(map(on, parts or {layout}), key=lambda segment: segment.total)
+
+
+def _batch_bytes(units: Iterable[Unit], programs: Mapping[str, Program]) -> dict[str, int]:
+    """Fields that are on a device while each program runs, by the unit's name."""
+    alive: dict[tuple[str | None, str, Layout], int] = {}
+    found = {}
+    for unit in units:
+        program = programs.get(unit.name)
+        if program is not None:
+            values = [(e.source, e.field) for e in unit.inputs] + list(unit.outputs)
+            for (source, field), spec in zip(
+                values, (*program.inputs, *program.outputs), strict=True
+            ):
+                rows = field in STRUCTURE  # all of these are one record
+                key = (None, STRUCTURE[0]) if rows else (source, field)
+                alive[*key, unit.layout] = device_bytes(spec)
+            found[unit.name] = sum(
+                size for (*_, where), size in alive.items() if overlaps(where, unit.layout)
+            )
+        for source, field in unit.frees:
+            if field not in STRUCTURE:
+                for key in [k for k in alive if k[:2] == (source, field)]:
+                    del alive[key]
+    return found
