@@ -1,11 +1,10 @@
 """Two ways to hold the layers' weights, and their products with activations.
 
 "stacked": one array [layers, inputs, outputs] per parameter, as the trainer has it; a scan walks
-through it. "apart": a dict of arrays per layer, each [outputs, inputs] (of experts: [experts,
-outputs, inputs]). Where a product is a call
-of a library, as on CPUs and GPUs, a scan copies each layer's weights before it multiplies; and on
-CPUs a product of few rows takes half the time when the weights are its left side. TPUs have neither
-problem.
+through it. "apart": a dict of arrays per layer, each [outputs, inputs]; of experts [experts,
+outputs, inputs]. Where a product is a call of a library, as on CPUs and GPUs, a scan copies each
+layer's weights before it multiplies; and on CPUs a product of few rows takes half the time when the
+weights are its left side. TPUs have neither problem.
 
 X rows (tokens), I inputs, O outputs.
 """

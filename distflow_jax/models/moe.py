@@ -2,8 +2,8 @@
 
     p = softmax(x router),    y = sum over the k experts with the largest p of p_i MLP_i(x),
 
-the p of the chosen scaled to sum to 1 or not, as Mixtral (Jiang et al. 2024, arxiv.org/abs/
-2401.04088, sec. 2.1) and Qwen3 (Yang et al. 2025, arxiv.org/abs/2505.09388, sec. 2) do. No expert
+the p of the chosen scaled to sum to 1 or not, as in Mixtral (Jiang et al. 2024, sec. 2.1,
+arxiv.org/abs/2401.04088) and Qwen3 (Yang et al. 2025, sec. 2, arxiv.org/abs/2505.09388). No expert
 has a capacity, so that no token is dropped and none depends on its neighbours. Pairs of a token and
 an expert are sorted by expert (grouped_product.py), on every device those of its own tokens; over
 the tensor axis each device has a part of every expert.
@@ -116,7 +116,11 @@ def expert_mlps(
     turned: bool,
     ragged: bool,
 ) -> jax.Array:
-    """Weighted sum of the chosen experts' outputs, [B, T, D]."""
+    """Weighted sum of the chosen experts' outputs on one device, [B, T, D].
+
+    Matrices as in `mixture`, in the dtype of `h` or int8; weights float32 and experts int32
+    [B, T, K]. `ragged`: by `jax.lax.ragged_dot`.
+    """
     experts = (gate.values if isinstance(gate, Int8) else gate).shape[0]
     count, size = expert_BTK.shape[-1], h_BTD.shape[-1]
     expert_M = expert_BTK.reshape(-1)
