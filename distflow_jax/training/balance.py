@@ -65,14 +65,17 @@ def watching() -> list[Balance] | None:
 
 def tokens_of_sequences(rows: Rows) -> jax.Array:
     """Tokens of each sequence with its prompt's, int32 [..., S]; 0 where there is none."""
-    tokens = _of_sequences(jnp.ones((*rows.segment.shape, 1), jnp.int32), rows)
+    ones = jnp.ones((*context.divide(rows.segment).shape, 1), jnp.int32)
+    tokens = _of_sequences(ones, rows)
     return tokens[..., 0]
 
 
 def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
-    """Sums of x [..., L, E] over each sequence, its prompt's tokens included, [..., S, E]."""
+    """Sums of x over each sequence, its prompt's tokens included, [..., S, E]. x: [..., L, E], or
+    of the parts that devices have of a row."""
     size = rows.valid.shape[-1]
-    sums = sums_of_segments(x, rows.segment, 2 * size + 1)
+    segment = context.divide(rows.segment)
+    sums = context.sum_over_parts(sums_of_segments(x, segment, 2 * size + 1))
     own = sums[..., 1 : size + 1, :]
     is_shared = rows.parent > size  # else the prompt's tokens are of the sequence's own segment
     prompt = jnp.take_along_axis(sums, rows.parent[..., None], axis=-2)
@@ -90,9 +93,9 @@ def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
         expert = best(probability, count)
         iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, experts), 3)
         through = jnp.sum(expert[..., None] == iota, axis=2, dtype=jnp.int32)
-        load = _of_sequences(context.unite(through.astype(jnp.float32)), rows)
+        load = _of_sequences(through.astype(jnp.float32), rows)
         share = experts / count * load / tokens
-        mean = _of_sequences(context.unite(probability), rows) / tokens
+        mean = _of_sequences(probability, rows) / tokens
         return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)))
 
     return route

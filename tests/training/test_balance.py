@@ -124,15 +124,16 @@ def assert_plain(grads, metrics):
 @pytest.mark.parametrize(
     ("shared", "axes", "micro", "remat"),
     [
-        pytest.param(True, (1, 1), 2, "none", id="shared prompts"),
-        pytest.param(False, (1, 1), 4, "none", id="own prompts", marks=pytest.mark.slow),
-        pytest.param(True, (2, 4), 1, "full", id="8 devices, remat"),
+        pytest.param(True, (1, 1, 1), 2, "none", id="shared prompts"),
+        pytest.param(False, (1, 1, 1), 4, "none", id="own prompts", marks=pytest.mark.slow),
+        pytest.param(True, (2, 2, 2), 1, "full", id="8 devices, remat, rows shared by devices"),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_sequences(shared, axes, micro, remat):
-    mesh = mesh_of(*axes)
+    fsdp, tensor, context = axes
+    mesh = mesh_of(fsdp, tensor, context=context)
     shape = RowShape(1, 4, 128, 8) if shared else RowShape(1, 8, 64, 4)
-    rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=axes[0])
+    rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=fsdp)
     assert shared == bool((rows.parent > shape.sequences).any())
     # on one device as they are: the program that other tests run too
     params = jax.device_put(PARAMS, param_shardings(MOE, mesh)) if mesh.size > 1 else PARAMS
