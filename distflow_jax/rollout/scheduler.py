@@ -297,9 +297,7 @@ class Scheduler:
         return group
 
     def _push(self, group: Group) -> None:
-        request = group.request
-        order = (-request.prompt.expected_length, -request.limit, group.id)
-        heapq.heappush(self._heap, (*order, group))
+        heapq.heappush(self._heap, (*group.turn, group))
 
     def _drop_waiting(self, group: Group) -> None:
         group.waiting.clear()

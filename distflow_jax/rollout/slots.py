@@ -23,6 +23,7 @@ class Resident:
     rank: int
     entry: int  # -1: gone
     members: list[int]  # numbers that no slot has, the next one last
+    pages: int  # that it takes
     held: bool = False  # also without a slot: responses to it wait
     live: int = 0  # slots that answer it
 
@@ -39,6 +40,11 @@ class Group:
     residents: dict[int, Resident] = dataclasses.field(default_factory=dict)  # by data rank
     left: int = 0  # responses that wait or are in slots
     logits_by: int | None = None  # version that read the prefix; None: the present one
+
+    @property
+    def turn(self) -> tuple[float, int, int]:
+        """Groups go in by it: longest expected first, then longest limit, then as they came."""
+        return (-self.request.prompt.expected_length, -self.request.limit, self.id)
 
 
 @dataclasses.dataclass
@@ -79,6 +85,7 @@ class Slots:
         self.free = [list(range((r + 1) * slots - 1, r * slots - 1, -1)) for r in range(ranks)]
         self.entries = [list(range(slots - 1, -1, -1)) for _ in range(ranks)]
         self.pages = [engine.shapes.pages] * ranks  # that are free
+        self._residents: dict[tuple[int, int], tuple[Group, Resident]] = {}  # by rank and entry
         self._engine, self._state, self._order = engine, state, 0
         # what the engine is to be told
         self._drop: list[int] = []
@@ -107,17 +114,21 @@ class Slots:
         """Data ranks, that with the most free slots first."""
         return sorted(range(len(self.free)), key=lambda r: (-len(self.free[r]), r))
 
-    def room(self, rank: int, tokens: int, slots: int, limit: int) -> bool:
+    def room(
+        self, rank: int, tokens: int, slots: int, limit: int, resident: Resident | None = None
+    ) -> bool:
         """Whether a data rank has pages for so many tokens of a prompt and slots that answer it.
 
-        Where responses can be read again, for a page of every slot: if one wants another and there
-        is none, the last in is put back. Else for the longest that they may become.
+        `resident`: where the prompt is already, and `tokens` are 0. Where responses can be read
+        again, for a page of every slot: if one wants another and there is none, the last in is put
+        back. Else for the longest that they may become.
         """
         size = self._engine.config.page_size
         running = [s for s in self.running.values() if s.resident.rank == rank]
-        if not running and slots == 1:
-            return True  # the cache holds one of any size
         need = pages_of(tokens, size)
+        if not running and slots == 1:  # the cache holds one of any size, and little more
+            self._clear(rank, need + pages_of(limit, size), resident)
+            return True
         if self.reads_again:
             return self.pages[rank] >= need + slots + len(running)
         for held in running:
@@ -135,7 +146,8 @@ class Slots:
             places = self._engine.width if again else len(resident.members)
             count = min(len(group.waiting), len(self.free[rank]), places)
             length = len(group.request.prompt.tokens) if again else 0
-            while count and not self.room(rank, length, count, group.request.limit):
+            there = None if again else resident
+            while count and not self.room(rank, length, count, group.request.limit, there):
                 count -= 1
             if count:
                 partials = [
@@ -164,9 +176,13 @@ class Slots:
         if new:
             if resident is not None:
                 self._let_go(resident)
+            if not self.entries[rank]:
+                self._evict(self._idle(rank)[0])
             members = list(range(self._engine.width - 1, -1, -1))
-            resident = Resident(rank, self.entries[rank].pop(), members)
-            self.pages[rank] -= pages_of(int(prefix.length), self._engine.config.page_size)
+            pages = pages_of(int(prefix.length), self._engine.config.page_size)
+            resident = Resident(rank, self.entries[rank].pop(), members, pages)
+            self._residents[rank, resident.entry] = group, resident
+            self.pages[rank] -= pages
         slots, members, requests = [], [], []
         for partial in partials:
             slot, member, done = self.free[rank].pop(), resident.members.pop(), len(partial.tokens)
@@ -218,6 +234,36 @@ class Slots:
             self._free_entry(resident)
         group.residents, group.prefix, group.logits_by = {}, None, None
 
+    def _idle(self, rank: int) -> list[Resident]:
+        """Prompts that nobody answers now, though responses to them wait, the last in turn first.
+
+        There are some where a slot is free and no entry is: every other one has a slot.
+        """
+        found = [
+            (group.turn, resident)
+            for (at, _), (group, resident) in self._residents.items()
+            if at == rank and not resident.live
+        ]
+        return [resident for _, resident in sorted(found, key=lambda f: f[0], reverse=True)]
+
+    def _evict(self, resident: Resident) -> None:
+        """Takes an idle prompt out of the cache; its group has still what was read, and puts it
+        back in when its turn comes."""
+        group, _ = self._residents[resident.rank, resident.entry]
+        del group.residents[resident.rank]
+        self._let_go(resident)
+        self._free_entry(resident)
+        self.pages[resident.rank] += resident.pages
+        self.tell()  # before the entry is another's
+
+    def _clear(self, rank: int, pages: int, resident: Resident | None) -> None:
+        """Evicts idle prompts of a rank, but for `resident`, until so many pages are free."""
+        for other in self._idle(rank):
+            if self.pages[rank] >= pages:
+                return
+            if other is not resident:
+                self._evict(other)
+
     def _let_go(self, resident: Resident) -> None:
         if resident.held:
             resident.held = False
@@ -225,6 +271,7 @@ class Slots:
 
     def _free_entry(self, resident: Resident) -> None:
         if not (resident.live or resident.held):
+            del self._residents[resident.rank, resident.entry]
             self.entries[resident.rank].append(resident.entry)
             self.entries[resident.rank].sort(reverse=True)
             resident.entry = -1

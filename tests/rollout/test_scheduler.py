@@ -77,6 +77,41 @@ def submit_all(scheduler, requests=REQUESTS):
     return [scheduler.submit(request) for request in requests]
 
 
+# -- prompts whose responses wait ------------------------------------------------------------------
+
+
+def overtaken(count=7, samples=3):
+    """Each may be longer than the one before, and so goes first."""
+    rng = np.random.default_rng(11)
+    return [
+        GroupRequest(prompt_of(700 + i, rng.integers(8, 250, 20)), samples, 4 + i, temperature=1.0)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 112])
+def test_groups_that_others_overtake_do_not_keep_the_cache_from_them(cache_tokens):
+    """With one response each waiting they hold more prompts than the cache has entries for, or
+    pages: those last in turn make way, and are put in again."""
+    sampler = Sampler(slots=2, group_size=2, max_read=52, cache_tokens=cache_tokens)
+    requests = overtaken()
+    made = Scheduler(sampler.engine, sampler.params, version=0, state=sampler.state)
+    got, most = [], 0
+    for request in requests:
+        made.submit(request)
+        for _ in range(100):  # until its first two are in the slots
+            got += made.step()
+            here = [held.group.request for held in made._slots.going().values()]
+            if len(here) == 2 and all(other is request for other in here):
+                break
+        most = max(most, len(made._heap))
+    assert most > 2, "they are to wait side by side"
+    got = by_uid(got) | drive(made)
+    sampler.state = assert_all_free(made)
+    assert len(got) == sum(r.num_samples for r in requests)
+    assert_same(got, by_uid(sampler.run(requests)))
+
+
 # -- reading prompts -------------------------------------------------------------------------------
 
 
