@@ -111,7 +111,7 @@ def test_gradients_by_differences_and_on_any_mesh(case):
     one, eight = grads.values()
     norm = np.sqrt(sum(np.sum(g**2.0) for g in one.values()))
     assert np.sqrt(sum(np.sum((one[p] - eight[p]) ** 2.0) for p in one)) < 1e-5 * norm
-    value = jax.jit(lambda params: loss(params, False))
+    value = jax.jit(lambda params: loss(params, "none"))
     params = dict(drawn_params(config))
     rng = np.random.default_rng(3)
     for path in params:
