@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import pathlib
+import subprocess
+import sys
 
+import haste
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +43,7 @@ from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
 from distflow_jax.types import flatten_dict
 
+ROOT = pathlib.Path(__file__).parents[1]
 LORA = LoraConfig(rank=4, alpha=6.0)
 ADAPTED = adapted(TINY, LORA)
 FORWARD = ForwardConfig(logp_chunk=16)
@@ -239,6 +244,22 @@ def test_its_weights_go_out_merged_and_its_adapters_as_pefts(workdir, tmp_path):
         assert a.any() and b.any()
         np.testing.assert_allclose(weight, first[name] + 1.5 * b @ a, atol=1e-6, err_msg=name)
     assert seen == adapter.keys() and len(seen) == 2 * 7 * 2
+
+
+def test_the_script_writes_adapters(workdir, tmp_path):
+    out = tmp_path / "adapter"
+    command = [sys.executable, "scripts/export.py", f"--workdir={workdir}", "--adapter"]
+    done = subprocess.run(
+        [*command, f"--out={out}", "--dtype=bfloat16"],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wrote the adapters of actor of" in done.stdout and "as bfloat16" in done.stdout
+    assert (out / "adapter_config.json").is_file()
 
 
 def safetensors_of(params, folder):

@@ -181,7 +181,12 @@ def test_generate_samples_repeat_themselves_and_differ(place, first_run):
     assert len(answers) == 4 and len(set(answers)) > 1
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/export.py"], ids=" ".join)
+# what needs a run with adapters is in test_lora.py
+@pytest.mark.parametrize(
+    "command",
+    [c for c in SHOWN if c[0] == "scripts/export.py" and "--adapter" not in c],
+    ids=" ".join,
+)
 def test_export_writes_a_folder_that_opens(place, first_run, command):
     output = finish(start(place, *command))
     (out,) = [argument[6:] for argument in command if argument.startswith("--out=")]

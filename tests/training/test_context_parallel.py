@@ -119,7 +119,7 @@ def abstract_rows(mesh, rows: int, length: int, sequences: int) -> Rows:
 def test_hidden_states_stay_where_they_are(block):
     """Of a row's tokens only keys and values are gathered, and what is a number per token."""
     length, sequences, mesh = 176, 5, mesh_of(2, 1, context=2)
-    forward = ForwardConfig("float32", 16, False, block)
+    forward = ForwardConfig("float32", 16, "none", block)
     logp = make_logp(shape=UpdateShape(mesh, 1, 40), model=TINY, forward=forward)
     rows = abstract_rows(mesh, 4, length, sequences)
     text = logp.lower(sharded_params(TINY, mesh), rows, TEMPERATURE).compile().as_text()
@@ -157,7 +157,7 @@ LONG = 32768
 def long_gradient(parts, batch):
     """(compiled gradient of a row of 32,768 tokens that so many devices share, its arguments)."""
     mesh = mesh_of(1, 1, context=parts)
-    forward = ForwardConfig("float32", 128, False, 64)
+    forward = ForwardConfig("float32", 128, "none", 64)
     objective = policy_objective(TINY, ALGORITHM, forward, max_response=LONG)
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     arguments = (
