@@ -206,6 +206,7 @@ def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(workdir, tmp_path
         np.testing.assert_array_equal(ours[path], array, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters(workdir):
     rows = [row for row in read_metrics(workdir / "metrics.jsonl") if row["step"]]
     assert len(rows) == 2
@@ -215,6 +216,7 @@ def test_a_run_with_adapters(workdir):
         assert row["training/rollout_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_its_weights_go_out_merged_and_its_adapters_as_pefts(workdir, tmp_path):
     found = run_export(workdir)
     base = open_model(SPEC).config
@@ -246,6 +248,7 @@ def test_its_weights_go_out_merged_and_its_adapters_as_pefts(workdir, tmp_path):
     assert seen == adapter.keys() and len(seen) == 2 * 7 * 2
 
 
+@pytest.mark.slow
 def test_the_script_writes_adapters(workdir, tmp_path):
     out = tmp_path / "adapter"
     command = [sys.executable, "scripts/export.py", f"--workdir={workdir}", "--adapter"]
@@ -271,6 +274,7 @@ def safetensors_of(params, folder):
     return safetensors.numpy.load_file(folder / "first/model.safetensors")
 
 
+@pytest.mark.slow
 def test_adapters_of_a_critic_are_not_written_alone(workdir, tmp_path):
     found = run_export(workdir, model="critic")
     assert dict(found.export.params()).keys() == param_specs(found.export.network).keys()
@@ -302,6 +306,7 @@ def test_a_rank_above_the_models_width():
     assert adapted(TINY, LoraConfig(0)) == TINY == dataclasses.replace(TINY, lora=None)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_config_is_refused(workdir, tmp_path):
     alone = tmp_path / "run"
     alone.mkdir()

@@ -126,7 +126,7 @@ def assert_plain(grads, metrics):
     [
         pytest.param(True, (1, 1, 1), 2, "none", id="shared prompts"),
         pytest.param(False, (1, 1, 1), 4, "none", id="own prompts", marks=pytest.mark.slow),
-        pytest.param(True, (2, 2, 2), 1, "full", id="8 devices, remat, rows shared by devices"),
+        pytest.param(True, (2, 2, 2), 1, "full", id="8 devices, remat", marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_sequences(shared, axes, micro, remat):
