@@ -17,7 +17,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.layer_weights import by_output
-from distflow_jax.models.transformer import param_shardings, param_specs
+from distflow_jax.models.parameters import param_shardings, param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb

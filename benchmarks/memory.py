@@ -18,8 +18,8 @@ from update import CASES, MODELS, packed
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.memory_plan import binary
+from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
-from distflow_jax.models.transformer import init_params, param_shardings
 from distflow_jax.training.forward import ForwardConfig, attention_block
 from distflow_jax.training.moments import MOMENTS
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective

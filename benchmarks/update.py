@@ -31,8 +31,8 @@ from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.parameters import init_params, param_shardings, param_specs
 from distflow_jax.models.remat import REMATS
-from distflow_jax.models.transformer import init_params, param_shardings, param_specs
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.training.forward import ForwardConfig, attention_block, parent_segment

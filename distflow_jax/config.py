@@ -21,7 +21,7 @@ from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
-from distflow_jax.models.transformer import num_active_params, num_params
+from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.device_memory import device_memory_bytes
 from distflow_jax.parallel.host_memory import HOST

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from distflow_jax.config import Config, Machine, derive_sizes
-from distflow_jax.models.transformer import arrange, init_params, param_shardings, place_params
+from distflow_jax.models.parameters import arrange, init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync

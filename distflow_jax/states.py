@@ -22,7 +22,7 @@ from distflow_jax.models.config import (
     scalar_model,
     without_adapters,
 )
-from distflow_jax.models.transformer import Network, completed, with_scalar_head
+from distflow_jax.models.parameters import Network, completed, with_scalar_head
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.trained_weights import read_trained
 from distflow_jax.training.optimizer import learning_rate, make_optimizer

@@ -29,7 +29,7 @@ from distflow_jax.models.config import (
     scalar_model,
     without_adapters,
 )
-from distflow_jax.models.transformer import completed, init_params, param_shardings, param_specs
+from distflow_jax.models.parameters import completed, init_params, param_shardings, param_specs
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.source import open_model

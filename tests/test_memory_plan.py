@@ -16,7 +16,7 @@ from distflow_jax.machinery import make_engine, make_meshes, trace
 from distflow_jax.memory_advice import _changes, shortage
 from distflow_jax.memory_plan import Held, MemoryPlan, Segment, binary, plan_memory
 from distflow_jax.models.config import adapted
-from distflow_jax.models.transformer import num_params
+from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.programs.costs import Costs, costs_of

@@ -21,7 +21,7 @@ from distflow_jax.batch import (
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.transformer import param_specs
+from distflow_jax.models.parameters import param_specs
 from distflow_jax.rollout.responses import Response
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.types import Layout, unflatten_dict

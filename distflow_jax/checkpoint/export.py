@@ -24,7 +24,7 @@ from distflow_jax.models.config import (
     without_adapters,
 )
 from distflow_jax.models.lora import is_adapter, lora_of, merged_one
-from distflow_jax.models.transformer import Network, param_specs
+from distflow_jax.models.parameters import Network, param_specs
 from distflow_jax.models.weights.hf_folder import Export
 from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model

@@ -1,182 +1,29 @@
-"""The decoder: parameters declared once, layers stacked and scanned, attention passed in.
+"""The decoder: layers stacked and scanned, attention passed in.
 
 B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary, E experts.
 One network serves training (packed rows), prefill and decode: they differ in the attention function
-and in what it keeps, never in the layers.
+and in what it keeps, never in the layers. Its parameters: parameters.py.
 """
 
-import dataclasses
 import functools
-import math
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from distflow_jax.models import lora, rope
-from distflow_jax.models.config import DecoderConfig, ScalarModel
-from distflow_jax.models.int8 import Int8, lookup, quantised, times
-from distflow_jax.models.layer_weights import are_apart, by_input, by_output, set_apart
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.int8 import Int8, lookup, times
+from distflow_jax.models.layer_weights import by_input, by_output
 from distflow_jax.models.moe import Route, mixture
+from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
-from distflow_jax.parallel.rules import constrain, sharding
-from distflow_jax.types import flatten_dict, unflatten_dict
+from distflow_jax.parallel.rules import constrain
 
 # (q, k, v, layer input) -> (attention output [B, T, N, H], layer output)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamSpec:
-    """Shape, logical dims, standard deviation at birth (None: ones) of one parameter, and over
-    which of its dims products sum; of an embedding, those as the head. Norms and biases have none;
-    nor has a router, for a sampler keeps it as it is: rounded, it would choose other experts.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    stddev: float | None
-    inputs: tuple[int, ...] = ()
-
-
-Network = DecoderConfig | ScalarModel
-
-EXPERT_PATHS = ("layers/gate", "layers/up", "layers/down")  # that a mixture has once per expert
-
-
-def param_specs(network: Network) -> dict[str, ParamSpec]:
-    """Every parameter of the network by its path."""
-    if isinstance(network, ScalarModel):
-        trunk = {f"trunk/{path}": spec for path, spec in _decoder_specs(network.trunk).items()}
-        size = network.trunk.hidden_size
-        return trunk | {"head": ParamSpec((size,), ("activation",), network.head_stddev)}
-    return _decoder_specs(network)
-
-
-def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
-    """Projections back into the residual stream start smaller by sqrt(2 layers), as in GPT-2
-    (Radford et al. 2019, sec. 2.3)."""
-    std, back = 0.02, 0.02 / (2 * c.num_layers) ** 0.5
-    layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
-    d, f = c.hidden_size, c.mlp_size
-    specs = {
-        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std, (1,)),
-        "layers/attention_norm": ParamSpec((layers, d), ("layers", "activation"), None),
-        "layers/query": ParamSpec(
-            (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std, (1,)
-        ),
-        "layers/key": ParamSpec(
-            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std, (1,)
-        ),
-        "layers/value": ParamSpec(
-            (layers, d, k, h), ("layers", "hidden", "kv_heads", "head_dim"), std, (1,)
-        ),
-        "layers/output": ParamSpec(
-            (layers, n, h, d), ("layers", "heads", "head_dim", "hidden"), back, (1, 2)
-        ),
-        "layers/mlp_norm": ParamSpec((layers, d), ("layers", "activation"), None),
-        "layers/gate": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
-        "layers/up": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
-        "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back, (1,)),
-        "final_norm": ParamSpec((d,), ("activation",), None),
-    }
-    if c.num_experts:
-        specs["layers/router"] = ParamSpec(
-            (layers, d, c.num_experts), ("layers", "hidden", "experts"), std
-        )
-        specs |= {path: _per_expert(specs[path], c.num_experts) for path in EXPERT_PATHS}
-    if c.attention_bias:
-        for name, count, axis in (
-            ("query", n, "heads"),
-            ("key", k, "kv_heads"),
-            ("value", k, "kv_heads"),
-        ):
-            specs[f"layers/{name}_bias"] = ParamSpec(
-                (layers, count, h), ("layers", axis, "head_dim"), 0.0
-            )
-    if c.qk_norm:
-        for name in ("query", "key"):
-            specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), None)
-    if not c.tie_embeddings:
-        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
-    if c.lora is not None:
-        for name in c.lora.targets:
-            a, b = _adapter_specs(specs[f"layers/{name}"], c.lora.rank)
-            specs |= {f"layers/{name}{lora.A}": a, f"layers/{name}{lora.B}": b}
-    return specs
-
-
-def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
-    """A and B of a projection [layers, ...]. B A = 0 at birth (Hu et al. 2021, sec. 4.1); A with
-    the spread that PEFT gives it, of a uniform distribution in +-1 / sqrt(inputs)."""
-
-    def part(dims):
-        return tuple(base.shape[d] for d in dims), tuple(base.axes[d] for d in dims)
-
-    inputs, input_axes = part(base.inputs)
-    outputs, output_axes = part([d for d in range(1, len(base.shape)) if d not in base.inputs])
-    layers, layer_axes = part((0,))
-    spread = (3 * math.prod(inputs)) ** -0.5
-    return (
-        ParamSpec(
-            (*layers, *inputs, rank), (*layer_axes, *input_axes, "rank"), spread, base.inputs
-        ),
-        ParamSpec((*layers, rank, *outputs), (*layer_axes, "rank", *output_axes), 0.0, (1,)),
-    )
-
-
-def _per_expert(spec: ParamSpec, experts: int) -> ParamSpec:
-    """The same matrices once per expert, in a dim after that of layers."""
-    layers, *rest = spec.shape
-    return ParamSpec(
-        (layers, experts, *rest),
-        ("layers", "experts", *spec.axes[1:]),
-        spec.stddev,
-        tuple(d + 1 for d in spec.inputs),
-    )
-
-
-def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
-    specs = param_specs(config)
-    return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
-
-
-def arrange(
-    config: DecoderConfig, weights: str, params: dict[str, Any], *, dtype: str = "auto"
-) -> dict[str, Any]:
-    """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
-
-    `dtype`: "auto" (as they come), or "int8": all but norms, biases and routers are rounded, an
-    array at a time.
-    `params` may be emptied.
-    """
-    mesh = params["final_norm"].sharding.mesh
-    specs = param_specs(config)
-    if dtype == "int8":
-        for path, spec in specs.items():
-            *groups, name = path.split("/")
-            group = functools.reduce(dict.__getitem__, groups, params)
-            if spec.inputs:
-                group[name] = quantised(group.pop(name), spec.inputs, _scales(mesh, spec))
-    if not are_apart(weights, mesh.devices.flat[0].platform):
-        return params
-    return set_apart(params, {path: (spec.axes, spec.inputs) for path, spec in specs.items()})
-
-
-def _scales(mesh: jax.sharding.Mesh, spec: ParamSpec) -> jax.sharding.NamedSharding:
-    kept = [d for d in range(len(spec.shape)) if d not in spec.inputs]
-    return sharding(mesh, tuple(spec.axes[d] for d in kept), tuple(spec.shape[d] for d in kept))
-
-
-def abstract_params(config: Network) -> dict[str, Any]:
-    """Nested dict of float32 ShapeDtypeStructs, one per parameter."""
-    specs = param_specs(config)
-    return unflatten_dict({p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in specs.items()})
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -359,81 +206,3 @@ def bind(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
-
-
-def init_params(config: Network, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
-    """Random parameters, the same values whatever the mesh and the number of processes.
-
-    Drawn on the host, one array at a time: the compiled form took 6 CPU-seconds to compile, at the
-    start of every test and first experiment.
-    """
-
-    return place_params(config, _random_arrays(param_specs(config), seed), shardings)
-
-
-def _random_arrays(specs: dict[str, ParamSpec], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    for path, spec in specs.items():
-        if spec.stddev is None:
-            yield path, np.ones(spec.shape, np.float32)
-        else:
-            key = np.array([seed, zlib.crc32(path.encode())], np.uint64)
-            rng = np.random.Generator(np.random.Philox(key=key))
-            yield path, spec.stddev * rng.standard_normal(spec.shape, np.float32)
-
-
-def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dict[str, Any]:
-    """Puts (path, host array) pairs on the devices, one array at a time.
-
-    Every process passes the same full arrays and keeps its own shards only. Raises ValueError where
-    the paths are not exactly those of the network.
-    """
-    specs, layout = param_specs(config), flatten_dict(shardings)
-    placed = {}
-    for path, value in arrays:
-        if path not in specs or tuple(value.shape) != specs[path].shape:
-            wanted = specs[path].shape if path in specs else "no such parameter"
-            raise ValueError(f"weights for {path} have shape {value.shape}, want {wanted}")
-        placed[path] = _placed(np.asarray(value, np.float32), layout[path])
-    missing = sorted(set(specs) - set(placed))
-    if missing:
-        raise ValueError(f"weights set nothing for {missing}")
-    return unflatten_dict(placed)
-
-
-def _placed(value: np.ndarray, layout: jax.sharding.NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(value.shape, layout, lambda index: value[index])
-
-
-def with_scalar_head(params: dict[str, Any]) -> dict[str, Any]:
-    """A decoder's parameters as a scalar model's, which lack its head: see `completed`."""
-    return {"trunk": {k: v for k, v in params.items() if k != "head"}}
-
-
-def completed(
-    params: dict[str, Any], network: Network, seed: int, mesh: jax.sharding.Mesh
-) -> dict[str, Any]:
-    """Parameters that lie on `mesh`, and fresh ones for what they lack: a head, adapters.
-
-    What is there is used as it is, not copied.
-    """
-    there = flatten_dict(params)
-    missing = {p: spec for p, spec in param_specs(network).items() if p not in there}
-    layout = flatten_dict(param_shardings(network, mesh))
-    placed = {p: _placed(x, layout[p]) for p, x in _random_arrays(missing, seed)}
-    return unflatten_dict(there | placed)
-
-
-def num_params(config: Network) -> int:
-    """Number of parameters."""
-    return sum(int(np.prod(s.shape)) for s in param_specs(config).values())
-
-
-def num_active_params(config: Network) -> int:
-    """Number of parameters that one token meets: of the experts, those that it goes through."""
-    decoder = config.trunk if isinstance(config, ScalarModel) else config
-    if not decoder.num_experts:
-        return num_params(config)
-    specs = _decoder_specs(decoder)
-    of_experts = sum(int(np.prod(specs[path].shape)) for path in EXPERT_PATHS)
-    rest = decoder.num_experts - decoder.experts_per_token
-    return num_params(config) - of_experts // decoder.num_experts * rest

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.parameters import arrange, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.models.transformer import arrange, param_shardings
 from distflow_jax.rollout import decode, decode_state, occupancy, prefill, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer

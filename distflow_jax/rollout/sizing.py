@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.transformer import param_specs
+from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import partition_spec
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 

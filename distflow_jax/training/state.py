@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models import lora
-from distflow_jax.models.transformer import Network, abstract_params, param_shardings
+from distflow_jax.models.parameters import Network, abstract_params, param_shardings
 from distflow_jax.training.moments import is_blocks, layout_of
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from distflow_jax.models import lora
-from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.loops import bounded_loop
 from distflow_jax.training import microbatch

@@ -15,15 +15,14 @@ from tiny_model import mesh_of
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig, RopeScaling
 from distflow_jax.models.int8 import Int8
-from distflow_jax.models.transformer import (
+from distflow_jax.models.parameters import (
     arrange,
-    head_logits,
-    hidden_states,
     init_params,
     param_shardings,
     param_specs,
     place_params,
 )
+from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.types import flatten_dict, unflatten_dict

@@ -9,12 +9,8 @@ from tiny_model import TINY, mesh_of, random_params
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output
-from distflow_jax.models.transformer import (
-    arrange,
-    head_weight,
-    hidden_states,
-    param_shardings,
-)
+from distflow_jax.models.parameters import arrange, param_shardings
+from distflow_jax.models.transformer import head_weight, hidden_states
 
 UNTIED = DecoderConfig(**{**TINY.__dict__, "tie_embeddings": False})
 

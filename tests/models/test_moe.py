@@ -18,12 +18,7 @@ from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.grouped_product import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.moe import best, chosen_probability, mixture
-from distflow_jax.models.transformer import (
-    arrange,
-    num_active_params,
-    num_params,
-    param_shardings,
-)
+from distflow_jax.models.parameters import arrange, num_active_params, num_params, param_shardings
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.config import TrainingConfig

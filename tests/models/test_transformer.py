@@ -24,16 +24,14 @@ from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig, RopeScaling
 from distflow_jax.models.families.gguf_config import rope_divisors
-from distflow_jax.models.transformer import (
-    Decoder,
+from distflow_jax.models.parameters import (
     abstract_params,
-    bind,
     init_params,
     num_params,
     param_shardings,
-    params_of,
     place_params,
 )
+from distflow_jax.models.transformer import Decoder, bind, params_of
 from distflow_jax.parallel.rules import partition_spec, rows_spec, use_mesh
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
 from distflow_jax.types import flatten_dict

@@ -22,7 +22,7 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import Int8
-from distflow_jax.models.transformer import arrange, param_shardings, param_specs
+from distflow_jax.models.parameters import arrange, param_shardings, param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.writers import read_metrics

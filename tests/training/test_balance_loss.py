@@ -18,7 +18,8 @@ from distflow_jax.batch import RowShape
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
-from distflow_jax.models.transformer import head_logits, hidden_states, param_shardings
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.forward import ForwardConfig

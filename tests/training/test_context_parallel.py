@@ -11,7 +11,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Rows, RowShape
-from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import rows_spec, use_mesh
 from distflow_jax.programs import hlo
 from distflow_jax.training.forward import ForwardConfig, attention_block

@@ -31,14 +31,14 @@ from distflow_jax.batch import (
 )
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import reward_head_stddev, scalar_model
-from distflow_jax.models.transformer import (
+from distflow_jax.models.parameters import (
     abstract_params,
-    bind,
     completed,
     init_params,
     param_shardings,
     with_scalar_head,
 )
+from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.value import ValueBatch, value_objective

@@ -14,7 +14,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
-from distflow_jax.models.transformer import param_shardings
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.forward import ForwardConfig

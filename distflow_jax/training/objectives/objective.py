@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from distflow_jax.batch import Rows
-from distflow_jax.models.transformer import Network
+from distflow_jax.models.parameters import Network
 
 # {"sum": {name: share}, "max": {name: value}}: sums have been divided by the step's denominators,
 # so that adding them up over micro-batches gives the step's value
