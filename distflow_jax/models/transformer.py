@@ -5,6 +5,7 @@ One network serves training (packed rows), prefill and decode: they differ in th
 and in what it keeps, never in the layers. Its parameters: parameters.py.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
     return (x32 * inverse * scale).astype(x.dtype)
+
+
+_QKV = ("query", "key", "value")
+Weights = dict[str, Any]  # of a layer, by the names in DecoderConfig's docstring
 
 
 class Table(nnx.Module):
@@ -98,62 +103,7 @@ def hidden_states(
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     x = constrain(x, "batch", "length", "activation")
     apart = isinstance(params["layers"], list)
-    product = functools.partial(times, by_output if apart else by_input)
-
-    def project(x, w, name, inputs=1):
-        y = product(x, w[name], inputs=inputs)
-        if c.lora is None or name not in c.lora.targets:
-            return y
-        low = product(x, w[name + lora.A], inputs=inputs)
-        return y + c.lora.scale * product(low, w[name + lora.B])
-
-    # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations
-    # inside the fusion that computes them, which takes longer than the products themselves
-    def flat(x):
-        return x.reshape(-1, *x.shape[2:])
-
-    def unflat(x):
-        return x.reshape(*tokens_BT.shape, *x.shape[1:])
-
-    def layer(x, inputs):
-        w, extra = inputs
-        h = flat(rms_norm(x, w["attention_norm"], c.norm_eps))
-        q, k, v = (named(PROJECTION, project(h, w, name)) for name in ("query", "key", "value"))
-        if c.attention_bias:
-            q, k, v = (
-                x + w[name].astype(x.dtype)[None]
-                for name, x in (("query_bias", q), ("key_bias", k), ("value_bias", v))
-            )
-        q, k, v = map(unflat, (q, k, v))
-        if c.qk_norm:
-            q = rms_norm(q, w["query_norm"], c.norm_eps)
-            k = rms_norm(k, w["key_norm"], c.norm_eps)
-        q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
-        k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
-        out, kept = attend(q, k, v, extra)
-        out = out.reshape(-1, c.num_heads * c.head_dim)
-        x = x + unflat(named(OUTPUT, project(out, w, "output", inputs=2)))
-        h = rms_norm(x, w["mlp_norm"], c.norm_eps)
-        if c.num_experts:
-            h, routed = mixture(
-                h,
-                w,
-                c.experts_per_token,
-                norm_topk=c.norm_topk,
-                turned=apart,
-                route=route,
-                extra=extra,
-            )
-            kept = kept if route is None else (kept, routed)
-        else:
-            h = flat(h)
-            gate, up = (named(MLP, project(h, w, name)) for name in ("gate", "up"))
-            h = jax.nn.silu(gate) * up
-            h = flat(constrain(unflat(h), "batch", "length", "mlp"))
-            h = unflat(project(h, w, "down"))
-        return constrain(x + h, "batch", "length", "activation"), kept
-
-    body = rematerialised(layer, remat)
+    body = rematerialised(_Layer(c, attend, tables, apart, route).apply, remat)
     if apart:
         outputs = []
         for number, weights in enumerate(params["layers"]):
@@ -164,6 +114,86 @@ def hidden_states(
     else:
         x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs))
     return rms_norm(x, params["final_norm"], c.norm_eps), kept
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer, the body of the scan over them: what is the same for all."""
+
+    config: DecoderConfig
+    attend: Attend
+    tables: Any  # rope.rotary_tables of the positions
+    apart: bool  # whether weights are those of a layer apart
+    route: Route | None
+
+    def apply(self, x_BTD: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        """The residual stream after the layer of `inputs` (weights, layer input); its output."""
+        w, extra = inputs
+        c = self.config
+        h = rms_norm(x_BTD, w["attention_norm"], c.norm_eps)
+        h, kept = self.attention(h, w, extra)
+        x = x_BTD + h
+        h = rms_norm(x, w["mlp_norm"], c.norm_eps)
+        if c.num_experts:
+            h, routed = mixture(
+                h,
+                w,
+                c.experts_per_token,
+                norm_topk=c.norm_topk,
+                turned=self.apart,
+                route=self.route,
+                extra=extra,
+            )
+            kept = kept if self.route is None else (kept, routed)
+        else:
+            h = self.mlp(h, w)
+        return constrain(x + h, "batch", "length", "activation"), kept
+
+    def attention(self, h_BTD: jax.Array, w: Weights, extra: Any) -> tuple[jax.Array, Any]:
+        """What attention adds to the residual stream, and what `attend` keeps."""
+        c, h = self.config, _flat(h_BTD)
+        q, k, v = (named(PROJECTION, self.project(h, w, name)) for name in _QKV)
+        if c.attention_bias:
+            q, k, v = (
+                x + w[f"{name}_bias"].astype(x.dtype)[None]
+                for name, x in zip(_QKV, (q, k, v), strict=True)
+            )
+        q, k, v = (_unflat(x, h_BTD) for x in (q, k, v))
+        if c.qk_norm:
+            q = rms_norm(q, w["query_norm"], c.norm_eps)
+            k = rms_norm(k, w["key_norm"], c.norm_eps)
+        q = constrain(rope.rotate(q, self.tables), "batch", "length", "heads", "head_dim")
+        k = constrain(rope.rotate(k, self.tables), "batch", "length", "kv_heads", "head_dim")
+        out, kept = self.attend(q, k, v, extra)
+        out = out.reshape(-1, c.num_heads * c.head_dim)
+        return _unflat(named(OUTPUT, self.project(out, w, "output", inputs=2)), h_BTD), kept
+
+    def mlp(self, h_BTD: jax.Array, w: Weights) -> jax.Array:
+        """The gated MLP, [B, T, D]. Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU."""
+        h = _flat(h_BTD)
+        gate, up = (named(MLP, self.project(h, w, name)) for name in ("gate", "up"))
+        h = _unflat(jax.nn.silu(gate) * up, h_BTD)
+        h = _flat(constrain(h, "batch", "length", "mlp"))
+        return _unflat(self.project(h, w, "down"), h_BTD)
+
+    def project(self, x: jax.Array, w: Weights, name: str, inputs: int = 1) -> jax.Array:
+        """x [X, I] times a weight of the layer, and its adapter where it has one."""
+        product = functools.partial(times, by_output if self.apart else by_input)
+        y, adapters = product(x, w[name], inputs=inputs), self.config.lora
+        if adapters is None or name not in adapters.targets:
+            return y
+        low = product(x, w[name + lora.A], inputs=inputs)
+        return y + adapters.scale * product(low, w[name + lora.B])
+
+
+# X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations inside
+# the fusion that computes them, which takes longer than the products themselves
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _unflat(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.reshape(*like.shape[:2], *x.shape[1:])
 
 
 def head_weight(
