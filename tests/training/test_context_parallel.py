@@ -1,15 +1,14 @@
 """Rows that devices share, each a part of the tokens, give what whole rows on one device give."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradients import ALGORITHM, TEMPERATURE, assert_same, gradient
 from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
-from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Rows, RowShape
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import rows_spec, use_mesh
@@ -20,10 +19,7 @@ from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import sharded_params
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
-LENGTH, ROWS = 128, 8
-TEMPERATURE = np.float32(0.8)
 PARAMS = random_params(TINY)
-ALGORITHM = AlgorithmConfig(kl_coef=0.05, entropy_coef=0.01)
 MESHES = {
     "fsdp 2 x context 4": dict(fsdp=2, tensor=1, context=4),
     "data 2 x context 2 x tensor 2": dict(fsdp=1, tensor=2, data=2, context=2),
@@ -32,53 +28,6 @@ MESHES = {
     "context 2 x tensor 4": dict(fsdp=1, tensor=4, context=2),
     "context 8": dict(fsdp=1, tensor=1, context=8),
 }
-
-
-@functools.cache
-def batch(shared=True):
-    """Rows of several prompts, one of them with a row to itself, and every term of a loss."""
-    samples = random_samples(5, groups=6, size=5, prompt=(3, 30), response=(1, 40))
-    rows, _ = rows_of(samples, RowShape(1, ROWS, LENGTH, 8), shared=shared)
-    rows = mini_batch(rows)
-    if shared:  # some responses follow a prompt that lies elsewhere in the row
-        place = np.arange(LENGTH)[None]
-        moved = np.asarray(rows.previous) != place - 1
-        assert (moved & np.asarray(rows.response_mask)).sum() > 8
-    rng = np.random.default_rng(2)
-    mask = np.asarray(rows.response_mask)
-    advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
-    ref_logp = np.where(mask, -1.0 - np.asarray(rows.tokens) % 7, 0).astype(np.float32)
-    return PolicyBatch(rows, advantage, None, None, ref_logp)
-
-
-@functools.cache
-def gradient(micro=1, block=0, remat="none", shared=True, **axes):
-    """(gradient, metrics with the loss among them) on the host."""
-    mesh = mesh_of(**axes)
-    forward = ForwardConfig("float32", 16, remat, block)
-    objective = policy_objective(TINY, ALGORITHM, forward, max_response=40)
-    params = jax.device_put(PARAMS, param_shardings(TINY, mesh))
-
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def run(params, batch):
-        with use_mesh(mesh):
-            shape = UpdateShape(mesh, micro, 40)
-            return accumulate_gradients(
-                params, batch, TEMPERATURE, shape=shape, objective=objective
-            )
-
-    return jax.device_get(run(params, batch(shared)))
-
-
-def assert_same(got, wanted):
-    (grads, metrics), (others, more) = got, wanted
-    gap = jax.tree.map(lambda a, b: np.sum((a.astype(np.float64) - b) ** 2), grads, others)
-    norm = sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(others))
-    assert norm > 0
-    assert np.sqrt(sum(jax.tree.leaves(gap)) / norm) < 1e-5
-    assert metrics.keys() == more.keys() and metrics["actor/entropy"] > 0
-    for name, value in more.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""The gradient of one policy step of a small model on any mesh, for tests that compare meshes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.batch import RowShape
+from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.balance import balanced
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+
+LENGTH, ROWS = 128, 8
+TEMPERATURE = np.float32(0.8)
+ALGORITHM = AlgorithmConfig(kl_coef=0.05, entropy_coef=0.01)
+DENSE = dataclasses.replace(TINY, num_layers=4)
+MODELS = {
+    "dense": DENSE,
+    "mixture": dataclasses.replace(
+        DENSE, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
+    ),
+    "adapters": adapted(DENSE, LoraConfig(4, targets=("query", "value", "down"))),
+}
+params_of = functools.cache(random_params)
+
+
+@functools.cache
+def batch(shared: bool = True) -> PolicyBatch:
+    """Rows of several prompts, one of them with a row to itself, and every term of a loss."""
+    samples = random_samples(5, groups=6, size=5, prompt=(3, 30), response=(1, 40))
+    rows, _ = rows_of(samples, RowShape(1, ROWS, LENGTH, 8), shared=shared)
+    rows = mini_batch(rows)
+    if shared:  # some responses follow a prompt that lies elsewhere in the row
+        place = np.arange(LENGTH)[None]
+        moved = np.asarray(rows.previous) != place - 1
+        assert (moved & np.asarray(rows.response_mask)).sum() > 8
+    rng = np.random.default_rng(2)
+    mask = np.asarray(rows.response_mask)
+    advantage = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+    ref_logp = np.where(mask, -1.0 - np.asarray(rows.tokens) % 7, 0).astype(np.float32)
+    return PolicyBatch(rows, advantage, None, None, ref_logp)
+
+
+@functools.cache
+def gradient(
+    model: DecoderConfig = TINY,
+    *,
+    micro: int = 1,
+    block: int = 0,
+    remat: str = "none",
+    shared: bool = True,
+    keep: bool = False,
+    **axes: int,
+):
+    """(gradient of what is trained, metrics with the loss among them) on the host.
+
+    `micro`: rows of a data rank that are worked on at a time. The loss has a mixture's balance in
+    it. `axes` are mesh_of's.
+    """
+    mesh = mesh_of(**axes)
+    forward = ForwardConfig("float32", 16, remat, block, keep)
+    objective = policy_objective(model, ALGORITHM, forward, max_response=40)
+    objective = balanced(objective, 0.1 if model.num_experts else 0.0)
+    params = jax.device_put(params_of(model), param_shardings(model, mesh))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(params, batch):
+        with use_mesh(mesh):
+            shape = UpdateShape(mesh, micro, 40)
+            return accumulate_gradients(
+                params, batch, TEMPERATURE, shape=shape, objective=objective
+            )
+
+    return jax.device_get(run(params, batch(shared)))
+
+
+def assert_same(got, wanted):
+    """Gradients within 1e-5 of each other, norm-relative, and equal metrics."""
+    (grads, metrics), (others, more) = got, wanted
+    gap = jax.tree.map(lambda a, b: np.sum((a.astype(np.float64) - b) ** 2), grads, others)
+    norm = sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(others))
+    assert norm > 0
+    assert np.sqrt(sum(jax.tree.leaves(gap)) / norm) < 1e-5
+    assert metrics.keys() == more.keys() and metrics["actor/entropy"] > 0
+    for name, value in more.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-5, err_msg=name)

@@ -1,0 +1,60 @@
+"""Mesh axes, in combinations drawn at random, change nothing of loss and gradient."""
+
+import math
+
+import numpy as np
+import pytest
+from gradients import LENGTH, MODELS, ROWS, assert_same, gradient
+
+AXES = ("data", "fsdp", "context", "tensor")
+DEVICES, COMBINATIONS = 8, 20
+
+
+def combination(seed: int) -> tuple[str, dict, dict]:
+    """(model, sizes of axes, other choices): all three factors of 2 go to any axis."""
+    rng = np.random.default_rng(seed)
+    axes = dict.fromkeys(AXES, 1)
+    for axis in rng.choice(AXES, int(math.log2(DEVICES))):
+        # 4 heads
+        axes["data" if axis == "tensor" and axes["tensor"] == 4 else str(axis)] *= 2
+    rows = ROWS // (axes["data"] * axes["fsdp"])
+    options = dict(
+        micro=int(rng.choice([n for n in (1, 2, 4, 8) if rows % n == 0])),
+        block=int(rng.choice([0, LENGTH // (2 * axes["context"]) // 2])),
+        remat=str(rng.choice(["none", "dots", "attention", "full"])),
+        shared=bool(rng.integers(2)),
+        keep=bool(rng.integers(2)),
+    )
+    return str(rng.choice(list(MODELS))), axes, options
+
+
+def named(seed: int) -> str:
+    model, axes, options = combination(seed)
+    sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    return ", ".join([model, sizes, *(f"{name} {value}" for name, value in options.items())])
+
+
+# in every test run: one with adapters and a mixture, with all axes between them
+QUICK = (5, 8)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, id=named(seed), marks=() if seed in QUICK else pytest.mark.slow)
+        for seed in range(COMBINATIONS)
+    ],
+)
+def test_loss_and_gradient_are_those_of_one_device(seed):
+    model, axes, options = combination(seed)
+    assert math.prod(axes.values()) == DEVICES
+    one = gradient(MODELS[model], fsdp=1, tensor=1, shared=options["shared"])
+    assert_same(gradient(MODELS[model], **options, **axes), one)
+
+
+def test_every_axis_is_drawn():
+    drawn = [combination(seed) for seed in range(COMBINATIONS)]
+    for axis in AXES:
+        assert sum(axes[axis] > 1 for _, axes, _ in drawn) >= 4
+    assert {model for model, _, _ in drawn} == set(MODELS)
+    assert len({tuple(axes.values()) for _, axes, _ in drawn}) >= 10
