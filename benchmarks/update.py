@@ -35,7 +35,12 @@ from distflow_jax.models.parameters import init_params, param_shardings, param_s
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.training.forward import ForwardConfig, attention_block, parent_segment
+from distflow_jax.training.forward import (
+    ForwardConfig,
+    attention_block,
+    logits_in_memory,
+    parent_segment,
+)
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
@@ -75,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=0, help="rows at a time; 0: about 600 tokens")
     parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
     parser.add_argument("--remat", choices=REMATS, default="none")
+    parser.add_argument("--logp-chunk", type=int, default=0, help="as training.logp_chunk")
     parser.add_argument("--transformers-python", default="", help="interpreter that has torch")
     parser.add_argument("--tunix-python", default="", help="interpreter that has google-tunix")
     parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
@@ -152,7 +158,10 @@ def run_side(args: argparse.Namespace) -> None:
     micro = max(n for n in range(1, count + 1) if count % n == 0 and n <= wanted)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     block = attention_block(args.attention, length, "cpu")
-    forward = ForwardConfig("float32", 64, args.remat, block)
+    chunk, keep = logits_in_memory(
+        args.logp_chunk, length, rows=micro, vocab=model.vocab_size, remat=args.remat
+    )
+    forward = ForwardConfig("float32", chunk, args.remat, block, keep)
     response = CASES[args.case][2]
     settings = OptimizerConfig()
     optimizer = make_optimizer(settings, 1000)
@@ -187,6 +196,7 @@ def command(args: argparse.Namespace, side: str) -> list[str]:
     if side in ("ours", "separate"):
         flags = [f"--{n}={getattr(args, n)}" for n in ("model", "case", "prompts", "micro")]
         flags += [f"--attention={args.attention}", f"--remat={args.remat}"]
+        flags.append(f"--logp-chunk={args.logp_chunk}")
         return [sys.executable, __file__, f"--side={side}", *flags]
     sizes = {
         "hidden": model.hidden_size,

@@ -45,7 +45,7 @@ from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots, weight_bytes
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.config import TrainingConfig
-from distflow_jax.training.forward import ForwardConfig, attention_block
+from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
 from distflow_jax.training.optimizer import OptimizerConfig
 
 
@@ -290,10 +290,11 @@ def derive_sizes(
             f"{rollout.max_response_length} exceed the model's {model.max_position} positions"
         )
     if longest > training.row_tokens:
+        unit = training.logp_chunk or 1
         raise ValueError(
             f"data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
             f"{rollout.max_response_length} do not fit training.row_tokens={training.row_tokens}; "
-            f"use at least {-(-longest // training.logp_chunk) * training.logp_chunk}"
+            f"use at least {-(-longest // unit) * unit}"
         )
     longest_eval = data.max_prompt_length + config.eval.max_response_length
     if longest_eval > model.max_position:
@@ -335,6 +336,13 @@ def derive_sizes(
             f"mesh.rollout_tensor={config.mesh.rollout_tensor} spreads a sampler over {hosts}; use "
             f"at most {machine.local_devices}"
         )
+    chunk, keep_logits = logits_in_memory(
+        training.logp_chunk,
+        training.row_tokens,
+        rows=micro // mesh.ranks,
+        vocab=model.vocab_size // mesh.tensor,
+        remat=training.remat,
+    )
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
@@ -347,9 +355,10 @@ def derive_sizes(
         engine=_engine_config(config, model, machine, dtype, hosts),
         forward=ForwardConfig(
             dtype,
-            training.logp_chunk,
+            chunk,
             training.remat,
             attention_block(training.attention, training.row_tokens, machine.platform, pieces),
+            keep_logits,
         ),
         micro_rows=micro,
     )
@@ -359,7 +368,7 @@ def _check_pieces(training: TrainingConfig, pieces: int, longest: int) -> None:
     """ValueError unless rows can be cut into equal pieces for the devices that share one."""
     if training.row_tokens % pieces == 0:
         return
-    unit = math.lcm(pieces, training.logp_chunk)
+    unit = math.lcm(pieces, training.logp_chunk or 1)
     low = training.row_tokens // unit * unit
     fits = [n for n in (low, low + unit) if n >= longest]
     raise ValueError(

@@ -21,7 +21,8 @@ class TrainingConfig:
     # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
     # auto: blocks on CPU where row_tokens have a fitting divisor
     attention: Literal["auto", "masked", "blocks"] = "auto"
-    logp_chunk: int = 128  # positions per row whose logits exist at a time; divides row_tokens
+    # positions per row whose logits are worked on at a time; divides row_tokens. 0: by their sizes
+    logp_chunk: int = 0
     # what the backward pass computes again to keep less (models/remat.py): none; dots: all but
     # matrix products; attention: the mlp; full: all of a layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
@@ -39,12 +40,13 @@ class TrainingConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        for name in ("steps", "mini_batches", "epochs", "row_tokens", "logp_chunk"):
+        for name in ("steps", "mini_batches", "epochs", "row_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "row_sequences",
             "micro_batch_rows",
+            "logp_chunk",
             "max_nonfinite",
             "balance_coef",
             "device_memory_gib",
@@ -57,7 +59,7 @@ class TrainingConfig:
                 f"training.row_tokens={self.row_tokens}: a prompt and a response take two tokens "
                 f"at least; use at most {self.row_tokens // 2}"
             )
-        if self.row_tokens % self.logp_chunk:
+        if self.logp_chunk and self.row_tokens % self.logp_chunk:
             fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
             near = min(fits, key=lambda n: abs(n - self.logp_chunk))
             raise ValueError(

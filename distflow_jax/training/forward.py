@@ -5,6 +5,7 @@ R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ class ForwardConfig:
     """How the trainer evaluates the network."""
 
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
-    logp_chunk: int = 128  # positions per row whose logits exist at a time
+    logp_chunk: int = 128  # positions per row whose logits are worked on at a time
     remat: str = "full"  # what the backward pass computes again, see models/remat.py
     attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
+    keep_logits: bool = False  # for the backward pass, which computes them again otherwise
 
 
 # sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
@@ -58,6 +60,25 @@ def attention_block(attention: str, row_tokens: int, platform: str, pieces: int 
         f"training.attention='blocks' needs {what} that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens "
         f"divide, got training.row_tokens={row_tokens}; use {near}, or attention='masked'"
     )
+
+
+_LOGITS_BYTES = 2**28  # of a device, that a micro-batch's logits may take
+_LOGITS_TOKENS = 512  # products of more are not faster, and a row's last chunk is half empty
+
+
+def logits_in_memory(
+    logp_chunk: int, row_tokens: int, *, rows: int, vocab: int, remat: str
+) -> tuple[int, bool]:
+    """ForwardConfig.logp_chunk and keep_logits for training.logp_chunk (0: what suits the sizes).
+
+    `rows` of a micro-batch and entries of the vocabulary are those of one device. Few tokens make
+    the weight's gradient, [V, D] for every chunk, cost more to add up than to compute.
+    """
+    fits = max(1, _LOGITS_BYTES // (4 * rows * vocab))
+    possible = [n for n in range(1, min(fits, row_tokens) + 1) if row_tokens % n == 0]
+    best = max(1, _LOGITS_TOKENS // rows)
+    chunk = logp_chunk or min(possible, key=lambda n: abs(math.log(n / best)))
+    return chunk, remat == "none" and row_tokens <= fits
 
 
 def parent_segment(rows: Rows) -> jax.Array:
@@ -148,7 +169,8 @@ def response_logp(
     gathered = constrain(gathered, "batch", "length", "activation")
     target = jnp.take_along_axis(context.of_each_part(rows.tokens), chosen, axis=1)
     count = mask.sum(axis=1, dtype=jnp.int32)
-    found = token_logp(gathered, weight, target, count, temperature, config.logp_chunk)
+    chunk, keep = config.logp_chunk, config.keep_logits
+    found = token_logp(gathered, weight, target, count, temperature, chunk, keep)
     back = jnp.argsort(order, axis=1)
 
     def in_rows(x):  # 0 behind the count, and so wherever another part predicts

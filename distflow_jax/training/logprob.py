@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.parallel.rules import constrain
 from distflow_jax.programs.loops import bounded_loop
 
 
@@ -33,7 +34,7 @@ def _is_target(target_BC: jax.Array, vocab: int) -> jax.Array:
     return iota == target_BC[..., None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def token_logp(
     hidden_BTD: jax.Array,
     weight_VD: jax.Array,
@@ -41,29 +42,30 @@ def token_logp(
     count_B: jax.Array,
     temperature: jax.Array,
     chunk: int,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy), each float32 [B, T], of softmax(hidden weight^T / temperature).
 
     Only the first `count_B[b]` positions of a row are wanted; chunks of `chunk` positions are
     worked off until the fullest row is done, so positions behind it cost nothing and come back as
-    0. `T` must be divisible by `chunk`. Gradients flow to hidden and weight; logits are computed
-    again in the backward pass, chunk by chunk.
+    0. `T` must be divisible by `chunk`. Gradients flow to hidden and weight; for them logits are
+    computed again, chunk by chunk, or with `keep` found in memory, all [B, T, V] of them.
     """
-    return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk)[0]
+    return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk, False)[0]
 
 
 def _num_chunks(count_B: jax.Array, chunk: int) -> jax.Array:
     return (jnp.max(count_B) + chunk - 1) // chunk
 
 
-def _forward(hidden, weight, target, count, temperature, chunk):
+def _forward(hidden, weight, target, count, temperature, chunk, keep):
     batch, length, _ = hidden.shape
     assert length % chunk == 0, (length, chunk)
     inverse_t = 1.0 / temperature
     vocab = weight.shape[0]
 
     def body(index, carry):
-        logp, entropy, lse = carry
+        logp, entropy, lse, kept = carry
         logits = _chunk_logits(_wanted_chunk(hidden, count, index, chunk), weight, inverse_t)
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         exp = jnp.exp(logits - top)
@@ -78,19 +80,23 @@ def _forward(hidden, weight, target, count, temperature, chunk):
             update(logp, chosen - part_lse, start_index=index * chunk),
             update(entropy, part_lse - mean_logit, start_index=index * chunk),
             update(lse, part_lse, start_index=index * chunk),
+            kept.at[index].set(logits) if keep else None,
         )
 
-    zeros = jnp.zeros((batch, length), jnp.float32)
-    logp, entropy, lse = bounded_loop(
-        _num_chunks(count, chunk), body, (zeros,) * 3, most=length // chunk
+    zeros, kept = jnp.zeros((batch, length), jnp.float32), None
+    if keep:
+        kept = jnp.zeros((length // chunk, batch, chunk, vocab), jnp.float32)
+        kept = constrain(kept, "length", "batch", "length", "vocab")
+    logp, entropy, lse, kept = bounded_loop(
+        _num_chunks(count, chunk), body, (zeros, zeros, zeros, kept), most=length // chunk
     )
     wanted = jnp.arange(length, dtype=jnp.int32)[None] < count[:, None]
     out = (jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0))
-    return out, (hidden, weight, target, count, temperature, lse, entropy)
+    return out, (hidden, weight, target, count, temperature, lse, entropy, kept)
 
 
-def _backward(chunk, residuals, cotangents):
-    hidden, weight, target, count, temperature, lse, entropy = residuals
+def _backward(chunk, keep, residuals, cotangents):
+    hidden, weight, target, count, temperature, lse, entropy, kept = residuals
     wanted = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < count[:, None]
     d_logp, d_entropy = (jnp.where(wanted, g, 0.0) for g in cotangents)
     inverse_t = 1.0 / temperature
@@ -99,7 +105,7 @@ def _backward(chunk, residuals, cotangents):
     def body(index, carry):
         d_hidden, d_weight = carry
         part = _wanted_chunk(hidden, count, index, chunk)
-        logits = _chunk_logits(part, weight, inverse_t)
+        logits = kept[index] if keep else _chunk_logits(part, weight, inverse_t)
         log_p = logits - _chunk(lse, index, chunk)[..., None]
         p = jnp.exp(log_p)
         g = _chunk(d_logp, index, chunk)[..., None]

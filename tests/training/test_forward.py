@@ -31,7 +31,12 @@ from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.forward import ForwardConfig, attention_block, response_logp
+from distflow_jax.training.forward import (
+    ForwardConfig,
+    attention_block,
+    logits_in_memory,
+    response_logp,
+)
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
@@ -158,9 +163,9 @@ def packed_batch(fields, row_shape, *, shared):
     return PolicyBatch(rows=rows, advantage=advantage, **token)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "micro", "block"))
-def packed_gradient(batch, params, *, mesh, micro, block=0):
-    forward = dataclasses.replace(FORWARD, attention_block=block)
+@functools.partial(jax.jit, static_argnames=("mesh", "micro", "block", "keep"))
+def packed_gradient(batch, params, *, mesh, micro, block=0, keep=False):
+    forward = dataclasses.replace(FORWARD, attention_block=block, keep_logits=keep)
     with use_mesh(mesh):
         return accumulate_gradients(
             params,
@@ -292,3 +297,27 @@ def test_gradient_does_not_depend_on_the_mesh(narrow):
     assert distance(other, grads) < 1e-5
     for name, value in metrics.items():
         np.testing.assert_allclose(more[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "asked, tokens, rows, vocab, remat, expected",
+    [
+        (0, 576, 1, 49_152, "none", (576, True)),
+        (0, 576, 1, 49_152, "full", (576, False)),
+        (0, 4096, 1, 49_152, "none", (512, False)),
+        (0, 4096, 1, 1_000_000, "none", (64, False)),  # 256 MiB are 67 tokens
+        (0, 997, 1, 512, "none", (997, True)),  # nothing else divides a prime
+        (0, 256, 4, 512, "none", (128, True)),
+        (32, 256, 4, 512, "none", (32, True)),
+    ],
+)
+def test_logits_in_memory(asked, tokens, rows, vocab, remat, expected):
+    assert logits_in_memory(asked, tokens, rows=rows, vocab=vocab, remat=remat) == expected
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])
+def test_kept_logits_change_nothing(narrow, fsdp, tensor):
+    batch, (expected, _) = narrow
+    mesh = mesh_of(fsdp, tensor)
+    grads, _ = packed_gradient(batch, PARAMS, mesh=mesh, micro=2, keep=True)
+    assert distance(grads, expected) < 1e-5

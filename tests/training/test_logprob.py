@@ -41,20 +41,21 @@ def reference(hidden, weight, target, temperature, count, cotangents):
     return (np.where(wanted, logp, 0), np.where(wanted, entropy, 0)), (d_hidden, d_weight)
 
 
-@functools.partial(jax.jit, static_argnums=6)
-def run(hidden, weight, target, count, temperature, cotangents, chunk):
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def run(hidden, weight, target, count, temperature, cotangents, chunk, keep=False):
     def f(h, w):
-        return token_logp(h, w, target, count, temperature, chunk)
+        return token_logp(h, w, target, count, temperature, chunk, keep)
 
     out, backward = jax.vjp(f, hidden, weight)
     return out, backward(cotangents)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("chunk", [1, 4, 12])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_values_and_gradients(chunk, temperature):
+def test_values_and_gradients(chunk, temperature, keep):
     hidden, weight, target, cotangents = inputs()
-    got = run(hidden, weight, target, COUNT, np.float32(temperature), cotangents, chunk)
+    got = run(hidden, weight, target, COUNT, np.float32(temperature), cotangents, chunk, keep)
     expected = reference(hidden, weight, target, temperature, COUNT, cotangents)
     for mine, theirs in zip(got[0], expected[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-5)
@@ -80,17 +81,18 @@ def test_gradient_is_autodiff_of_the_plain_formula(which):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
-def test_nothing_beyond_the_count_matters(poison):
+def test_nothing_beyond_the_count_matters(poison, keep):
     """Neither within the last chunk nor behind it, neither forward nor backward."""
     hidden, weight, target, cotangents = inputs(2)
     temperature = np.float32(1)
-    clean = run(hidden, weight, target, COUNT, temperature, cotangents, 4)
+    clean = run(hidden, weight, target, COUNT, temperature, cotangents, 4, keep)
     beyond = np.arange(T)[None] >= COUNT[:, None]
     hidden = np.where(beyond[..., None], np.float32(poison), hidden)
     target = np.where(beyond, 0, target)
     cotangents = tuple(np.where(beyond, np.float32(poison), g) for g in cotangents)
-    got = run(hidden, weight, target, COUNT, temperature, cotangents, 4)
+    got = run(hidden, weight, target, COUNT, temperature, cotangents, 4, keep)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(clean), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     for value in (*got[0], got[1][0]):
