@@ -22,7 +22,7 @@ from distflow_jax.programs.costs import Costs
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.sizing import weight_bytes
 from distflow_jax.setup import Planned
-from distflow_jax.states import network_of
+from distflow_jax.states import bases_of, network_of
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
 from distflow_jax.types import Layout, overlaps
@@ -180,7 +180,8 @@ def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held
     """All that lives from step to step."""
     found: dict[Item, Held] = {}
     states = {k: spec for p in programs.values() for k, spec in p.given_states.items()}
-    for key in states.keys() & planned.models.keys():
+    shared = bases_of(planned.models, planned.config)  # that others hold anyway
+    for key in states.keys() & planned.models.keys() - shared.keys():
         spec, layout = states[key], planned.models[key].layout
         trained = isinstance(spec, TrainState)
         params = device_bytes(spec.params if trained else spec)

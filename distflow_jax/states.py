@@ -15,6 +15,7 @@ import optax
 from distflow_jax.config import Config
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
+from distflow_jax.models import lora
 from distflow_jax.models.config import (
     DecoderConfig,
     adapted,
@@ -129,6 +130,26 @@ def optimizer_of(config: Config, role: str) -> tuple[optax.GradientTransformatio
     return make_optimizer(chosen, updates), learning_rate(chosen, updates)
 
 
+def bases_of(models: Mapping[str, ModelOfRun], config: Config) -> dict[str, str]:
+    """Frozen policies whose parameters are those that adapters leave as they are, and the trained
+    policy that has these: both are the source's, on the same devices, and lie there once.
+
+    Not where models wait on the host, each for itself.
+    """
+    if not config.lora.rank or config.training.offload != "none":
+        return {}
+
+    def of_source(model: ModelOfRun) -> bool:
+        return model.is_policy and not model.checkpoint
+
+    trained = {m.layout: key for key, m in models.items() if m.trained and of_source(m)}
+    return {
+        key: trained[m.layout]
+        for key, m in models.items()
+        if not m.trained and of_source(m) and m.layout in trained
+    }
+
+
 class States:
     """Makes the states of a run's models: from the source's weights, or for reading a checkpoint.
 
@@ -174,8 +195,9 @@ class States:
         """
         states: dict[str, Any] = {key: settle(key, state) for key, state in restored.items()}
         policies: dict[Layout, Any] = {}  # weights of the source, read once for each layout
+        bases = bases_of(self._models, self._config)
         for key, model in self._models.items():
-            if key in states:
+            if key in states or key in bases:
                 continue
             network, optimizer, mesh = self._parts(model)
             if model.checkpoint:
@@ -193,6 +215,9 @@ class States:
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
             states[key] = settle(key, params)
+        for key, base in bases.items():
+            network, _, _ = self._parts(self._models[base])
+            states[key] = settle(key, lora.divide(network, states[base].params)[1])
         return states
 
     def _parts(

@@ -105,7 +105,8 @@ class Program:
     """A unit on a mesh as a compiled program: a Runner of dag.worker.
 
     `compile` makes it ready, before that it is known by its specs alone. States that its nodes
-    train, or have of their own, are donated.
+    train, or have of their own, are donated, but for arrays that they hand back as they are: these
+    stay where they lie, and another state may hold them too.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Program:
         self._changing = tuple(k for k in unit.state_keys if k in changing)
         self._kept = tuple(k for k in unit.state_keys if k not in changing)
         self.given_states = first = {key: states.get(key) for key in unit.state_keys}
+        self._constant: dict[tuple[str, ...], dict[str, tuple[bool, ...]]] = {}
         self._traced = {self._absent(first): self._trace(first)}
         # what has no state before its first step has one after it: two programs
         after = first | {k: v for k, v in self.states.items() if first[k] is None}
@@ -158,23 +160,40 @@ class Program:
     ) -> tuple[dict[str, Any], Sequence[Any], dict[str, Any]]:
         """See dag.worker.Runner."""
         run = self._compiled[self._absent(states)]
-        return run(*self._split(states), tuple(values))
+        moving, fixed, kept = self._split(states)
+        new, written, metrics = run(moving, fixed, kept, tuple(values))
+        return {key: _joined(s, fixed[key]) for key, s in new.items()}, written, metrics
 
     def _absent(self, states: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(key for key in self._changing if states.get(key) is None)
 
-    def _split(self, states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {k: states.get(k) for k in self._changing}, {k: states.get(k) for k in self._kept}
+    def _split(self, states: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """(what changes of the changing states, the rest of them, the other states)."""
+        constant = self._constant[self._absent(states)]
+        parts = {k: _divided(states.get(k), constant.get(k)) for k in self._changing}
+        moving, fixed = ({k: part[i] for k, part in parts.items()} for i in (0, 1))
+        return moving, fixed, {k: states.get(k) for k in self._kept}
 
     def _trace(self, states: Mapping[str, Any]) -> Any:
         """Traces the unit with these states; notes what comes out of it."""
 
-        def run(changing, kept, values):
-            return self._runner(changing | kept, values)
+        constant = self._constant[self._absent(states)] = {}
+
+        def watched(states, values):
+            new, written, metrics = self._runner(states, values)
+            constant.update(
+                (k, _constant(states[k], new.get(k, states[k]))) for k in self._changing
+            )
+            return new, written, metrics
+
+        def run(moving, fixed, kept, values):
+            changing = {key: _joined(part, fixed[key]) for key, part in moving.items()}
+            new, written, metrics = self._runner(changing | kept, values)
+            return {k: _divided(s, constant[k])[0] for k, s in new.items()}, written, metrics
 
         run.__name__ = "_".join(task.node.id for task in self.unit.tasks)
-        given = (*self._split(states), self.inputs)
-        new, written, metrics = jax.eval_shape(run, *given)
+        whole_states = {key: states.get(key) for key in self.unit.state_keys}
+        new, written, metrics = jax.eval_shape(watched, whole_states, self.inputs)
         self._check_states(states, new)
         self._check_metrics(metrics)
         mesh = self._specs.meshes[self.unit.layout]
@@ -186,9 +205,11 @@ class Program:
             for key, state in new.items()
         }
         of_values = [self._specs.shardings(value, self.unit.layout) for value in written]
-        layouts = (of_states, of_values, jax.tree.map(lambda x: whole, metrics))
+        moving = {key: _divided(layout, constant[key])[0] for key, layout in of_states.items()}
+        layouts = (moving, of_values, jax.tree.map(lambda x: whole, metrics))
         self.states = {key: _with(of_states[key], state) for key, state in new.items()}
         self.outputs = tuple(map(_with, of_values, written))
+        given = (*self._split(states), self.inputs)
         return jax.jit(run, donate_argnums=0, out_shardings=layouts).trace(*given)
 
     def _check_states(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -262,6 +283,34 @@ def field_specs(programs: Iterable[Program]) -> dict[tuple[Value, Layout], Any]:
 def num_bytes(spec: Any) -> int:
     """Bytes of all arrays, over all devices, copies not counted."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(spec))
+
+
+def _constant(before: Any, after: Any) -> tuple[bool, ...] | None:
+    """Which leaves of a traced state are those that were handed in; None: not one of them."""
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return None
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    constant = tuple(old is new for old, new in pairs)
+    return constant if any(constant) else None
+
+
+def _divided(tree: Any, constant: tuple[bool, ...] | None) -> tuple[Any, Any]:
+    """(tree without its constant leaves, tree with these alone): None stands for the others."""
+    if constant is None:
+        return tree, None
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = list(zip(leaves, constant, strict=True))
+    moving = structure.unflatten([None if fixed else x for x, fixed in pairs])
+    return moving, structure.unflatten([x if fixed else None for x, fixed in pairs])
+
+
+def _joined(moving: Any, fixed: Any) -> Any:
+    """Inverse of _divided."""
+    if fixed is None:
+        return moving
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, moving, fixed, is_leaf=lambda x: x is None
+    )
 
 
 def _with(layouts: Any, shapes: Any) -> Any:

@@ -184,7 +184,8 @@ SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512&max_
 def train(folder, steps):
     settings = [f"model.source={SPEC}", f"training.steps={steps}", "checkpoint.every=1"]
     settings += ["lora.rank=4", "lora.alpha=6", "dag=ppo", "rollout.max_response_length=8"]
-    settings += ["data.max_prompt_length=96", "eval.dataset="]
+    settings += ["data.max_prompt_length=96", "eval.dataset=", "algorithm.kl_coef=0.1"]
+    settings += ["training.optimizer.lr=0.01"]
     config = from_config_dict(Config, override(tiny.get_config(), settings))
     assert run.train(config, folder) == 0
 
@@ -214,6 +215,8 @@ def test_a_run_with_adapters(workdir):
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
         # the sampler had the trainer's weights: merged or not, the same log-probs
         assert row["training/rollout_probs_diff_max"] < 1e-5
+    # the reference is what adapters are added to, and stays what it was
+    assert rows[0]["actor/kl_loss"] < 1e-6 < 1e-4 < rows[1]["actor/kl_loss"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,14 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.dag.residency import residency
 from distflow_jax.machinery import make_engine, make_meshes, trace
 from distflow_jax.memory_advice import _changes, shortage
-from distflow_jax.memory_plan import Held, MemoryPlan, Segment, binary, plan_memory
+from distflow_jax.memory_plan import (
+    Held,
+    MemoryPlan,
+    Segment,
+    binary,
+    device_bytes,
+    plan_memory,
+)
 from distflow_jax.models.config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.writers import read_metrics
@@ -22,6 +29,7 @@ from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.setup import plan_run
 from distflow_jax.states import States
+from distflow_jax.training.state import sharded_params
 from distflow_jax.types import Layout
 
 SMALL = [
@@ -105,6 +113,11 @@ def test_gradients_and_moments_are_of_adapters_alone():
     count = num_params(adapted(planned.source.config, planned.config.lora))
     adapters = 4 * (count - num_params(planned.source.config))
     assert 0 < update.gradients <= adapters
+    # the reference is the policy without them, and lies there once
+    assert "reference" in planned.models
+    network = adapted(planned.source.config, planned.config.lora)
+    mesh = make_meshes(planned.sizes)[planned.sizes.mesh.layout]
+    assert update.parameters == device_bytes(sharded_params(network, mesh))
     assert update.optimizer == pytest.approx(2 * update.gradients, rel=0.01)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from distflow_jax.batch import Rows
@@ -131,6 +132,28 @@ def test_a_state_of_ones_own_needs_no_first_value_and_compiles_before_the_first_
     assert (seen, float(kept["node:count"])) == ([5, 6, 7], 10)
     assert compilations.take() == 0
     compilations.close()
+
+
+def test_what_a_node_leaves_of_its_state_is_not_donated():
+    """So that another state may hold the same array."""
+
+    def train(state, fields, options):
+        return {"table": state["table"], "sum": state["sum"] + fields["score"].sum()}, {}, {}
+
+    whole = NamedSharding(SPECS.meshes[MESH.layout], PartitionSpec())
+    state = {"table": np.arange(4.0, dtype=np.float32), "sum": np.float32(0)}
+    state = jax.device_put(state, whole)
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+    node = on_mesh("train", type="MODEL_TRAIN")
+    _, programs = traced(node, states={"actor": specs}, train=train)
+    program = programs["train"]
+    program.compile()
+    score = jnp.ones(SEQUENCES, device=program.inputs[0].sharding)
+    kept, _, _ = program({"actor": state}, [score])
+    assert kept["actor"]["table"] is state["table"] and not state["table"].is_deleted()
+    assert state["sum"].is_deleted()
+    kept, _, _ = program(kept, [score])
+    assert float(kept["actor"]["sum"]) == 2 * np.prod(SEQUENCES)
 
 
 def needs_values(state, fields, options):

@@ -19,6 +19,7 @@ from distflow_jax.training.objectives.reward_model import (
 )
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective
 from distflow_jax.training.objectives.value import ValueBatch, value_objective
+from distflow_jax.training.state import divided, joined
 from distflow_jax.training.update import make_update
 
 
@@ -98,15 +99,19 @@ def _updates(
 
     def train(state, fields, options):
         batch = batch_of(fields)
+        # what no update changes is no part of the loop, and comes back as the array it was
+        state, frozen = divided(objective.model, state)
 
         def one(state, index):
-            return update(state, batch, index, of_logits)
+            state, metrics = update(joined(state, frozen), batch, index, of_logits)
+            return divided(objective.model, state)[0], metrics
 
         indices = jnp.tile(jnp.arange(context.mini_batches, dtype=jnp.int32), context.epochs)
         state, metrics = jax.lax.scan(one, state, indices)
         merged = _merge(metrics)
         nonfinite = merged.pop("training/nonfinite")
         metrics = {f"{context.prefix}{name}": value for name, value in merged.items()}
+        state = joined(state, frozen)
         return state, {}, metrics | {f"training/nonfinite/{context.node.id}": nonfinite}
 
     return train

@@ -16,11 +16,22 @@ from distflow_jax.training.moments import is_blocks, layout_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Donated from update to update; checkpointed as it is."""
+    """Donated from update to update, but for what none changes; checkpointed as it is."""
 
     params: Any
     opt_state: Any  # of the parameters that are trained: with adapters of these alone
     count: Any  # int32 scalar: updates applied
+
+
+def divided(model: Network, state: TrainState) -> tuple[TrainState, Any]:
+    """(the state with the parameters that are trained alone, the others)."""
+    trained, frozen = lora.divide(model, state.params)
+    return dataclasses.replace(state, params=trained), frozen
+
+
+def joined(state: TrainState, frozen: Any) -> TrainState:
+    """Inverse of `divided`."""
+    return dataclasses.replace(state, params=lora.join(state.params, frozen))
 
 
 def state_shardings(

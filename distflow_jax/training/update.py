@@ -17,7 +17,7 @@ from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.loops import bounded_loop
 from distflow_jax.training import microbatch
 from distflow_jax.training.objectives.objective import Batch, Objective
-from distflow_jax.training.state import TrainState, state_shardings
+from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +108,10 @@ def make_update(
             )
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])
-            trained, frozen = lora.divide(objective.model, state.params)
-            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-            params = lora.join(optax.apply_updates(trained, updates), frozen)
-            new = TrainState(params, opt_state, state.count + 1)
+            old, frozen = divided(objective.model, state)
+            updates, opt_state = optimizer.update(grads, old.opt_state, old.params)
+            params = optax.apply_updates(old.params, updates)
+            new = TrainState(params, opt_state, old.count + 1)
             metrics |= {
                 f"{name}/grad_norm": norm,
                 f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
@@ -119,6 +119,7 @@ def make_update(
             }
             # nothing to learn from: the moments' decay must not move the parameters either
             useful = finite & mini.rows.valid.any()
-            return jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, state), metrics
+            new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
+            return joined(new, frozen), metrics
 
     return update
