@@ -7,12 +7,16 @@ Examples:
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
 --nocompile traces them only. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
 and plan.mmd, a Mermaid flowchart.
+
+Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
+mistake that you can mend, said in one line.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +24,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from distflow_jax.command_line import run_main
+from distflow_jax.command_line import EXIT_USAGE, run_main
 from distflow_jax.config import Config, Machine
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
@@ -55,7 +59,7 @@ def main(argv: list[str]) -> int:
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
     planned = plan_run(config, machine, chosen)
     progress.table(planned.source.spec, planned.table())
-    text, fields, costs, memory = planned.text(), [], {}, None
+    text, fields, costs, memory, missing = planned.text(), [], {}, None, ""
     if jax.device_count() != machine.devices or machine.processes != jax.process_count():
         here = f"{jax.device_count()} devices in {jax.process_count()} process"
         text += f"\nprograms are traced where the devices are: this is a machine of {here}\n"
@@ -68,14 +72,16 @@ def main(argv: list[str]) -> int:
         text += f"\n{describe(fields, costs)}"
         memory = plan_memory(planned, programs, costs)
         text += f"\n{memory.describe()}"
-        if missing := shortage(planned, memory, programs, costs):
-            text += f"\na run would end before step 1: {missing}\n"
+        missing = shortage(planned, memory, programs, costs)
     print(text)
     if MERMAID.value:
         print(to_mermaid(planned.plan))
     if OUT.value:
         tree = to_tree(fields, costs) | ({} if memory is None else {"memory": memory.to_tree()})
         write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(OUT.value))
+    if missing:
+        print(f"error: a run would end before step 1: {missing}", file=sys.stderr)
+        return EXIT_USAGE
     return 0
 
 

@@ -285,6 +285,17 @@ def test_plan_prints_order_fields_and_sizes(plans, config):
     assert (ids[0], ids[-1]) == ("rollout", "actor_train")
 
 
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
+    limit = "--config.training.device_memory_gib=0.001"
+    process = start(place, "scripts/plan.py", "--config=configs/tiny.py", *FLAGS, limit)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2, stdout + stderr
+    assert "memory of a device, which has 1.0 MiB" in stdout
+    (line,) = [x for x in stderr.splitlines() if x.startswith("error: ")]
+    assert line.startswith("error: a run would end before step 1: node 'old_logp.advantage.actor_")
+
+
 @pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/plan.py"], ids=" ".join)
 def test_plan_commands(place, command):
     output = run_shown(place, command)
