@@ -35,6 +35,7 @@ from distflow_jax.models.parameters import init_params, param_shardings, param_s
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.programs.options import compiler_options
 from distflow_jax.training.forward import (
     ForwardConfig,
     attention_block,
@@ -176,12 +177,15 @@ def run_side(args: argparse.Namespace) -> None:
     spread = np.random.default_rng(1).normal(size=rows.tokens.shape).astype(np.float32)
     batch = PolicyBatch(rows, np.where(rows.response_mask, spread, 0), None, None, None)
     batch, flops = jax.device_put(batch), needed_flops(model, rows)
+    index, temperature = np.int32(0), np.float32(1)
+    program = update.lower(state, batch, index, temperature)
+    program = program.compile(compiler_options=compiler_options("cpu"))
     compilations = Compilations()
     while True:
         wait_for_turn()
         rate = product_rate()
         wall, cpu = time.perf_counter(), time.process_time()
-        state, _ = jax.block_until_ready(update(state, batch, np.int32(0), np.float32(1)))
+        state, _ = jax.block_until_ready(program(state, batch, index, temperature))
         record = {"seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
         record |= {"product_rate": rate, "flops": flops, "compilations": compilations.take()}
         report(record | {"peak_gb": peak_memory_gb(), "rows": count, "row_tokens": length})

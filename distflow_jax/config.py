@@ -339,7 +339,7 @@ def derive_sizes(
     chunk, keep_logits = logits_in_memory(
         training.logp_chunk,
         training.row_tokens,
-        rows=micro // mesh.ranks,
+        rows=micro,
         vocab=model.vocab_size // mesh.tensor,
         remat=training.remat,
     )

@@ -21,6 +21,7 @@ from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.worker import Stage, make_runner
 from distflow_jax.parallel.rules import rows_spec
+from distflow_jax.programs.options import compiler_options
 from distflow_jax.stages.table import per_token_fields
 from distflow_jax.types import Edge, Layout
 
@@ -152,7 +153,9 @@ class Program:
         run."""
         for absent, traced in self._traced.items():
             if absent not in self._compiled:
-                self._compiled[absent] = traced.lower().compile()
+                mesh = self._specs.meshes[self.unit.layout]
+                options = compiler_options(mesh.devices.flat[0].platform)
+                self._compiled[absent] = traced.lower().compile(compiler_options=options)
         return list(self._compiled.values())[-1]
 
     def __call__(

@@ -26,7 +26,7 @@ MODELS = {
     "mixture": dataclasses.replace(
         DENSE, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
     ),
-    "adapters": adapted(DENSE, LoraConfig(4, targets=("query", "value", "down"))),
+    "adapters": adapted(DENSE, LoraConfig(4, alpha=4.0, targets=("query", "value", "down"))),
 }
 params_of = functools.cache(random_params)
 

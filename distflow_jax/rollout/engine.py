@@ -19,6 +19,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.parameters import arrange, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.programs.options import compiler_options
 from distflow_jax.rollout import decode, decode_state, occupancy, prefill, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
@@ -95,16 +96,6 @@ class Given:
     emitted: int  # tokens of the response with these
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA is told for the programs of a sampler on this mesh.
-
-    On GPUs it would put weights of products with one input side by side, in every decode step: a
-    copy of them, which costs more than the few rows of a product can gain.
-    """
-    gpu = mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
-    return {"xla_gpu_dot_merger_threshold_mb": 0} if gpu else {}
-
-
 _COLUMNS = {"temperature": np.float32, "top_p": np.float32, "kept": bool}  # others: int32
 
 
@@ -151,6 +142,7 @@ class RolloutEngine(engine_api.Engine):
 
         layout = self.shapes.shardings()
         whole = NamedSharding(mesh, PartitionSpec())
+        options = compiler_options(mesh.devices.flat[0].platform, sampler=True)
 
         def program(function, *, out=None, donate=(), bound=()):
             # a state that changed its layout between two programs would recompile them
@@ -158,7 +150,7 @@ class RolloutEngine(engine_api.Engine):
                 functools.partial(function, self.shapes, *bound),
                 out_shardings=out,
                 donate_argnums=donate,
-                compiler_options=compiler_options(mesh),
+                compiler_options=options,
             )
 
         self._init = jax.jit(functools.partial(self.shapes.empty, seed), out_shardings=layout)
