@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig, RopeScaling
-from distflow_jax.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 
 _SIZES = dict(
     vocab_size=48,
@@ -27,11 +27,25 @@ _EXPERTS = dict(mlp_size=24, num_experts=8, experts_per_token=3)
 _QWEN3_MOE = DecoderConfig(**vars(_QWEN3) | _EXPERTS | {"family": "qwen3_moe"})
 _MIXTRAL = DecoderConfig(**vars(_LLAMA) | _EXPERTS | {"family": "mixtral"})
 _UNTIED = {"tie_embeddings": False}
+# windows shorter than TOKENS in layers 1 and 3, and scales that no other number gives
+_GEMMA3 = DecoderConfig(
+    **_SIZES | {"num_layers": 3},
+    head_dim=16,
+    family="gemma3",
+    norm_eps=1e-6,
+    sliding_window=7,
+    full_every=2,
+    rope_local_theta=100.0,
+    query_scalar=12,
+    **gemma3.SWITCHES,
+)
+_STRETCHED = {"rope_factor": 8.0, "query_scalar": 0, "full_every": 3}
 
 FAMILY_MODULES = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "gemma3": gemma3,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
 }
@@ -45,6 +59,8 @@ CASES = {
     "qwen3_moe tied": DecoderConfig(**vars(_QWEN3_MOE) | {"norm_topk": False}),
     "qwen3_moe untied": DecoderConfig(**vars(_QWEN3_MOE) | _UNTIED),
     "mixtral untied": DecoderConfig(**vars(_MIXTRAL) | _UNTIED),
+    "gemma3 tied": _GEMMA3,
+    "gemma3 untied": DecoderConfig(**vars(_GEMMA3) | _UNTIED | _STRETCHED),
 }
 TOKENS = np.random.default_rng(0).integers(0, 48, 24).astype(np.int32)  # [T]
 
@@ -52,13 +68,14 @@ TOKENS = np.random.default_rng(0).integers(0, 48, 24).astype(np.int32)  # [T]
 def drawn_params(config: DecoderConfig) -> Iterator[tuple[str, np.ndarray]]:
     """(path, float32 parameter, layers stacked), each from a generator of its own.
 
-    Norms are about 1 and biases as large as what they are added to: none may be forgotten.
+    Norms multiply with about 1 and biases are as large as what they are added to: none may be
+    forgotten.
     """
     for weight in FAMILY_MODULES[config.family].hf_weights(config):
         rng = np.random.default_rng(zlib.crc32(weight.path.encode()))
         noise = rng.standard_normal(weight.param_shape(config.num_layers))
         if weight.path.endswith("norm"):
-            value = 1 + 0.3 * noise
+            value = 0.3 * noise + (0 if config.norm_offset else 1)
         elif weight.path.endswith("bias"):
             value = noise
         else:

@@ -1,5 +1,6 @@
 """A network and a batch small enough for tests, with weights that make sharp predictions."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from distflow_jax.batch import (
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.rollout.responses import Response
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -36,6 +38,17 @@ TINY = DecoderConfig(
     head_dim=16,
     mlp_size=128,
     max_position=256,
+)
+# every kind of layer, and a window shorter than prompts and responses
+WINDOWED = dataclasses.replace(
+    TINY,
+    family="gemma3",
+    num_layers=3,
+    sliding_window=6,
+    full_every=2,
+    rope_local_theta=50.0,
+    query_scalar=24,
+    **gemma3.SWITCHES,
 )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from distflow_jax.models.remat import ATTENTION, named
 
+UNLIMITED = 2**30  # window of a layer that sees all: above every distance, and no overflow in sums
 _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of nan
 
 
@@ -45,6 +46,15 @@ def packed_mask(
     return related & causal & (query > 0)
 
 
+def within(position_BT: jax.Array, key_position_BS: jax.Array, window: jax.Array) -> jax.Array:
+    """Whether a key is one of the last `window` tokens up to the query's, bool [B, T, S].
+
+    Positions int32 are those in the sequence, a shared prompt included, not places in a row; what
+    comes after the query is left to the causal mask. `window` int32, UNLIMITED for all.
+    """
+    return position_BT[:, :, None] - key_position_BS[:, None, :] < window
+
+
 def masked_attention(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
@@ -65,3 +75,14 @@ def masked_attention(
     out = jnp.einsum("BKQS,BKSH->BKQH", weights, v)
     out = out.reshape(batch, kv_heads, groups, length, head_dim)
     return named(ATTENTION, out.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape))
+
+
+def causal_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, window: jax.Array | None = None
+) -> jax.Array:
+    """masked_attention of whole sequences, one per row: a token sees those up to itself, or the
+    last `window` of them, int32."""
+    batch, length = q_BTNH.shape[:2]
+    place = jax.lax.broadcasted_iota(jnp.int32, (batch, length), 1)
+    mask = within(place, place, UNLIMITED if window is None else window)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, mask & (place[:, :, None] >= place[:, None]))

@@ -5,7 +5,8 @@ and m = S / C blocks, N heads, K key/value heads, G = N / K heads per key/value 
 rows of a block, H head dim.
 
 A row that holds many short sequences, or a causal one, needs less than half of its [T, T] scores.
-Scores of one tile exist at a time; the backward pass computes them again from the log-sum-exps
+Where a layer sees a window only, tiles outside of it are left out too. Scores of one tile exist at
+a time; the backward pass computes them again from the log-sum-exps
 (FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691, algorithms 1 and 2).
 """
 
@@ -36,10 +37,23 @@ class Tiles(NamedTuple):
     num_queries: jax.Array  # int32 [B, m]
 
 
+class Reach(NamedTuple):
+    """How far back tokens see: as attention.within has it."""
+
+    position_BT: jax.Array  # int32: of the tokens in their sequences
+    key_position_BS: jax.Array  # int32: of those of the whole row
+    window: jax.Array | int  # int32
+
+
 def tiles_of(
-    segment_BT: jax.Array, parent_BT: jax.Array, block: int, in_row: InRow | None = None
+    segment_BT: jax.Array,
+    parent_BT: jax.Array,
+    block: int,
+    in_row: InRow | None = None,
+    reach: Reach | None = None,
 ) -> Tiles:
-    """The tiles of rows, or of parts of them, as attention.packed_mask relates their tokens.
+    """The tiles of rows, or of parts of them, as attention.packed_mask relates their tokens; with
+    `reach` those of them that hold a pair within its window.
 
     The tokens of a block must follow each other in the row. Raises ValueError where `block` does
     not divide T.
@@ -55,13 +69,21 @@ def tiles_of(
     )
     place, key_place = (x[:, ::block] for x in (in_row.place_BT, in_row.place_BS))
 
+    of_query = [segment, parent]
+    if reach is not None:
+        of_query.append(reach.position_BT.reshape(segment.shape))
+        key_position = reach.key_position_BS.reshape(of_row.shape)
+
     # a block of queries at a time: XLA:CPU keeps what it compares before it reduces it, [T, S]
     def of_queries(query):
-        own, shared = (x[:, :, None, None] for x in query)
+        own, shared, *position = (x[:, :, None, None] for x in query)
         key = of_row[:, None]
-        return jnp.any(((own == key) | (shared == key)) & (own > 0), axis=(1, 3))
+        counts = ((own == key) | (shared == key)) & (own > 0)
+        if reach is not None:
+            counts &= position[0] - key_position[:, None] < reach.window
+        return jnp.any(counts, axis=(1, 3))
 
-    related = jax.lax.map(of_queries, (segment.swapaxes(0, 1), parent.swapaxes(0, 1)))
+    related = jax.lax.map(of_queries, tuple(x.swapaxes(0, 1) for x in of_query))
     related = related.swapaxes(0, 1)
     related &= place[:, :, None] >= key_place[:, None, :]
 
@@ -73,14 +95,24 @@ def tiles_of(
     return Tiles(segment, parent, place, of_row, key_place, *keys, *queries)
 
 
+def either(condition: jax.Array, near: Tiles, every: Tiles) -> Tiles:
+    """The lists of `near` where the bool `condition` holds, else those of `every`, of one row."""
+    lists = ("keys", "num_keys", "queries", "num_queries")
+    return every._replace(
+        **{name: jnp.where(condition, getattr(near, name), getattr(every, name)) for name in lists}
+    )
+
+
 def block_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     tiles: Tiles,
     across: tuple[str, ...] = (),
+    reach: Reach | None = None,
 ) -> jax.Array:
-    """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q.
+    """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q; with
+    `reach` over those of them that lie within its window, all of which `tiles` must hold.
 
     Scores and sums are float32. Tokens of segment 0 come out as 0. Rows, or parts of them, and
     heads must be whole on a device (see parallel.rules.local): which tiles are read differs from
@@ -96,7 +128,12 @@ def block_attention(
     k, v = (
         x.reshape(rows, blocks, size, kv_heads, head_dim).swapaxes(2, 3) for x in (k_BTKH, v_BTKH)
     )
-    out = _attention(q, k, v, tiles, across)
+    if reach is not None:
+        reach = reach._replace(
+            position_BT=reach.position_BT.reshape(tiles.segment.shape),
+            key_position_BS=reach.key_position_BS.reshape(tiles.key_segment.shape),
+        )
+    out = _attention(q, k, v, tiles, reach, across)
     out = out.reshape(rows, blocks, kv_heads, heads // kv_heads, size, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q_BTNH.shape)
 
@@ -112,7 +149,7 @@ def _put(x: jax.Array, part: jax.Array, row: jax.Array, block: jax.Array) -> jax
     return jax.lax.dynamic_update_slice(x, part[None, None].astype(x.dtype), start)
 
 
-def _scores(q, k, tiles, row, query, key):
+def _scores(q, k, tiles, reach, row, query, key):
     """Scaled scores float32 [K, G, C, C] of one tile, and which of them count, [1, 1, C, C]."""
     kv_heads, _, head_dim = q.shape
     size = k.shape[1]
@@ -124,6 +161,9 @@ def _scores(q, k, tiles, row, query, key):
     causal = (at + place)[:, None] >= (key_at + place)[None]
     counts = ((segment[:, None] == seen) | (parent[:, None] == seen)) & causal
     counts &= (segment > 0)[:, None]
+    if reach is not None:
+        here, there = _at(reach.position_BT, row, query), _at(reach.key_position_BS, row, key)
+        counts &= here[:, None] - there[None] < reach.window
     scores = (scores * head_dim**-0.5).reshape(kv_heads, -1, size, size)
     return scores, counts[None, None]
 
@@ -148,16 +188,22 @@ def _over_blocks(number: jax.Array, body, init):
     return jax.lax.fori_loop(0, rows * blocks, step, init)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, across: tuple[str, ...]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tiles: Tiles,
+    reach: Reach | None,
+    across: tuple[str, ...],
 ) -> jax.Array:
-    """q [B, n, K, X, H], k and v [B, n, K, C, H] -> like q."""
-    return _forward(q, k, v, tiles, across)[0]
+    """q [B, n, K, X, H], k and v [B, n, K, C, H] -> like q. `reach`: positions [B, n, C] and
+    [B, m, C]."""
+    return _forward(q, k, v, tiles, reach, across)[0]
 
 
-def _forward(q, k, v, tiles, across):
-    residuals = q, k, v, tiles
+def _forward(q, k, v, tiles, reach, across):
+    residuals = q, k, v, tiles, reach
     k, v = _gathered(k, across), _gathered(v, across)
     blocks, size = tiles.key_segment.shape[1:]
 
@@ -168,7 +214,7 @@ def _forward(q, k, v, tiles, across):
         def tile(index, carry):
             out, top, total = carry
             key = keys[index]
-            scores, counts = _scores(part, _at(k, row, key), tiles, row, query, key)
+            scores, counts = _scores(part, _at(k, row, key), tiles, reach, row, query, key)
             scores = jnp.where(counts, scores, _MASKED)
             new = jnp.maximum(top, scores.max(-1))
             weight = jnp.where(counts, jnp.exp(scores - new[..., None]), 0.0)
@@ -200,7 +246,7 @@ def _forward(q, k, v, tiles, across):
 
 
 def _backward(across, residuals, d_out):
-    q, k, v, tiles, out, lse = residuals
+    q, k, v, tiles, reach, out, lse = residuals
     k, v = _gathered(k, across), _gathered(v, across)
     blocks, size = tiles.segment.shape[1:]
     scale = q.shape[-1] ** -0.5
@@ -215,7 +261,7 @@ def _backward(across, residuals, d_out):
             d_q, d_k, d_v = carry
             query = queries[index]
             part, d_part = _at(q, row, query), _at(d_out, row, query)
-            scores, counts = _scores(part, part_k, tiles, row, query, key)
+            scores, counts = _scores(part, part_k, tiles, reach, row, query, key)
             by_head = scores.shape[:3]
             of_lse = _at(lse, row, query).reshape(by_head)[..., None]
             weight = jnp.where(counts, jnp.exp(scores - of_lse), 0.0)
@@ -241,7 +287,7 @@ def _backward(across, residuals, d_out):
 
     start = jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
     d_q, d_k, d_v = _over_blocks(tiles.num_queries, of_keys, start)
-    return d_q.astype(q.dtype), _summed(d_k, across), _summed(d_v, across), None
+    return d_q.astype(q.dtype), _summed(d_k, across), _summed(d_v, across), None, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -19,6 +19,9 @@ class RopeScaling:
             )
 
 
+# What the MLP's gate goes through: Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU and GEGLU.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
 # Projections of a layer that may have adapters.
 LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
 _OF_EXPERTS = ("gate", "up", "down")  # in a mixture
@@ -57,6 +60,10 @@ class DecoderConfig:
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP, or
     `num_experts` of them in each layer, of which every token goes through `experts_per_token`.
 
+    With `sliding_window` a token sees, in all layers but every `full_every`-th, only the last
+    `sliding_window` tokens of its sequence, itself among them; such layers rotate by
+    `rope_local_theta`, the others by `rope_theta`.
+
     Parameters are a nested dict of arrays; `layers` arrays are stacked over the layers:
 
         embed/embedding            [vocab_size, hidden_size]
@@ -70,18 +77,21 @@ class DecoderConfig:
         layers/query_norm          [num_layers, head_dim]                 (with qk_norm)
         layers/key_norm            [num_layers, head_dim]                 (with qk_norm)
         layers/output              [num_layers, num_heads, head_dim, hidden_size]
+        layers/attention_post_norm [num_layers, hidden_size]              (with post_norms)
         layers/NAME_lora_a         [num_layers, *inputs of NAME, rank]    (with lora)
         layers/NAME_lora_b         [num_layers, rank, *outputs of NAME]   (with lora)
         layers/mlp_norm            [num_layers, hidden_size]
         layers/gate                [num_layers, hidden_size, mlp_size]
         layers/up                  [num_layers, hidden_size, mlp_size]
         layers/down                [num_layers, mlp_size, hidden_size]
+        layers/mlp_post_norm       [num_layers, hidden_size]              (with post_norms)
         layers/router              [num_layers, hidden_size, num_experts]     (with num_experts)
         final_norm                 [hidden_size]
         head                       [hidden_size, vocab_size]     (absent with tie_embeddings)
 
     query and key are in Hugging Face's split-half rotary form. With num_experts gate, up and down
-    have a dim of experts after that of layers.
+    have a dim of experts after that of layers. Norms multiply with their parameter, with
+    norm_offset with 1 + their parameter.
     """
 
     family: str = "llama"
@@ -103,9 +113,21 @@ class DecoderConfig:
     num_experts: int = 0  # MLPs of a layer that its router chooses from; 0: one, for all tokens
     experts_per_token: int = 0  # of them, those that a token goes through
     norm_topk: bool = True  # whether the chosen experts' probabilities are scaled to sum to 1
+    activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
+    post_norms: bool = False  # norms of what attention and the MLP add, before it is added: Gemma
+    norm_offset: bool = False  # norms hold what is to be added to 1
+    embed_scale: bool = False  # a token's embedding times sqrt(hidden_size) goes into the layers
+    query_scalar: int = 0  # scores q k are divided by its square root; 0: head_dim
+    rope_factor: float = 1.0  # positions are divided by it, but in layers with a window
+    sliding_window: int = 0  # tokens that a layer with a window sees, its own included; 0: no layer
+    full_every: int = 0  # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
+    rope_local_theta: float = 10_000.0  # of layers with a window
 
     def __post_init__(self):
-        may_be_none = ("num_experts", "experts_per_token")
+        may_be_none = (
+            *("num_experts", "experts_per_token"),
+            *("sliding_window", "full_every", "query_scalar"),
+        )
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_none else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
@@ -123,6 +145,26 @@ class DecoderConfig:
                 f"model num_heads {self.num_heads} is not divisible by num_kv_heads "
                 f"{self.num_kv_heads}"
             )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"model activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
+        if self.num_experts and self.activation != "silu":
+            raise ValueError(
+                f"experts with model activation={self.activation!r} are not supported, only 'silu'"
+            )
+        if self.rope_factor < 1:
+            raise ValueError(f"model rope_factor must be at least 1, got {self.rope_factor}")
+        if self.query_scalar and not self.qk_norm:
+            raise ValueError(
+                f"model query_scalar={self.query_scalar} needs qk_norm: it is taken along in the "
+                "norm of queries"
+            )
+        if self.full_every and not self.sliding_window:
+            raise ValueError(
+                f"model full_every={self.full_every} says which layers have no window, and there "
+                "is no sliding_window"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
         of_experts = [n for n in self.lora.targets if n in _OF_EXPERTS] if self.lora else []
@@ -138,6 +180,15 @@ class DecoderConfig:
                 f"lora.rank={self.lora.rank} must be from 1 to {widest}, the smaller of the "
                 "model's hidden_size and mlp_size"
             )
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Which layers have a window, by their order."""
+        every = self.full_every
+        return tuple(
+            bool(self.sliding_window) and not (every and number % every == 0)
+            for number in range(1, self.num_layers + 1)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,9 +55,11 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
     std, back = 0.02, 0.02 / (2 * c.num_layers) ** 0.5
     layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
     d, f = c.hidden_size, c.mlp_size
+    unit = 0.0 if c.norm_offset else None  # at birth a norm multiplies with 1
+    norm = ParamSpec((layers, d), ("layers", "activation"), unit)
     specs = {
         "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std, (1,)),
-        "layers/attention_norm": ParamSpec((layers, d), ("layers", "activation"), None),
+        "layers/attention_norm": norm,
         "layers/query": ParamSpec(
             (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std, (1,)
         ),
@@ -70,12 +72,14 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         "layers/output": ParamSpec(
             (layers, n, h, d), ("layers", "heads", "head_dim", "hidden"), back, (1, 2)
         ),
-        "layers/mlp_norm": ParamSpec((layers, d), ("layers", "activation"), None),
+        "layers/mlp_norm": norm,
         "layers/gate": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
         "layers/up": ParamSpec((layers, d, f), ("layers", "hidden", "mlp"), std, (1,)),
         "layers/down": ParamSpec((layers, f, d), ("layers", "mlp", "hidden"), back, (1,)),
-        "final_norm": ParamSpec((d,), ("activation",), None),
+        "final_norm": ParamSpec((d,), ("activation",), unit),
     }
+    if c.post_norms:
+        specs |= {"layers/attention_post_norm": norm, "layers/mlp_post_norm": norm}
     if c.num_experts:
         specs["layers/router"] = ParamSpec(
             (layers, d, c.num_experts), ("layers", "hidden", "experts"), std
@@ -92,7 +96,7 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
             )
     if c.qk_norm:
         for name in ("query", "key"):
-            specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), None)
+            specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), unit)
     if not c.tie_embeddings:
         specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
     if c.lora is not None:

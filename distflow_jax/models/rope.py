@@ -11,12 +11,13 @@ from distflow_jax.models.config import RopeScaling
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0
 ) -> np.ndarray:
     """Angular frequency of each pair, float32 [H / 2]: theta^(-2i/H), scaled per wavelength.
 
     Su et al. 2021 (arxiv.org/abs/2104.09864); scaling as released with Llama 3.1: wavelengths above
-    original/low are stretched by `factor`, below original/high left alone, linear in between.
+    original/low are stretched by its factor, below original/high left alone, linear in between.
+    `factor` stretches all of them alike (Chen et al. 2023, arxiv.org/abs/2306.15595).
     """
     freq = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
@@ -25,7 +26,7 @@ def inverse_frequencies(
         share = (scaling.original_max_position / wavelength - low) / (high - low)
         share = np.clip(share, 0.0, 1.0)  # 0: stretched in full, 1: untouched
         freq = (1 - share) * freq / scaling.factor + share * freq
-    return freq.astype(np.float32)
+    return (freq / factor).astype(np.float32)
 
 
 def rotary_tables(position_BT: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:

@@ -74,9 +74,12 @@ class Tokenizer:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """From a Hugging Face folder: tokenizer.json and what lies beside it."""
-        return _from_folder(Path(path))
+    def from_folder(cls, path: str | Path, *, most: int | None = None) -> "Tokenizer":
+        """From a Hugging Face folder: tokenizer.json and what lies beside it.
+
+        `most`: added tokens with ids from there on are none, and what spells them is plain text.
+        """
+        return _from_folder(Path(path), most)
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
@@ -186,14 +189,17 @@ class Tokenizer:
         return ids[ends[0] + 1 :]
 
 
-def _from_folder(path: Path) -> Tokenizer:
+def _from_folder(path: Path, most: int | None) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(
             f"{path} has no tokenizer.json: save the tokenizer in Hugging Face's fast form"
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        if most is None:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        else:
+            backend = tokenizers.Tokenizer.from_str(_without_added(file.read_text("utf-8"), most))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{file} is not readable: {error}") from error
     backend.no_truncation()
@@ -218,6 +224,14 @@ def _from_folder(path: Path) -> Tokenizer:
     if isinstance(template, list):  # several named ones
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return _assemble(backend, special, stop, template, origin=str(path))
+
+
+def _without_added(text: str, most: int) -> str:
+    """A tokenizer.json without the added tokens whose ids are `most` and more."""
+    content = json.loads(text)
+    added = content.get("added_tokens") or []
+    content["added_tokens"] = [token for token in added if token["id"] < most]
+    return text if len(added) == len(content["added_tokens"]) else json.dumps(content)
 
 
 def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distflow_jax.models import lora, rope
+from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import Int8, lookup, times
 from distflow_jax.models.layer_weights import by_input, by_output
@@ -23,18 +24,29 @@ from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
 from distflow_jax.parallel.rules import constrain
 
-# (q, k, v, layer input) -> (attention output [B, T, N, H], layer output)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Of a model with a sliding
+# window there is one argument more: the layer's, int32, UNLIMITED where it sees all.
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale, in float32. Zhang & Sennrich 2019 (arxiv.org/abs/1910.07467)."""
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, *, offset: bool = False, factor: float = 1.0
+) -> jax.Array:
+    """x / rms(x) * scale, in float32. Zhang & Sennrich 2019 (arxiv.org/abs/1910.07467).
+
+    `offset`: by 1 + scale; `factor`: times that, before the result is rounded to the dtype of `x`.
+    """
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    if offset:
+        scale = 1 + scale
+    if factor != 1.0:
+        scale = scale * factor
     return (x32 * inverse * scale).astype(x.dtype)
 
 
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _QKV = ("query", "key", "value")
 Weights = dict[str, Any]  # of a layer, by the names in DecoderConfig's docstring
 
@@ -98,22 +110,47 @@ def hidden_states(
     chooses the experts in place of `moe.best`; layer outputs are then a pair, the attention's and
     what `route` gave beside its choice.
     """
-    frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-    tables = rope.rotary_tables(position_BT, frequencies)
+    rotations = _rotations(c, position_BT)
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
+    if c.embed_scale:
+        x = x * jnp.asarray(c.hidden_size**0.5, dtype)
     x = constrain(x, "batch", "length", "activation")
     apart = isinstance(params["layers"], list)
-    body = rematerialised(_Layer(c, attend, tables, apart, route).apply, remat)
+    layer = _Layer(c, attend, rotations, apart, route)
+    body = rematerialised(layer.apply, remat)
+    windows = layer_windows(c)
     if apart:
         outputs = []
         for number, weights in enumerate(params["layers"]):
-            extra = jax.tree.map(lambda x, number=number: x[number], layer_inputs)
-            x, kept = body(x, (weights, extra))
+            inputs = (layer_inputs, windows)
+            of_layer = jax.tree.map(lambda x, number=number: x[number], inputs)
+            x, kept = body(x, (weights, *of_layer))
             outputs.append(kept)
         kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
     else:
-        x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs))
-    return rms_norm(x, params["final_norm"], c.norm_eps), kept
+        x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs, windows))
+    return rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset), kept
+
+
+def layer_windows(c: DecoderConfig) -> jax.Array | None:
+    """How many tokens each layer sees, int32 [layers]; None where no layer has a window."""
+    if not c.sliding_window:
+        return None
+    sizes = [c.sliding_window if windowed else UNLIMITED for windowed in c.windowed]
+    return jnp.asarray(sizes, jnp.int32)
+
+
+Tables = tuple[jax.Array, jax.Array]  # rope.rotary_tables
+
+
+def _rotations(c: DecoderConfig, position_BT: jax.Array) -> tuple[Tables, Tables | None]:
+    """Of layers that see all, and of those with a window."""
+    frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_factor)
+    tables = rope.rotary_tables(position_BT, frequencies)
+    if not c.sliding_window:
+        return tables, None
+    local = rope.inverse_frequencies(c.head_dim, c.rope_local_theta)
+    return tables, rope.rotary_tables(position_BT, local)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,18 +159,21 @@ class _Layer:
 
     config: DecoderConfig
     attend: Attend
-    tables: Any  # rope.rotary_tables of the positions
+    rotations: tuple[Tables, Tables | None]  # of the positions: see _rotations
     apart: bool  # whether weights are those of a layer apart
     route: Route | None
 
-    def apply(self, x_BTD: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer of `inputs` (weights, layer input); its output."""
-        w, extra = inputs
+    def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+        """The residual stream after the layer of `inputs` (weights, layer input, window); its
+        output."""
+        w, extra, window = inputs
         c = self.config
-        h = rms_norm(x_BTD, w["attention_norm"], c.norm_eps)
-        h, kept = self.attention(h, w, extra)
+        h = self.norm(x_BTD, w["attention_norm"])
+        h, kept = self.attention(h, w, extra, window)
+        if c.post_norms:
+            h = self.norm(h, w["attention_post_norm"])
         x = x_BTD + h
-        h = rms_norm(x, w["mlp_norm"], c.norm_eps)
+        h = self.norm(x, w["mlp_norm"])
         if c.num_experts:
             h, routed = mixture(
                 h,
@@ -147,9 +187,18 @@ class _Layer:
             kept = kept if self.route is None else (kept, routed)
         else:
             h = self.mlp(h, w)
+        if c.post_norms:
+            h = self.norm(h, w["mlp_post_norm"])
         return constrain(x + h, "batch", "length", "activation"), kept
 
-    def attention(self, h_BTD: jax.Array, w: Weights, extra: Any) -> tuple[jax.Array, Any]:
+    def norm(self, x: jax.Array, scale: jax.Array, factor: float = 1.0) -> jax.Array:
+        """`rms_norm` as the model has it."""
+        c = self.config
+        return rms_norm(x, scale, c.norm_eps, offset=c.norm_offset, factor=factor)
+
+    def attention(
+        self, h_BTD: jax.Array, w: Weights, extra: Any, window: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         """What attention adds to the residual stream, and what `attend` keeps."""
         c, h = self.config, _flat(h_BTD)
         q, k, v = (named(PROJECTION, self.project(h, w, name)) for name in _QKV)
@@ -160,19 +209,25 @@ class _Layer:
             )
         q, k, v = (_unflat(x, h_BTD) for x in (q, k, v))
         if c.qk_norm:
-            q = rms_norm(q, w["query_norm"], c.norm_eps)
-            k = rms_norm(k, w["key_norm"], c.norm_eps)
-        q = constrain(rope.rotate(q, self.tables), "batch", "length", "heads", "head_dim")
-        k = constrain(rope.rotate(k, self.tables), "batch", "length", "kv_heads", "head_dim")
-        out, kept = self.attend(q, k, v, extra)
+            # attention itself multiplies scores with 1 / sqrt(head_dim)
+            factor = (c.head_dim / c.query_scalar) ** 0.5 if c.query_scalar else 1.0
+            q = self.norm(q, w["query_norm"], factor)
+            k = self.norm(k, w["key_norm"])
+        tables, local = self.rotations
+        if local is not None:
+            has_window = window < UNLIMITED
+            tables = tuple(jnp.where(has_window, *x) for x in zip(local, tables, strict=True))
+        q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
+        k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
+        out, kept = self.attend(q, k, v, extra, *([] if window is None else [window]))
         out = out.reshape(-1, c.num_heads * c.head_dim)
         return _unflat(named(OUTPUT, self.project(out, w, "output", inputs=2)), h_BTD), kept
 
     def mlp(self, h_BTD: jax.Array, w: Weights) -> jax.Array:
-        """The gated MLP, [B, T, D]. Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU."""
+        """The gated MLP, [B, T, D]: see config.ACTIVATIONS."""
         h = _flat(h_BTD)
         gate, up = (named(MLP, self.project(h, w, name)) for name in ("gate", "up"))
-        h = _unflat(jax.nn.silu(gate) * up, h_BTD)
+        h = _unflat(_ACTIVATIONS[self.config.activation](gate) * up, h_BTD)
         h = _flat(constrain(h, "batch", "length", "mlp"))
         return _unflat(self.project(h, w, "down"), h_BTD)
 

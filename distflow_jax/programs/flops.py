@@ -29,7 +29,8 @@ def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
 
     A scan counts its length, a `bounded_loop` its bound, a conditional its dearest branch, a
     `shard_map` every device of its manual axes. Where attention is masked the whole product counts,
-    as it runs. A ragged product counts each row once.
+    as it runs, and of a layer with a window all blocks of keys. A ragged product counts each row
+    once.
     """
     return _flops(jaxpr, "")
 

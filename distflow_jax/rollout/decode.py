@@ -61,10 +61,10 @@ def feed(
 ) -> Fed:
     """Runs the network on Q tokens per slot, of which the first `count_B` count; the others compute
     along."""
-    by_rank, over = shapes.by_rank, _over_cache(shapes, state, count_B)
+    by_rank, over = shapes.by_rank, _over_cache(shapes, state, count_B, token_BQ.shape[1])
 
-    def attend(q, k, v, layer):
-        out = slot_attention(by_rank(q), by_rank(k), by_rank(v), layer, over)
+    def attend(q, k, v, layer, *window):
+        out = slot_attention(by_rank(q), by_rank(k), by_rank(v), layer, over, *window)
         return out.reshape(q.shape), (k, v)
 
     nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
@@ -99,8 +99,11 @@ def keep(
     return cache_lib.append(cache, key, value, page, within)
 
 
-def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> OverCache:
+def _over_cache(
+    shapes: StateShapes, state: DecodeState, count_B: jax.Array, queries: int
+) -> OverCache:
     """Over the pages of slots and of prompts, as the engine's platform does it."""
+    windows = {"sliding_window": shapes.model.sliding_window, "queries": queries}
     cache, config, by_rank = state.cache, shapes.config, shapes.by_rank
     own, prompts, member = by_rank(state.own), state.prompt_length, by_rank(state.member)
     # of slots that have ended the number among the prompt's members may be another's
@@ -108,7 +111,7 @@ def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> 
     longest = pages_of(longest_read(config), config.page_size)
     if shapes.attention == "pages":
         return paged_attention.over_cache(
-            cache, own, prompts, prompt, member, members=shapes.members, longest=longest
+            cache, own, prompts, prompt, member, members=shapes.members, longest=longest, **windows
         )
     return kernel_attention.over_cache(
         cache,
@@ -120,6 +123,7 @@ def _over_cache(shapes: StateShapes, state: DecodeState, count_B: jax.Array) -> 
         longest=(pages_of(config.max_response, config.page_size), longest),
         mesh=shapes.mesh,
         implementation=shapes.attention,
+        **windows,
     )
 
 

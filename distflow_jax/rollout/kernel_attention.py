@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.merge import Part, merge
 from distflow_jax.models.kernels.paged_attention import partial_attention
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.prompt_attention import OverCache, answering
+from distflow_jax.rollout.prompt_attention import Begins, OverCache, answering
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -34,6 +35,7 @@ def over_table(
     layer: jax.Array,
     table: jax.Array,
     length: jax.Array,
+    first: jax.Array | None = None,
     *,
     mesh: Mesh,
     implementation: str,
@@ -41,12 +43,13 @@ def over_table(
 ) -> Part:
     """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
 
-    `length` int32 [D, O]: tokens of each owner that count. Returns out float32 like q, and the
-    log-sum-exp [D, O, K, R].
+    `length` int32 [D, O]: tokens of each owner that count; `first` int32 [D, O, R]: the first of
+    them that each row sees, None for all. Returns out float32 like q, and the log-sum-exp
+    [D, O, K, R].
     """
     heads = q.shape[2]
 
-    def local(q, pages, layer, table, length):
+    def local(q, pages, layer, table, length, *first):
         layers, _, number = pages["key_pages"].shape[:3]
         # layers are not sliced: a kernel's operand would be a copy of the layer
         flat = jax.tree.map(lambda x: x.reshape(layers * number, *x.shape[3:]), pages)
@@ -56,6 +59,7 @@ def over_table(
             length=length[0],
             implementation=implementation,
             interpret=interpret,
+            first=first[0][0] if first else None,
             **flat,
         )
         return jax.tree.map(lambda x: x[None], part)
@@ -68,13 +72,21 @@ def over_table(
         "key_scale": cache.key_scale,
         "value_scale": cache.value_scale,
     }
+    per_row = () if first is None else (first,)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(row, _page_spec(heads, mesh), PartitionSpec(), ranks, ranks),
+        in_specs=(
+            row,
+            _page_spec(heads, mesh),
+            PartitionSpec(),
+            ranks,
+            ranks,
+            *[ranks] * len(per_row),
+        ),
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
-    )(q, pages, layer, table, length)
+    )(q, pages, layer, table, length, *per_row)
 
 
 def over_cache(
@@ -88,12 +100,15 @@ def over_cache(
     longest: tuple[int, int],
     mesh: Mesh,
     implementation: str,
+    sliding_window: int = 0,
+    queries: int = 1,
 ) -> OverCache:
     """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
     int32 [D, P] tokens, at most `longest` pages each.
 
     Rows of the slots that answer a prompt are brought together: `prompt`, `member` int32 [D, S] as
-    prompt_attention.answering takes them, for each data rank.
+    prompt_attention.answering takes them, for each data rank. With a `sliding_window` what is given
+    back takes a layer's window too, for Q = `queries` new tokens of each slot.
     """
     slots, number = prompt.shape[1], prompts.shape[1]
     tables = (
@@ -115,12 +130,23 @@ def over_cache(
         x = x.reshape(number, x.shape[1], members, -1, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(number * members, *x.shape[2:])[place]
 
-    def attend(q, layer, seen):
+    def firsts_of_prompts(first, table):  # [S, R] -> [P, M R]
+        # where nobody answers, beyond every token
+        return first.at[table].get(mode="fill", fill_value=UNLIMITED).reshape(number, -1)
+
+    begins = Begins(own, prompts, prompt, queries)
+
+    def attend(q, layer, seen, window=None):
+        first_own = first_shared = None
+        if sliding_window:
+            first_shared, first_own = begins.seen(window, q.shape[3])
+            first_shared = jax.vmap(firsts_of_prompts)(first_shared, table)
         rows = jax.vmap(to_prompts)(q, table)
-        shared = over_table(rows, cache, layer, tables[1], prompts, **options)
+        shared = over_table(rows, cache, layer, tables[1], prompts, first_shared, **options)
         shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
         shared = shared, jnp.where(known[..., None, None], lse, -jnp.inf)
-        return merge((seen, shared, over_table(q, cache, layer, tables[0], own, **options)))
+        mine = over_table(q, cache, layer, tables[0], own, first_own, **options)
+        return merge((seen, shared, mine))
 
     return attend
 

@@ -5,7 +5,8 @@ tokens of a slot, K key/value heads, G query heads of one, R = G Q query rows of
 tokens per page.
 
 A slot attends to its new tokens up to itself, to its prompt, and to what its response has so far;
-the three are merged by their log-sum-exp. Prompts that slots share: prompt_attention.py.
+the three are merged by their log-sum-exp. Prompts that slots share: prompt_attention.py. In layers
+with a window, pages that lie before it are not read.
 """
 
 from typing import NamedTuple
@@ -13,10 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.attention import UNLIMITED, within
 from distflow_jax.models.kernels.merge import Part
 from distflow_jax.rollout.cache import Cache
 from distflow_jax.rollout.prompt_attention import (
     NEVER,
+    Begins,
     OverCache,
     answering,
     groups_of,
@@ -33,27 +36,39 @@ class Readers(NamedTuple):
     count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where nobody reads it
     chunk: int  # pages that are read at a time
     chunks: jax.Array  # int32: how often, on the rank with the most
+    # int32 [D, N]: place of its first token among those of its owner, where layers have windows
+    start: jax.Array | None
 
 
-def slot_readers(cache: Cache, length: jax.Array) -> Readers:
-    """Slots and their own pages, the lowest. `length` int32 [D, S]: tokens of their own."""
+def slot_readers(cache: Cache, length: jax.Array, first: jax.Array | None = None) -> Readers:
+    """Slots and their own pages, the lowest. `length` int32 [D, S]: tokens of their own; `first`
+    int32 [D, S]: from which of them on they read."""
     slots = length.shape[1]
-    return _readers(cache, jnp.minimum(cache.owner, slots), cache.owner, length, slots)
+    owner = cache.owner
+    return _readers(cache, jnp.minimum(owner, slots), owner, length, slots, first)
 
 
-def prompt_readers(cache: Cache, length: jax.Array, prompt: jax.Array) -> Readers:
+def prompt_readers(
+    cache: Cache, length: jax.Array, prompt: jax.Array, first: jax.Array | None = None
+) -> Readers:
     """Slots and the pages of their prompts, the highest, where no two slots share one: `length`
-    int32 [D, P] tokens, `prompt` int32 [D, S] as `answering` takes it."""
+    int32 [D, P] tokens, `prompt` int32 [D, S] as `answering` takes it; `first` int32 [D, S]: from
+    which token of its prompt on each slot reads."""
     slots, number = prompt.shape[1], length.shape[1]
     reader = jax.vmap(lambda p: answering(p, jnp.zeros_like(p), number, 1))(prompt)
     of_prompt = cache.owner - slots
     known = (of_prompt >= 0) & (of_prompt < number)
     slot = jnp.take_along_axis(reader, jnp.clip(of_prompt, 0, number - 1), axis=1)
-    return _readers(cache, jnp.where(known, slot, slots), of_prompt, length, slots)
+    return _readers(cache, jnp.where(known, slot, slots), of_prompt, length, slots, first)
 
 
 def _readers(
-    cache: Cache, slot: jax.Array, owner: jax.Array, length: jax.Array, slots: int
+    cache: Cache,
+    slot: jax.Array,
+    owner: jax.Array,
+    length: jax.Array,
+    slots: int,
+    first: jax.Array | None,
 ) -> Readers:
     pages, width = cache.owner.shape[1], cache.key.shape[-1]
     # as many pages at a time as there are slots: young responses have one each
@@ -62,6 +77,10 @@ def _readers(
     mine = (owner >= 0) & (owner < length.shape[1]) & (slot < slots)
     of_owner = jnp.take_along_axis(length, jnp.clip(owner, 0, length.shape[1] - 1), axis=1)
     count = jnp.where(mine, jnp.clip(of_owner - cache.rank * width, 0, width), 0)
+    if first is not None:
+        start = cache.rank * width
+        of_reader = jnp.take_along_axis(first, jnp.minimum(slot, slots - 1), axis=1)
+        count = jnp.where(start + width > of_reader, count, 0)
     used = count > 0
     order = jnp.argsort(~used, axis=1, stable=True).astype(jnp.int32)
     number = used.sum(1, dtype=jnp.int32).max()
@@ -71,13 +90,22 @@ def _readers(
         jnp.take_along_axis(count, order, axis=1),
         chunk,
         (number + chunk - 1) // chunk,
+        None if first is None else jnp.take_along_axis(start, order, axis=1),
     )
 
 
-def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, seen: Part) -> Part:
+def over_pages(
+    q: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    readers: Readers,
+    seen: Part,
+    first: jax.Array | None = None,
+) -> Part:
     """Rows q [D, S, K, R, H] of each slot over the pages that it reads in one layer, merged with
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
+    `first` int32 [D, S, R]: of the pages' owner's tokens the first that each row sees; None: all.
     Pages are read as they lie, queries are brought to them, and what each page gives is added up by
     slot with a product: sorting keys and values by slot would cost more than using them. Scales of
     int8 pages multiply scores and weights: keys and values themselves are only converted.
@@ -90,23 +118,28 @@ def over_pages(q: jax.Array, cache: Cache, layer: jax.Array, readers: Readers, s
     def step(index, part):
         before, lse = part
         start = index * chunk
-        page, slot, count = (
-            jax.lax.dynamic_slice(x, (0, start), (ranks, chunk))
-            for x in (readers.page, readers.slot, readers.count)
-        )
+
+        def of_step(x):
+            return jax.lax.dynamic_slice(x, (0, start), (ranks, chunk))
+
+        page, slot, count = map(of_step, (readers.page, readers.slot, readers.count))
         k, v = (layer_pages(x, layer, page) for x in (cache.key, cache.value))
         if scaled:
             k, v = (x.astype(q.dtype) for x in (k, v))
         mine = slot[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :, None]
         who = jnp.minimum(slot, slots - 1)
-        valid = jnp.arange(width, dtype=jnp.int32)[None, None] < count[..., None]
-        valid = valid[:, :, None, None]  # [D, c, 1, 1, W]
+        nth = jnp.arange(width, dtype=jnp.int32)[None, None]
+        valid = (nth < count[..., None])[:, :, None, None]  # [D, c, 1, 1, W]
         if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
             v = jnp.where(valid.swapaxes(3, 4), v, 0)
 
         def to_pages(x):  # [D, S, ...] -> [D, c, ...]
             return jax.vmap(lambda x, who: x[who])(x, who)
 
+        if first is not None:  # [D, c, 1, R, W]
+            place = of_step(readers.start)[..., None] + nth
+            is_near = place[:, :, None] >= to_pages(first)[..., None]
+            valid = valid & is_near[:, :, None]
         logits = jnp.einsum("DCKRH,DCKHW->DCKRW", to_pages(q), k).astype(jnp.float32) * scale
         if scaled:
             logits = logits * layer_pages(cache.key_scale, layer, page)[:, :, :, None]
@@ -140,33 +173,72 @@ def over_cache(
     *,
     members: int,
     longest: int,
+    sliding_window: int = 0,
+    queries: int = 1,
 ) -> OverCache:
     """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
     int32 [D, P] tokens; a prompt has at most `longest` pages.
 
-    `prompt`, `member` int32 [D, S]: see `answering`, for each data rank.
+    `prompt`, `member` int32 [D, S]: see `answering`, for each data rank. With a `sliding_window`
+    what is given back takes a layer's window too, for Q = `queries` new tokens of each slot.
     """
-    by_slot = slot_readers(cache, own)
-    if members == 1:
-        alone = prompt_readers(cache, prompts, prompt)
-    else:
+    begins = Begins(own, prompts, prompt, queries)
+
+    def readers(window):  # of slots' own pages, and of prompts that no two slots share
+        of_prompt, of_own = (None, None) if window is None else begins.seen(window, 1)
+        of_prompt, of_own = jax.tree.map(lambda x: x[..., 0], (of_prompt, of_own))
+        mine = slot_readers(cache, own, of_own)
+        if members > 1:
+            return mine, None
+        return mine, prompt_readers(cache, prompts, prompt, of_prompt)
+
+    every = readers(UNLIMITED if sliding_window else None)
+    if sliding_window:
+        near = readers(sliding_window)
+    if members > 1:
         groups = groups_of(cache, prompts, prompt, member, members, longest)
 
-    def attend(q, layer, seen):
+    def attend(q, layer, seen, window=None):
+        (mine, alone), of_prompt, of_own = every, None, None
+        if window is not None:
+            of_prompt, of_own = begins.seen(window, q.shape[3])
+            mine, alone = either(window < UNLIMITED, near, every)
         if members == 1:
-            seen = over_pages(q, cache, layer, alone, seen)
+            seen = over_pages(q, cache, layer, alone, seen, of_prompt)
         else:
-            seen = over_prompts(q, cache, layer, groups, seen)
-        return over_pages(q, cache, layer, by_slot, seen)
+            seen = over_prompts(q, cache, layer, groups, seen, of_prompt)
+        return over_pages(q, cache, layer, mine, seen, of_own)
 
     return attend
 
 
-def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
-    """New tokens over themselves: q [D, S, K, G, Q, H], k and v [D, S, Q, K, H], causal."""
+_Pair = tuple[Readers, Readers | None]
+
+
+def either(condition: jax.Array, near: _Pair, every: _Pair) -> _Pair:
+    """`near` where the bool `condition` holds, else `every`: readers of the same pages."""
+
+    def chosen(one, other):
+        if one is None or other is None:
+            return None
+        arrays = {
+            name: jnp.where(condition, getattr(one, name), getattr(other, name))
+            for name in ("page", "slot", "count", "chunks", "start")
+        }
+        return other._replace(**arrays)
+
+    return tuple(map(chosen, near, every))
+
+
+def over_new(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | None = None) -> Part:
+    """New tokens over themselves: q [D, S, K, G, Q, H], k and v [D, S, Q, K, H], causal and, where
+    one is given, within a `window` int32."""
     queries = q.shape[4]
     logits = jnp.einsum("DSKGQH,DSTKH->DSKGQT", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones((queries, queries), bool))
+    if window is not None:
+        nth = jnp.arange(queries, dtype=jnp.int32)[None]
+        causal &= within(nth, nth, window)[0]
     logits = jnp.where(causal[None, None, None, None], logits, NEVER)
     lse = jax.nn.logsumexp(logits, axis=-1)
     weight = jnp.exp(logits - lse[..., None])
@@ -174,16 +246,22 @@ def over_new(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
 
 
 def slot_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, over: OverCache
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array,
+    over: OverCache,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of new tokens over themselves and the cache: q [D, S, Q, N, H], k and v
-    [D, S, Q, K, H]; the same shape as q."""
+    [D, S, Q, K, H]; the same shape as q. `window` int32: the layer's, of a model that has some."""
     ranks, slots, queries, heads, head_dim = q.shape
     kv_heads = k.shape[3]
     rows = q.reshape(ranks, slots, queries, kv_heads, heads // kv_heads, head_dim)
     rows = rows.transpose(0, 1, 3, 4, 2, 5)  # [D, S, K, G, Q, H]
     flat = rows.reshape(ranks, slots, kv_heads, -1, head_dim)
-    new, lse = over_new(rows, k, v)
-    out, _ = over(flat, layer, (new.reshape(flat.shape), lse.reshape(flat.shape[:-1])))
+    new, lse = over_new(rows, k, v, window)
+    seen = new.reshape(flat.shape), lse.reshape(flat.shape[:-1])
+    out, _ = over(flat, layer, seen, *([] if window is None else [window]))
     out = out.astype(q.dtype).reshape(ranks, slots, kv_heads, heads // kv_heads, queries, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)

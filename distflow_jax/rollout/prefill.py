@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.attention import masked_attention, within
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.decode_state import (
@@ -93,14 +93,22 @@ def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
     return PackedPrompts(tokens, segment, position, last, tuple(map(int, starts[:-1])))
 
 
+def _attention(q, k, v, mask, position_T, key_position_S, *window):
+    """masked_attention of one row [1, T, N, H] over [1, S, K, H], within the layer's window where
+    the model has windows; mask bool [T, S]."""
+    if window:
+        mask = mask & within(position_T[None], key_position_S[None], *window)[0]
+    return masked_attention(q, k, v, mask[None])
+
+
 def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G):
     """Keys, values [layers, T, K, H] and next-token logits [G, V] of a row of prompts."""
     with use_mesh(shapes.mesh):
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         mask = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
 
-        def attend(q, k, v, _):
-            return masked_attention(q, k, v, mask[None]), (k[0], v[0])
+        def attend(q, k, v, _, *window):
+            return _attention(q, k, v, mask, position_T, position_T, *window), (k[0], v[0])
 
         hidden, (key, value) = hidden_states(
             shapes.model,
@@ -129,22 +137,26 @@ def read_row_after(
     with use_mesh(shapes.mesh):
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         own = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
-        seen = jnp.arange(beginning.key.shape[1], dtype=jnp.int32) < beginning.length
+        place = jnp.arange(beginning.key.shape[1], dtype=jnp.int32)
+        seen = place < beginning.length
         seen = jnp.broadcast_to(seen[None], (len(here), len(seen)))
         mask = jnp.concatenate([seen, own], axis=1)
+        position = beginning.length + position_T
+        key_position = jnp.concatenate([place, position])
 
-        def attend(q, k, v, before):
+        def attend(q, k, v, before, *window):
             keys, values = (
                 jnp.concatenate([old[None].astype(new.dtype), new], axis=1)
                 for old, new in zip(before, (k, v), strict=True)
             )
-            return masked_attention(q, keys, values, mask[None]), (k[0], v[0])
+            out = _attention(q, keys, values, mask, position, key_position, *window)
+            return out, (k[0], v[0])
 
         hidden, (key, value) = hidden_states(
             shapes.model,
             params,
             tokens_T[None],
-            beginning.length + position_T[None],
+            position[None],
             attend,
             layer_inputs=(beginning.key, beginning.value),
             dtype=jnp.dtype(shapes.config.dtype),
@@ -163,12 +175,13 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
         seen = jnp.arange(key.shape[1], dtype=jnp.int32)
         mask = seen[None] <= here[:, None]
 
-        def attend(q, k, v, cached):
+        def attend(q, k, v, cached, *window):
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new[0], before, axis=0)
                 for old, new in zip(cached, (k, v), strict=True)
             )
-            return masked_attention(q, keys[None], values[None], mask[None]), (keys, values)
+            out = _attention(q, keys[None], values[None], mask, here, seen, *window)
+            return out, (keys, values)
 
         hidden, (key, value) = hidden_states(
             shapes.model,

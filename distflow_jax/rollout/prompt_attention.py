@@ -15,14 +15,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.merge import Part
 from distflow_jax.rollout.cache import Cache, tables
 
 NEVER = -1e30  # finite: the difference of two is 0, not NaN
 _BLOCK_TOKENS = 128  # more would be wasted on short prompts, fewer on the loop
 
-# rows q [D, S, K, R, H], layer, what they have seen -> that merged with attention over the cache
-OverCache = Callable[[jax.Array, jax.Array, Part], Part]
+# rows q [D, S, K, R, H], layer, what they have seen -> that merged with attention over the cache.
+# Of a model with a sliding window there is one argument more: the layer's, int32.
+OverCache = Callable[..., Part]
+
+
+class Begins(NamedTuple):
+    """From which tokens on new tokens see, where layers have windows."""
+
+    own: jax.Array  # int32 [D, S]: tokens that each slot has of its own
+    prompts: jax.Array  # int32 [D, P]: tokens of each prompt
+    prompt: jax.Array  # int32 [D, S]: which of them each slot answers, out of range for none
+    queries: int  # Q: new tokens of a slot
+
+    def seen(self, window: jax.Array | int, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The first token of its prompt, and the first of its own, that each row sees, int32
+        [D, S, R]: below 1 for all, and for none at or beyond the end. Rows are [..., Q]."""
+        number = self.prompts.shape[1]
+        of_slot = jnp.take_along_axis(self.prompts, jnp.clip(self.prompt, 0, number - 1), axis=1)
+        known = (self.prompt >= 0) & (self.prompt < number)
+        nth = jnp.arange(rows, dtype=jnp.int32) % self.queries
+        own = self.own[..., None] + nth[None, None] + 1 - window
+        return jnp.where(known, of_slot, 0)[..., None] + own, own
 
 
 class Groups(NamedTuple):
@@ -75,10 +96,18 @@ def layer_pages(x: jax.Array, layer: jax.Array, page: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, at: x[layer, at], (1, 0))(x, page)
 
 
-def over_prompts(q: jax.Array, cache: Cache, layer: jax.Array, groups: Groups, seen: Part) -> Part:
+def over_prompts(
+    q: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    groups: Groups,
+    seen: Part,
+    first: jax.Array | None = None,
+) -> Part:
     """Rows q [D, S, K, R, H] of each slot over the prompt that it answers in one layer, merged with
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
+    `first` int32 [D, S, R]: the first token of the prompt that each row sees; None: all of it.
     Prompt after prompt, the rows of its members together; block after block of it with a running
     maximum (Milakov and Gimelshein 2018, arxiv.org/abs/1805.02867). Scales of int8 pages multiply
     scores and weights.
@@ -89,7 +118,13 @@ def over_prompts(q: jax.Array, cache: Cache, layer: jax.Array, groups: Groups, s
             jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False) for x in groups[:3]
         )
         rows = (_members(x, slot) for x in (q, *part))
-        new = _over_blocks(*rows, cache, layer, page, length)
+        begin = None
+        if first is not None:
+            begin = _members(first[:, :, None], slot)[:, 0]
+            # what nobody reads of is gathered from a slot that may answer another prompt
+            there = jnp.repeat(slot < first.shape[1], first.shape[2], axis=1)
+            begin = jnp.where(there & (length > 0)[:, None], begin, UNLIMITED)
+        new = _over_blocks(*rows, cache, layer, page, length, begin)
         return tuple(_to_slots(x, slot, of) for x, of in zip(part, new, strict=True))
 
     return jax.lax.fori_loop(0, groups.count, of_group, seen)
@@ -116,9 +151,10 @@ def _over_blocks(
     layer: jax.Array,
     page: jax.Array,
     length: jax.Array,
+    first: jax.Array | None,
 ) -> Part:
-    """Rows q [D, K, X, H] over `length` int32 [D] tokens of the pages `page` int32 [D, B, c],
-    merged with `out` float32 like q and `lse` [D, K, X]."""
+    """Rows q [D, K, X, H] over `length` int32 [D] tokens of the pages `page` int32 [D, B, c], from
+    `first` int32 [D, X] on, merged with `out` float32 like q and `lse` [D, K, X]."""
     ranks, heads, _, head_dim = q.shape
     tokens = page.shape[2] * cache.key.shape[-1]
     scaled = cache.key_scale is not None
@@ -133,10 +169,12 @@ def _over_blocks(
         k = k.reshape(ranks, heads, head_dim, tokens).astype(q.dtype)
         v = layer_pages(cache.value, layer, at).swapaxes(1, 2)
         v = v.reshape(ranks, heads, tokens, head_dim).astype(q.dtype)
-        valid = index * tokens + jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None]
-        valid = valid[:, None, None]
+        place = index * tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+        valid = (place < length[:, None])[:, None, None]
         if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
             v = jnp.where(valid.swapaxes(2, 3), v, 0)
+        if first is not None:
+            valid = valid & (place[:, None] >= first[..., None])[:, None]
         logits = jnp.einsum("DKXH,DKHT->DKXT", q, k).astype(jnp.float32) * head_dim**-0.5
         if scaled:
             logits = logits * scales(cache.key_scale, at)
@@ -155,4 +193,5 @@ def _over_blocks(
         return out, jnp.where(none, -jnp.inf, top + jnp.log(total))
 
     blocks = (length.max() + tokens - 1) // tokens
-    return jax.lax.fori_loop(0, blocks, block, (out, lse))
+    start = 0 if first is None else jnp.maximum(first.min(), 0) // tokens
+    return jax.lax.fori_loop(start, blocks, block, (out, lse))

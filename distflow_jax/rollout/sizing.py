@@ -13,7 +13,10 @@ from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dt
 
 
 def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
-    """Bytes of one page on one of `tensor` devices: keys and values of all layers, and scales."""
+    """Bytes of one page on one of `tensor` devices: keys and values of all layers, and scales.
+
+    A page before the window of some layers is kept for the others, with the keys of all.
+    """
     heads = model.num_kv_heads
     heads = heads // tensor if heads % tensor == 0 else heads  # few heads are copied
     dtype = jnp.dtype(stored_dtype(config))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
-from distflow_jax.models.attention import InRow, masked_attention, packed_mask
-from distflow_jax.models.block_attention import Tiles, block_attention, tiles_of
+from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
+from distflow_jax.models.block_attention import Reach, Tiles, block_attention, either, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel import context
@@ -88,8 +88,11 @@ def parent_segment(rows: Rows) -> jax.Array:
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
 
 
-def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
-    """(q, k, v) -> attention over packed rows, or over the parts of rows that devices share."""
+def _attend(rows: Rows, block: int, sliding_window: int) -> Callable[..., jax.Array]:
+    """(q, k, v) -> attention over packed rows, or over the parts of rows that devices share.
+
+    With a `sliding_window` (q, k, v, window), int32: that of a layer, UNLIMITED where it sees all.
+    """
     segment, parent = context.divide(rows.segment), context.divide(parent_segment(rows))
     in_row = None
     if context.parts_of_row() > 1:
@@ -99,27 +102,37 @@ def _attend(rows: Rows, block: int) -> Callable[..., jax.Array]:
             context.in_gathered_order(rows.segment),
             context.in_gathered_order(place),
         )
+    if sliding_window:
+        positions = context.divide(rows.position), context.in_gathered_order(rows.position)
     across = mesh_axes("context")
     if block:
         assert not across or segment.shape[1] % (2 * block) == 0, (segment.shape, block)
         pairs = tiles_of(segment, parent, block, in_row)
         of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
+        if sliding_window:
+            near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
         pairs, of_pairs = packed_mask(segment, parent, in_row), ("batch", "length", "length")
 
-    def on_device(q, k, v, pairs):
+    def on_device(q, k, v, pairs, *reach):
         if block:
-            return block_attention(q, k, v, pairs, across)
+            return block_attention(q, k, v, pairs, across, *reach)
         if across:
             k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
         return masked_attention(q, k, v, pairs)
 
-    def attend(q, k, v):
+    def attend(q, k, v, window=None):
         heads = ("batch", "length", "heads", "head_dim")
         if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        dims = heads, heads, heads, of_pairs
-        return local(on_device, (q, k, v, pairs), dims, heads, shape=q.shape)
+        arguments, dims = (q, k, v, pairs), (heads, heads, heads, of_pairs)
+        if window is not None and block:
+            tiles = either(window < UNLIMITED, near, pairs)
+            arguments = (q, k, v, tiles, Reach(*positions, window))
+            dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
+        elif window is not None:
+            arguments = (q, k, v, pairs & within(*positions, window))
+        return local(on_device, arguments, dims, heads, shape=q.shape)
 
     return attend
 
@@ -132,14 +145,14 @@ def packed_hidden(
     Where devices share a row they are those of its parts (parallel/context.py): [R c, L / c, D].
     Tells `balance.watched` of a mixture's routers.
     """
-    attend = _attend(rows, config.attention_block)
+    attend = _attend(rows, config.attention_block, model.sliding_window)
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
     found = watching() if model.num_experts else None
     hidden, kept = decoder.hidden(
         context.divide(rows.tokens),
         context.divide(rows.position),
-        lambda q, k, v, _: (attend(q, k, v), None),
+        lambda q, k, v, _, *window: (attend(q, k, v, *window), None),
         dtype=dtype,
         remat=config.remat,
         route=None if found is None else balancing_route(rows, model),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.checkpoint.export import run_export, source_export
-from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.config import ScalarModel
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.hf_folder import Export
@@ -43,13 +43,12 @@ def answers(model: Export) -> list[dict]:
     entries = []
     for prompt in PROMPTS:
         text, ids = model.tokenizer.encode_prompt(prompt)
-        causal = jnp.tril(jnp.ones((1, len(ids), len(ids)), bool))
         hidden, _ = hidden_states(
             config,
             trunk,
             jnp.asarray(ids)[None],
             jnp.arange(len(ids), dtype=jnp.int32)[None],
-            lambda q, k, v, _, mask=causal: (masked_attention(q, k, v, mask), None),
+            lambda q, k, v, _, *window: (causal_attention(q, k, v, *window), None),
         )
         entry = {"prompt": prompt, "text": text, "ids": ids.tolist()}
         if scalar:

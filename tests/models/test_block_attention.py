@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.models.attention import packed_mask
-from distflow_jax.models.block_attention import block_attention, tiles_of
+from distflow_jax.models.attention import UNLIMITED, packed_mask, within
+from distflow_jax.models.block_attention import Reach, block_attention, tiles_of
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 6, 2, 8, 96
 # per row: (segment, parent, tokens), one after the other
@@ -32,7 +32,16 @@ def laid_out(parts):
     return (np.pad(x.astype(np.int32), (0, LENGTH - len(x))) for x in (segment, parent))
 
 
+def positions(parts):
+    """Those in the sequence: what has a parent goes on where that ends."""
+    length = {s: n for s, _, n in parts}
+    found = [np.arange(n) + (length[p] if p != s else 0) for s, p, n in parts]
+    found = np.concatenate([*found, np.zeros(0, int)]).astype(np.int32)
+    return np.pad(found, (0, LENGTH - len(found)))
+
+
 SEGMENT, PARENT = (np.stack(x) for x in zip(*map(laid_out, ROWS.values()), strict=True))
+POSITION = np.stack([positions(parts) for parts in ROWS.values()])
 
 
 def inputs(dtype=np.float32):
@@ -44,9 +53,15 @@ def inputs(dtype=np.float32):
     return tuple(x.astype(dtype) for x in (q, k, v, g))
 
 
-def statement(q, k, v, g):
+def mask_of(window=None):
+    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT)))
+    back = POSITION[:, :, None] - POSITION[:, None]
+    return mask if window is None else mask & (back < window)
+
+
+def statement(q, k, v, g, window=None):
     """(output, gradients of q, k, v) of softmax(q k / sqrt(H)) v under the mask, in float64."""
-    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT)))[:, None]
+    mask = mask_of(window)[:, None]
     group, scale = HEADS // KV_HEADS, HEAD_DIM**-0.5
     q, k, v, g = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v, g))
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -78,6 +93,43 @@ def test_output_and_gradients(side):
 
     for mine, wanted in zip(got(q, k, v), statement(q, k, v, g), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "window"), [(8, 1), (8, 5), (16, 33), (32, 20)])
+def test_windows(side, window):
+    """A token sees the last `window` of its sequence, shared prompt included; tiles before that
+    are not read, and where all are listed the mask alone gives the same."""
+    q, k, v, g = inputs()
+    segment, parent, position = map(jnp.asarray, (SEGMENT, PARENT, POSITION))
+
+    @jax.jit
+    def got(q, k, v, window):
+        reach = Reach(position, position, window)
+        near = tiles_of(segment, parent, side, reach=reach)
+        out, back = jax.vjp(lambda *x: block_attention(*x, near, reach=reach), q, k, v)
+        every = tiles_of(segment, parent, side)
+        return (out, *back(g)), block_attention(q, k, v, every, reach=reach), near
+
+    mine, from_all, tiles = got(q, k, v, jnp.int32(window))
+    for x, wanted in zip(mine, statement(q, k, v, g, window), strict=True):
+        np.testing.assert_allclose(x, wanted, atol=2e-6, rtol=1e-5)
+    np.testing.assert_allclose(from_all, mine[0], atol=1e-6)
+    n = LENGTH // side
+    held = mask_of(window).reshape(len(SEGMENT), n, side, n, side).any((2, 4))
+    for row, block in np.ndindex(held.shape[:2]):
+        listed = np.asarray(tiles.keys)[row, block, : np.asarray(tiles.num_keys)[row, block]]
+        np.testing.assert_array_equal(listed, np.flatnonzero(held[row, block]))
+    whole = got(q, k, v, jnp.int32(UNLIMITED))[0]
+    for x, wanted in zip(whole, statement(q, k, v, g), strict=True):
+        np.testing.assert_allclose(x, wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_is_of_positions_and_not_of_places():
+    """The first token of a second response sees the end of its prompt, not the first response."""
+    position = jnp.asarray(POSITION)
+    row = list(ROWS).index("a shared prompt")
+    sees = np.asarray(within(position, position, jnp.int32(3)))[row] & mask_of()[row]
+    assert np.flatnonzero(sees[60]).tolist() == [38, 39, 60]
 
 
 def test_bfloat16_sums_in_float32():

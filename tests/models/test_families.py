@@ -12,7 +12,7 @@ from family_models import CASES, TOKENS, drawn_params
 from model_files import hf_settings, tensors_of, write_gguf, write_hf
 from tiny_model import mesh_of
 
-from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.config import DecoderConfig, RopeScaling
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import (
@@ -35,7 +35,6 @@ QWENS = pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 tied"])
 def logits_of(config, params, mesh):
     """[T, V] of the golden tokens, in one forward pass."""
     length = len(TOKENS)
-    causal = jnp.tril(jnp.ones((1, length, length), bool))
 
     @jax.jit
     def run(params):
@@ -45,7 +44,7 @@ def logits_of(config, params, mesh):
                 params,
                 jnp.asarray(TOKENS)[None],
                 jnp.arange(length, dtype=jnp.int32)[None],
-                lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
+                lambda q, k, v, _, *window: (causal_attention(q, k, v, *window), None),
             )
             return head_logits(config, params, hidden[0])
 
@@ -69,7 +68,7 @@ def test_logits_are_those_of_transformers(case):
     assert_golden(case, logits_of(config, place_params(config, drawn_params(config), layout), mesh))
 
 
-@QWENS
+@pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 tied", "gemma3 tied"])
 @pytest.mark.parametrize("weights", ["stacked", "apart"])
 def test_layers_and_devices_do_not_matter(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2)
@@ -82,7 +81,6 @@ def test_gradients_by_differences_and_on_any_mesh(case):
     """Of the tokens' negative log-likelihood: whole on one device, recomputed on eight."""
     config, grads = CASES[case], {}
     length = len(TOKENS)
-    causal = jnp.tril(jnp.ones((1, length, length), bool))
 
     def loss(params, remat):
         hidden, _ = hidden_states(
@@ -90,7 +88,7 @@ def test_gradients_by_differences_and_on_any_mesh(case):
             params,
             jnp.asarray(TOKENS)[None],
             jnp.arange(length, dtype=jnp.int32)[None],
-            lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
+            lambda q, k, v, _, *window: (causal_attention(q, k, v, *window), None),
             remat=remat,
         )
         logits = head_logits(config, params, hidden[0, :-1])
@@ -127,10 +125,13 @@ def test_gradients_by_differences_and_on_any_mesh(case):
 @EACH
 @pytest.mark.parametrize("scaled", [False, True])
 def test_config_json_says_what_the_config_says(case, scaled):
-    scaling = RopeScaling(32.0, 1.5, 5.0, 4096) if scaled else None
-    config, family = replace(CASES[case], rope_scaling=scaling), FAMILIES[CASES[case].family]
+    config, family = CASES[case], FAMILIES[CASES[case].family]
+    if scaled:
+        scaling = RopeScaling(32.0, 1.5, 5.0, 4096)
+        config = replace(config, rope_scaling=scaling, rope_factor=1.0)
     settings = json.loads(json.dumps(family.config_to_hf(config)))
-    assert settings["model_type"] == config.family and len(settings["architectures"]) == 1
+    named = "gemma3_text" if config.family == "gemma3" else config.family
+    assert settings["model_type"] == named and len(settings["architectures"]) == 1
     assert family.config_from_hf(settings) == config
 
 

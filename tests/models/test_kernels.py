@@ -62,6 +62,7 @@ def make_case(lengths, *, kv_heads=2, rows=3, head_dim=32, width=16, dtype="floa
 def statement(case):
     """Softmax attention in float64, owner by owner, over the tokens that count."""
     wide = {name: np.asarray(array).astype(np.float64) for name, array in case.items()}
+    first = np.asarray(case["first"]) if "first" in case else None
     owners, kv_heads, rows, head_dim = wide["q"].shape
     width = wide["key_pages"].shape[-1]
     out, lse = np.zeros(wide["q"].shape), np.full((owners, kv_heads, rows), -np.inf)
@@ -79,8 +80,12 @@ def statement(case):
         score = wide["q"][owner] @ key / math.sqrt(head_dim)
         top = score.max(-1, keepdims=True)
         weight = np.exp(score - top)
+        if first is not None:
+            weight = np.where(np.arange(length) >= first[owner][:, None], weight, 0)
         total = weight.sum(-1, keepdims=True)
-        out[owner], lse[owner] = weight @ value / total, (top + np.log(total))[..., 0]
+        some = np.maximum(total, 1e-300)
+        lse[owner] = np.where(total > 0, top + np.log(some), -np.inf)[..., 0]
+        out[owner] = weight @ value / some
     return out, lse
 
 
@@ -121,6 +126,36 @@ def test_any_number_of_heads_and_query_rows(implementation, kv_heads, rows):
     assert_states(attend(case, implementation), case, 1e-5)
 
 
+def with_windows(case, width):
+    """Rows of an owner begin apart: before its first token, in the midst, and beyond the last."""
+    length = np.asarray(case["length"])[:, None]
+    row = np.arange(case["q"].shape[2])[None]
+    first = np.where(row % 4 == 3, 2**30, length - width - 2 + row)
+    first = np.where((length > width) & (row == 0), length - 1, first)
+    # of one owner no row sees anything
+    return case | {"first": jnp.asarray(np.where(length == width, length, first), jnp.int32)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 70), ("int8", 5)])
+def test_rows_see_from_their_first_token_on(implementation, dtype, rows):
+    width = WIDTH[implementation]
+    case = with_windows(make_case(ragged(width), rows=rows, width=width, dtype=dtype), width)
+    got = attend(case, implementation)
+    assert_states(got, case, 1e-5)
+    nothing = np.asarray(got[1]) == -np.inf
+    assert nothing.any(axis=(1, 2)).all() and not nothing[5].all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_window_that_reaches_everything_changes_nothing(implementation):
+    width = WIDTH[implementation]
+    case = make_case(ragged(width), width=width)
+    whole = case | {"first": jnp.full((7, 3), 1 - 2**30, jnp.int32)}
+    for mine, wanted in zip(*(attend(c, implementation) for c in (whole, case)), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
 @pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_any_head_dim(implementation, head_dim):
@@ -142,11 +177,12 @@ def test_gpu_programs_share_an_owner_in_any_number(width, splits):
     # 64 and 256: a program's step of 128 tokens takes several pages, or a part of one
     case = make_case(ragged(width), width=width, head_dim=64, dtype="int8")
     run = jax.jit(lambda case: gpu.gpu_attention(*positional(case), splits=splits, interpret=True))
-    assert_states(run(case), case, 1e-5)
+    for each in (case, with_windows(case, width))[: 1 + (splits == 8)]:
+        assert_states(run(each), each, 1e-5)
 
 
 def positional(case):
-    names = "q key_pages value_pages table length key_scale value_scale".split()
+    names = "q key_pages value_pages table length key_scale value_scale first".split()
     return [case.get(name) for name in names]
 
 
@@ -158,6 +194,16 @@ def test_tpu_lists_exactly_the_pages_in_use():
     assert owner.tolist() == [1, 1, 3, 3, 3] + [0] * 7
     assert first.tolist() == [0, 4, 0, 4, 8] + [0] * 7
     assert page.tolist() == [4, 2, 7, 5, 3] + [0] * 7
+
+
+def test_tpu_lists_no_page_before_a_window():
+    table = jnp.asarray([[9, 9, 9], [4, 2, 9], [8, 1, 9], [7, 5, 3]], jnp.int32)
+    length, begin = jnp.asarray([0, 5, 5, 12], jnp.int32), jnp.asarray([0, 4, 8, 4], jnp.int32)
+    owner, first, page, count = tpu.used_pages(table, length, 4, begin)
+    assert count == 3
+    assert owner.tolist() == [1, 3, 3] + [0] * 9
+    assert first.tolist() == [4, 4, 8] + [0] * 9
+    assert page.tolist() == [2, 5, 3] + [0] * 9
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -222,10 +268,14 @@ def abstract_gpu():
 @pytest.mark.filterwarnings(TRITON_DEPRECATED)
 @pytest.mark.parametrize(("platform", "name"), [("cuda", "triton"), ("tpu", "tpu_custom_call")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("rows", "head_dim", "width"), [(3, 64, 128), (72, 128, 256)])
-def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width):
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "width", "windows"),
+    [(3, 64, 128, False), (72, 128, 256, False), (24, 256, 128, True)],
+)
+def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width, windows):
     implementation = implementation_for(platform)
     case = make_case([5, 0], rows=rows, head_dim=head_dim, width=width, dtype=dtype)
+    case = with_windows(case, width) if windows else case
     traced = jax.jit(lambda case: partial_attention(**case, implementation=implementation))
     with abstract_gpu() if platform == "cuda" else contextlib.nullcontext():
         lowered = traced.trace(case).lower(lowering_platforms=(platform,))
@@ -263,6 +313,8 @@ def test_a_table_too_long_for_a_tpu_says_so():
         ({"q": jnp.zeros((2, 2, 3, 32), jnp.float16)}, "q must be bfloat16 or float32"),
         ({"key_pages": jnp.zeros((8, 2, 32, 16), jnp.int8)}, "got int8 and float32"),
         ({"key_scale": jnp.ones((8, 2, 16))}, "other pages take none"),
+        ({"first": jnp.zeros((2, 4), jnp.int32)}, r"first must be \[2, 3\]"),
+        ({"first": jnp.zeros((2, 3))}, "first must be int32, got float32"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change, message):

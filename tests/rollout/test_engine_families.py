@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, forward_logp, mesh_of, prompt_of, random_params
+from tiny_model import TINY, WINDOWED, forward_logp, mesh_of, prompt_of, random_params
 
-from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest
@@ -17,15 +17,18 @@ from distflow_jax.rollout.scheduler import run_requests
 QWEN2 = replace(TINY, family="qwen2", attention_bias=True, tie_embeddings=False)
 QWEN3 = replace(TINY, family="qwen3", qk_norm=True, head_dim=24)
 QWEN3_MOE = replace(QWEN3, family="qwen3_moe", mlp_size=32, num_experts=8, experts_per_token=3)
-NAMES = ["qwen2", "qwen3", "qwen3_moe"]
-FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, QWEN3_MOE], ids=NAMES)
-MOSTLY = pytest.mark.parametrize(
-    "model", [QWEN2, QWEN3, pytest.param(QWEN3_MOE, marks=pytest.mark.slow)], ids=NAMES
-)
+NAMES = ["qwen2", "qwen3", "gemma3", "qwen3_moe"]
+SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in (WINDOWED, QWEN3_MOE)]
+FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, SLOW[0], QWEN3_MOE], ids=NAMES)
+MOSTLY = pytest.mark.parametrize("model", [QWEN2, QWEN3, *SLOW], ids=NAMES)
 CONFIG = EngineConfig(
     slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
 )
 LENGTHS = (3, 16, 17, 32)
+TAKES_PART = (
+    *("query_bias", "value_bias", "query_norm", "key_norm"),
+    *("attention_post_norm", "mlp_post_norm"),
+)
 
 
 def responses_of(model, params, axes=(1, 1), temperature=0.0, **changes):
@@ -44,7 +47,6 @@ def responses_of(model, params, axes=(1, 1), temperature=0.0, **changes):
 def best_tokens(model, params, tokens_BT):
     """(argmax [B, T], lead over the second best [B, T]) of one forward pass, without a cache."""
     batch, length = tokens_BT.shape
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
 
     @jax.jit
@@ -54,7 +56,7 @@ def best_tokens(model, params, tokens_BT):
             params,
             tokens_BT,
             position,
-            lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
+            lambda q, k, v, _, *window: (causal_attention(q, k, v, *window), None),
         )
         logits = head_logits(model, params, hidden.reshape(batch * length, -1))
         return jax.lax.top_k(logits, 2)
@@ -93,8 +95,9 @@ def test_log_probs_are_those_of_the_trainer(model):
         np.testing.assert_allclose(response.logp, wanted, atol=1e-4)
     # and each of them takes part in it
     for name, value in params["layers"].items():
-        if name in ("query_bias", "value_bias", "query_norm", "key_norm"):
-            neutral = params["layers"] | {name: np.full_like(value, "norm" in name)}
+        if name in TAKES_PART:
+            one = "norm" in name and not model.norm_offset
+            neutral = params["layers"] | {name: np.full_like(value, one)}
             others = forward_logp(model, params | {"layers": neutral}, responses)
             off = [np.abs(r.logp - o).max() for r, o in zip(responses, others, strict=True)]
             assert max(off) > 0.01, name

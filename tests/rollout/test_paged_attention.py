@@ -1,12 +1,15 @@
 """Attention over pages against softmax in float64, whoever shares which prompt."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY
+from tiny_model import TINY, mesh_of
 
+from distflow_jax.models.attention import UNLIMITED
+from distflow_jax.rollout import kernel_attention
 from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.paged_attention import over_cache, slot_attention
+from distflow_jax.rollout.paged_attention import over_cache, slot_attention, slot_readers
 
 SLOTS, PROMPTS, WIDTH, LONGEST, LAYERS = 6, 4, 16, 20, 2
 NOBODY = PROMPTS
@@ -37,8 +40,9 @@ def laid_out(own, prompts, rng):
     return Cache(*map(jnp.asarray, arrays)), held
 
 
-def statement(q, k, v, held, prompt, layer):
-    """Softmax attention in float64: q [D, S, Q, N, H], k and v [D, S, Q, K, H]."""
+def statement(q, k, v, held, prompt, layer, window=None):
+    """Softmax attention in float64, over the last `window` tokens: q [D, S, Q, N, H], k and v
+    [D, S, Q, K, H]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, group = np.zeros(q.shape), q.shape[3] // k.shape[3]
     for rank, slot, token, head in np.ndindex(q.shape[:4]):
@@ -46,6 +50,8 @@ def statement(q, k, v, held, prompt, layer):
         old = [[x[layer] for x in held[owner]] for owner in of if owner in held]
         new = [x[rank, slot, : token + 1] for x in (k, v)]
         keys, values = (np.concatenate(x) for x in zip(*old, new, strict=True))
+        if window is not None:
+            keys, values = keys[-window:], values[-window:]
         score = keys[:, head // group] @ q[rank, slot, token, head] / np.sqrt(q.shape[-1])
         weight = np.exp(score - score.max())
         out[rank, slot, token, head] = weight @ values[:, head // group] / weight.sum()
@@ -77,9 +83,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_over_prompt_response_and_new_tokens(name, queries):
+def compare(name, queries, window=None, *, kernels=False):
+    """The window, where there is one, is that of layer 0; layer 1 sees all."""
     members, own, prompts, prompt = CASES[name]
     rng = np.random.default_rng(len(name))
     cache, held = laid_out(own, prompts, rng)
@@ -92,13 +97,65 @@ def test_attention_is_that_over_prompt_response_and_new_tokens(name, queries):
     new = (len(own), SLOTS, queries)
     q = rng.normal(size=(*new, TINY.num_heads, TINY.head_dim)).astype(np.float32)
     k, v = rng.normal(size=(2, *new, TINY.num_kv_heads, TINY.head_dim)).astype(np.float32)
-    over = over_cache(
-        cache,
-        *(jnp.asarray(x, jnp.int32) for x in (own, prompts, prompt, member)),
-        members=members,
-        longest=LONGEST,
+    own, prompts, prompt_of, member = (
+        jnp.asarray(x, jnp.int32) for x in (own, prompts, prompt, member)
     )
+    windows = {"sliding_window": window or 0, "queries": queries}
+
+    @jax.jit
+    def attend(cache, q, k, v, layer, *seen):
+        if kernels:
+            ways = {"mesh": mesh_of(len(own), 1, names=("data", "tensor"))}
+            ways |= {"implementation": "reference", "longest": (LONGEST, LONGEST)}
+            over_owners = kernel_attention.over_cache
+        else:
+            over_owners, ways = over_cache, {"longest": LONGEST}
+        owners = cache, own, prompts, prompt_of, member
+        over = over_owners(*owners, members=members, **ways, **windows)
+        return slot_attention(q, k, v, layer, over, *seen)
+
     for layer in range(LAYERS):
-        got = slot_attention(*map(jnp.asarray, (q, k, v)), jnp.int32(layer), over)
-        wanted = statement(q, k, v, held, prompt, layer)
+        seen = () if window is None else (jnp.int32((window, UNLIMITED)[layer]),)
+        got = attend(cache, q, k, v, jnp.int32(layer), *seen)
+        wanted = statement(q, k, v, held, prompt, layer, None if layer else window)
         np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_over_prompt_response_and_new_tokens(name, queries):
+    compare(name, queries)
+
+
+def more(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "window", "kernels"),
+    [
+        ("all share one of several blocks", 1, 150, False),  # begins in the second block
+        ("no two share one", 3, 20, False),
+        ("ranks with different numbers of prompts and blocks", 3, 140, True),
+        # the new tokens alone, and not even all of them
+        more("all share one of several blocks", 3, 2, False),
+        more("all share one of several blocks", 3, 2, True),
+        more("some share, and nobody answers one", 3, 30, False),
+        more("ranks with different numbers of prompts and blocks", 1, 25, False),
+        more("ranks with different numbers of prompts and blocks", 3, 140, False),
+        more("no two share one", 1, 20, True),
+        more("nobody has a prompt", 1, 6, False),
+    ],
+)
+def test_a_layer_with_a_window_sees_the_last_tokens(name, queries, window, kernels):
+    compare(name, queries, window, kernels=kernels)
+
+
+def test_pages_before_the_window_are_not_read():
+    own = [[40, 33, 20, 5, 70, 1]]
+    cache, _ = laid_out(own, [[60, 100, 0, 0]], np.random.default_rng(0))
+    own = jnp.asarray(own, jnp.int32)
+    near, every = slot_readers(cache, own, own + 1 - 20), slot_readers(cache, own)
+    # a window of 20: of 40 tokens 21 to 39, in pages 1 and 2; of 33 14 to 32, in 0 to 2; ...
+    assert int((every.count > 0).sum()) == 3 + 3 + 2 + 1 + 5 + 1
+    assert int((near.count > 0).sum()) == 2 + 3 + 2 + 1 + 2 + 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import ALGORITHM, TEMPERATURE, assert_same, gradient
-from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from tiny_model import TINY, WINDOWED, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.batch import Rows, RowShape
 from distflow_jax.models.parameters import param_shardings
@@ -50,6 +50,12 @@ def test_loss_and_gradient_are_those_of_one_device(mesh, options):
     """`context 2 x tensor 4`: 2 key/value heads, repeated for 4 devices."""
     one = gradient(fsdp=1, tensor=1, shared=options.get("shared", True))
     assert_same(gradient(**options, **MESHES[mesh]), one)
+
+
+@pytest.mark.parametrize("block", [16, pytest.param(0, marks=pytest.mark.slow)])
+def test_windows_reach_over_parts(block):
+    one = gradient(fsdp=1, tensor=1, model=WINDOWED)
+    assert_same(gradient(fsdp=1, tensor=1, context=2, block=block, model=WINDOWED), one)
 
 
 def abstract_rows(mesh, rows: int, length: int, sequences: int) -> Rows:

@@ -13,6 +13,12 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 _MLP_SIZE = "intermediate_size"
+# DecoderConfig's activations and Hugging Face's names of them.
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+# Fields of DecoderConfig that a family has on or off, whatever the file says, and those that only
+# families with windows have.
+_SWITCHES = ("attention_bias", "qk_norm", "activation", "post_norms", "norm_offset", "embed_scale")
+_NUMBERS = ("sliding_window", "full_every", "rope_local_theta", "rope_factor", "query_scalar")
 
 
 def decoder_from_hf(
@@ -23,7 +29,8 @@ def decoder_from_hf(
     head_dim: int | None = None,
     max_position: int,
     mlp_size: str = _MLP_SIZE,
-    **switches: bool | int,
+    activation_key: str = "hidden_act",
+    **switches: bool | int | float | str,
 ) -> DecoderConfig:
     """Config of a `config.json`. ValueError where the network has more than ours.
 
@@ -32,6 +39,7 @@ def decoder_from_hf(
       head_dim: of a file that names none; default hidden_size / num_attention_heads.
       max_position: of a file that names none, in tokens.
       mlp_size: the file's name of it.
+      activation_key: the file's name of the MLP's activation.
       switches: fields of DecoderConfig that are on in this family, and what else it has.
     """
     for key in refused:
@@ -42,9 +50,12 @@ def decoder_from_hf(
             )
     if raw.get("quantization_config"):
         raise ValueError("quantised Hugging Face weights are not supported: take the original ones")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"{family} with hidden_act {activation!r} is not supported, only 'silu'")
+    wanted = _ACTIVATIONS[switches.get("activation", "silu")]
+    activation = raw.get(activation_key, wanted)
+    if activation != wanted:
+        raise ValueError(
+            f"{family} with {activation_key} {activation!r} is not supported, only {wanted!r}"
+        )
     sizes = _SIZES | {"mlp_size": mlp_size}
     missing = [key for key in sizes.values() if key not in raw]
     if missing:
@@ -128,7 +139,8 @@ def decoder_to_hf(
     *,
     named: tuple[str, ...] = (),
     mixture: bool = False,
-    **switches: bool,
+    windows: bool = False,
+    **switches: bool | str,
 ) -> dict[str, Any]:
     """`config.json` of a config, in the form that transformers 4 and 5 read alike.
 
@@ -136,11 +148,12 @@ def decoder_to_hf(
       architecture: transformers' class.
       named: switches that the file names, to say that they are off.
       mixture: whether this family's layers have experts; their numbers are left to the caller.
+      windows: whether layers may have windows, whose numbers are left to the caller too.
       switches: fields of DecoderConfig that this family has on; the others are off. ValueError
         where the config says otherwise: the file could not tell it.
     """
-    for field in ("attention_bias", "qk_norm"):
-        if getattr(config, field) != switches.get(field, False):
+    for field in _SWITCHES if windows else (*_SWITCHES, *_NUMBERS):
+        if getattr(config, field) != switches.get(field, getattr(DecoderConfig, field)):
             raise ValueError(
                 f"a {config.family} model with {field}={getattr(config, field)} has no form in "
                 "Hugging Face's files"
@@ -158,7 +171,7 @@ def decoder_to_hf(
         _MLP_SIZE: config.mlp_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None

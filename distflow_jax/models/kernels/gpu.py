@@ -55,6 +55,7 @@ def gpu_attention(
     length_O: jax.Array,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    first_OR: jax.Array | None = None,
     *,
     splits: int | None = None,
     interpret: bool = False,
@@ -74,7 +75,15 @@ def gpu_attention(
     padding = row_blocks * block - rows
     q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = () if key_scale is None else (key_scale, value_scale)
-    kernel = functools.partial(_kernel, block=block, step=step, width=width, splits=splits)
+    windows = ()
+    if first_OR is not None:
+        # of a row that is padding beyond every token: it does not make others' pages be read
+        first = jnp.pad(first_OR, ((0, 0), (0, padding)), constant_values=2**30)
+        begin = jnp.maximum(first.reshape(owners, row_blocks, block).min(-1), 0)
+        windows = first, begin
+    kernel = functools.partial(
+        _kernel, block=block, step=step, width=width, splits=splits, windowed=bool(windows)
+    )
     out, lse = pl.pallas_call(
         kernel,
         # owners first: the first dim of a grid is the one without the limit of 65,535
@@ -86,13 +95,26 @@ def gpu_attention(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_decode_attention",
-    )(q, length_O, table_OC, key_pages, value_pages, *scales)
+    )(q, length_O, table_OC, key_pages, value_pages, *windows, *scales)
     out, lse = merge_stacked(out, lse) if splits > 1 else (out[0], lse[0])
     return out[:, :, :rows], lse[:, :, :rows]
 
 
-def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step, width, splits):
-    *scale_refs, out_ref, lse_ref = refs
+def _kernel(
+    q_ref,
+    length_ref,
+    table_ref,
+    key_ref,
+    value_ref,
+    *refs,
+    block,
+    step,
+    width,
+    splits,
+    windowed,
+):
+    *refs, out_ref, lse_ref = refs
+    first_ref, begin_ref, *scale_refs = refs if windowed else (None, None, *refs)
     key_scale_ref, value_scale_ref = scale_refs or (None, None)
     head_dim, slots = q_ref.shape[-1], table_ref.shape[1]
     owner, head = pl.program_id(0), pl.program_id(1)
@@ -105,7 +127,14 @@ def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step
     scale = head_dim**-0.5 * math.log2(math.e)
     used = pl.cdiv(length, width)
     steps = pl.cdiv(length, step)
-    share = pl.cdiv(steps, splits)
+    if windowed:
+        first_seen = first_ref[owner, rows]
+        before = jax.lax.div(begin_ref[owner, row_block], step)  # steps that no row needs
+        share = pl.cdiv(jnp.maximum(steps - before, 0), splits)
+        begin, stop = before + split * share, before + (split + 1) * share
+    else:
+        share = pl.cdiv(steps, splits)
+        begin, stop = split * share, (split + 1) * share
     part = min(step, width)  # tokens of one page in a step
     within = jnp.arange(part, dtype=jnp.int32)
     channel = jnp.arange(head_dim, dtype=jnp.int32)
@@ -144,10 +173,16 @@ def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step
         score = plgpu.dot(q, key.astype(q.dtype), precision=precision) * scale
         if key_scale_ref is not None:
             score *= _read(key_scale_ref, scale_index, scale_mask).reshape(1, step)
-        score = jnp.where(valid[None, :], score, LOWEST)
+        sees = valid[None, :]
+        if windowed:
+            place = first + jnp.arange(step, dtype=jnp.int32)
+            sees = sees & (place[None, :] >= first_seen[:, None])
+        score = jnp.where(sees, score, LOWEST)
         new_top = jnp.maximum(top, score.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         weight = jnp.exp2(score - new_top[:, None])
+        if windowed:  # a row may see nothing so far, and its top be LOWEST
+            weight = jnp.where(sees, weight, 0.0)
         total = total * shrink + weight.sum(axis=1)
         if value_scale_ref is not None:
             value_scale = _read(value_scale_ref, scale_index, scale_mask)
@@ -161,9 +196,9 @@ def _kernel(q_ref, length_ref, table_ref, key_ref, value_ref, *refs, block, step
         jnp.zeros((block,), jnp.float32),
         jnp.zeros((block, head_dim), jnp.float32),
     )
-    # every step taken has a valid token, so the top is a score from the first step on
-    stop = jnp.minimum((split + 1) * share, steps)
-    top, total, out = jax.lax.fori_loop(split * share, stop, body, start)
+    # without windows every step taken has a token that counts for all rows, so that the top is a
+    # score from the first step on
+    top, total, out = jax.lax.fori_loop(begin, jnp.minimum(stop, steps), body, start)
     some = total > 0
     divisor = jnp.where(some, total, 1.0)
     out_ref[split, owner, head, rows, :] = out / divisor[:, None]

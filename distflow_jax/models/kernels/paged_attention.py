@@ -46,6 +46,7 @@ def partial_attention(
     implementation: str,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    first: jax.Array | None = None,
     interpret: bool = False,
 ) -> Part:
     """Attention of each owner's query rows over its own pages, ready to be merged with more keys.
@@ -54,10 +55,11 @@ def partial_attention(
     layer, both of bfloat16, float32, or int8 with key_scale and value_scale float32 [N, K, W]
     (a token's key is int8 x scale). table int32 [O, C]: page ids in order; entries at or beyond
     ceil(length / W) are never used. length int32 [O]: tokens that count, 0 to C W; what pages hold
-    beyond it is never used either.
+    beyond it is never used either. first int32 [O, R], where layers have windows: the first of the
+    owner's tokens that each row sees, below 1 for all; pages before every row's are not read.
 
     Returns out float32 [O, K, R, H] = softmax(q k / sqrt(H)) v and lse float32 [O, K, R], the
-    log-sum-exp of the scores; of an owner without tokens 0 and -inf. Sums are kept in float32;
+    log-sum-exp of the scores; of a row that sees no tokens 0 and -inf. Sums are kept in float32;
     products multiply in the pages' type (queries' for int8), with float32 kept float32.
 
     A cache of several layers is given whole, never sliced (a slice is a copy of the layer before a
@@ -70,8 +72,8 @@ def partial_attention(
     """
     if implementation == "auto":
         implementation = implementation_for(jax.default_backend())
-    _check(q, key_pages, value_pages, table, length, key_scale, value_scale)
-    arguments = (q, key_pages, value_pages, table, length, key_scale, value_scale)
+    _check(q, key_pages, value_pages, table, length, key_scale, value_scale, first)
+    arguments = (q, key_pages, value_pages, table, length, key_scale, value_scale, first)
     if implementation == "reference":
         return reference_attention(*arguments)
     if implementation == "gpu":
@@ -83,7 +85,7 @@ def partial_attention(
     )
 
 
-def _check(q, key_pages, value_pages, table, length, key_scale, value_scale) -> None:
+def _check(q, key_pages, value_pages, table, length, key_scale, value_scale, first) -> None:
     if q.ndim != 4 or key_pages.ndim != 4:
         raise ValueError(
             f"q is [O, K, R, H] and key_pages [N, K, H, W], got {list(q.shape)} and "
@@ -101,6 +103,10 @@ def _check(q, key_pages, value_pages, table, length, key_scale, value_scale) -> 
     if key_scale is not None and value_scale is not None:
         shapes["key_scale"] = (key_scale, (pages, kv_heads, width))
         shapes["value_scale"] = (value_scale, (pages, kv_heads, width))
+    if first is not None:
+        shapes["first"] = (first, (owners, q.shape[2]))
+        if first.dtype != jnp.int32:
+            raise ValueError(f"first must be int32, got {first.dtype}")
     for name, (array, shape) in shapes.items():
         if array.shape != shape:
             raise ValueError(

@@ -31,11 +31,13 @@ def reference_attention(
     length_O: jax.Array,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    first_OR: jax.Array | None = None,
 ) -> Part:
     """`partial_attention` by a loop over page slots, one page of every owner at a time.
 
-    The loop ends at the longest length in use, so that cost follows it and not C. An owner that
-    has ended reads page 0 meanwhile and discards it.
+    The loop begins with the first page that a row sees and ends at the longest length in use, so
+    that cost follows these and not C. An owner that has ended reads page 0 meanwhile and discards
+    it.
     """
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width = key_pages.shape[-1]
@@ -49,6 +51,9 @@ def reference_attention(
         index = jnp.where(slot < used_O, table_OC[:, slot], 0)
         position = slot * width + jnp.arange(width, dtype=jnp.int32)
         valid = (position[None] < length_O[:, None])[:, None, None]
+        sees = valid
+        if first_OR is not None:
+            sees = valid & (position[None, None] >= first_OR[..., None])[:, None]
         key = key_pages[index].astype(dtype)
         # pages hold anything beyond an owner's length, nan too, and 0 * nan is nan
         value = jnp.where(valid[:, 0, :, :, None], value_pages[index], 0).astype(dtype)
@@ -57,10 +62,10 @@ def reference_attention(
         )
         if key_scale is not None:
             score = score * key_scale[index][:, :, None]
-        score = jnp.where(valid, score * head_dim**-0.5, LOWEST)
+        score = jnp.where(sees, score * head_dim**-0.5, LOWEST)
         new_top = jnp.maximum(top, score.max(-1))
         shrink = jnp.exp(top - new_top)
-        weight = jnp.where(valid, jnp.exp(score - new_top[..., None]), 0.0)
+        weight = jnp.where(sees, jnp.exp(score - new_top[..., None]), 0.0)
         total = total * shrink + weight.sum(-1)
         if value_scale is not None:
             weight = weight * jnp.where(valid, value_scale[index][:, :, None], 0.0)
@@ -78,6 +83,7 @@ def reference_attention(
         jnp.zeros((owners, kv_heads, rows), jnp.float32),
         jnp.zeros((owners, kv_heads, rows, head_dim), jnp.float32),
     )
-    top, total, out = jax.lax.fori_loop(0, used_O.max(), page, start)
+    begin = 0 if first_OR is None else jnp.maximum(first_OR.min(), 0) // width
+    top, total, out = jax.lax.fori_loop(begin, used_O.max(), page, start)
     lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
     return out / jnp.where(total > 0, total, 1.0)[..., None], lse

@@ -3,7 +3,8 @@
 The grid is a list of the pages in use, owner by owner, made on the device just before: its length
 is the traced number of such pages, its block indices go through the list. So the pipeline of Pallas
 fetches exactly the used pages, all key/value heads of one in one copy, the next (of whichever owner
-it is) while this one is computed. Letters as in reference.py; L pages in use.
+it is) while this one is computed. Where rows see a window only, pages before it are not listed.
+Letters as in reference.py; L pages in use.
 """
 
 import functools
@@ -21,7 +22,9 @@ VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # three int32 per page: 768 KiB of the 1 MiB of scalar memory
 
 
-def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
+def check_tpu(
+    q: jax.Array, key_pages: jax.Array, table: jax.Array, *, windowed: bool = False
+) -> None:
     """Shapes the kernel can run; ValueError with what would work otherwise."""
     head_dim, width = key_pages.shape[-2:]
     if width % LANES:
@@ -34,7 +37,7 @@ def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
             f"the TPU kernel takes a head dim that is a multiple of 16, got {head_dim}: use "
             'implementation="reference"'
         )
-    vmem = _vmem_bytes(q, key_pages)
+    vmem = _vmem_bytes(q, key_pages, windowed)
     if vmem > VMEM_BYTES:
         raise ValueError(
             f"the TPU kernel would hold {vmem} bytes of queries {list(q.shape[1:])} and pages "
@@ -49,14 +52,16 @@ def check_tpu(q: jax.Array, key_pages: jax.Array, table: jax.Array) -> None:
         )
 
 
-def _vmem_bytes(q: jax.Array, key_pages: jax.Array) -> int:
+def _vmem_bytes(q: jax.Array, key_pages: jax.Array, windowed: bool) -> int:
     _, kv_heads, rows, head_dim = q.shape
     width, lanes = key_pages.shape[-1], -(-head_dim // LANES) * LANES
     # everything but the running sums twice: one computed while the other is copied
     pages = 2 * kv_heads * width * (head_dim + lanes) * key_pages.dtype.itemsize
     per_row = 2 * lanes * (dot_dtype(q, key_pages).itemsize + 4) + 2 * LANES * 4
     sums = (lanes + 2 * LANES) * 4
-    return pages + kv_heads * (-(-rows // 16) * 16) * (per_row + sums)
+    padded = -(-rows // 16) * 16
+    firsts = 2 * LANES * 4 * padded if windowed else 0
+    return pages + kv_heads * padded * (per_row + sums) + firsts
 
 
 def tpu_attention(
@@ -67,43 +72,55 @@ def tpu_attention(
     length_O: jax.Array,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    first_OR: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> Part:
     """`partial_attention` on a TPU core."""
-    check_tpu(q_OKRH, key_pages, table_OC)
+    check_tpu(q_OKRH, key_pages, table_OC, windowed=first_OR is not None)
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width = key_pages.shape[-1]
     dtype = dot_dtype(q_OKRH, key_pages)
     padding = -rows % 16  # a tile of bfloat16 has 16 rows
     q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
     padded = rows + padding
-    owner_L, first_L, page_L, count = used_pages(table_OC, length_O, width)
+    begin_O = None  # where each owner's first listed page begins
+    if first_OR is not None:
+        begin_O = jnp.maximum(first_OR.min(-1), 0) // width * width
+    owner_L, first_L, page_L, count = used_pages(table_OC, length_O, width, begin_O)
     # XLA keeps [W, 64] with W along the lanes, since 64 of 128 lanes would be padding. Taken so,
     # pages reach the kernel as they lie; taken as [W, 64], all N are copied before every call.
     transposed = head_dim % LANES != 0
     if transposed:
         value_pages = value_pages.swapaxes(2, 3)
 
-    def of_owner(step, owner, first, page, length):
+    def of_owner(step, owner, first, page, *_):
         return owner[step], 0, 0, 0
 
-    def of_page(step, owner, first, page, length):
+    def first_of_owner(step, owner, first, page, *_):
+        return owner[step], 0, 0
+
+    def of_page(step, owner, first, page, *_):
         return page[step], 0, 0, 0
 
-    def scale_of_page(step, owner, first, page, length):
+    def scale_of_page(step, owner, first, page, *_):
         return page[step], 0, 0
 
     scales = () if key_scale is None else (key_scale, value_scale)
+    begins, firsts = (), ()
+    if first_OR is not None:
+        begins = (begin_O,)
+        firsts = (jnp.pad(first_OR, ((0, 0), (0, padding)))[..., None],)
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, transposed=transposed),
+        functools.partial(_kernel, transposed=transposed, windowed=first_OR is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=4 + len(begins),
             grid=(count,),
             in_specs=[
                 pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
                 pl.BlockSpec((1, kv_heads, head_dim, width), of_page),
                 pl.BlockSpec((1, *value_pages.shape[1:]), of_page),
+                *[pl.BlockSpec((1, padded, 1), first_of_owner) for _ in firsts],
                 *[pl.BlockSpec((1, kv_heads, width), scale_of_page) for _ in scales],
             ],
             out_specs=(
@@ -123,52 +140,62 @@ def tpu_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_decode_attention",
-    )(owner_L, first_L, page_L, length_O, q, key_pages, value_pages, *scales)
+    )(owner_L, first_L, page_L, length_O, *begins, q, key_pages, value_pages, *firsts, *scales)
     # an owner without tokens is in no step, and its block is never written
-    some = (length_O > 0)[:, None, None]
+    some = (length_O > (0 if begin_O is None else begin_O))[:, None, None]
     lse = jnp.where(some, lse[:, :, :rows, 0], -jnp.inf)
     return jnp.where(some[..., None], out[:, :, :rows], 0.0), lse
 
 
 def used_pages(
-    table_OC: jax.Array, length_O: jax.Array, width: int
+    table_OC: jax.Array, length_O: jax.Array, width: int, begin_O: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The pages in use, owner by owner: owner, first position and page id int32 [O C], and count.
 
+    `begin_O` int32: the position, a multiple of `width`, of the first one of each owner; None: 0.
     Entries at and beyond `count` (at least 1, since a grid has a step) are owner and page 0.
     """
     owners, slots = table_OC.shape
     used_O = -(-length_O // width)
+    if begin_O is not None:
+        used_O = jnp.maximum(used_O - begin_O // width, 0)
     end_O = jnp.cumsum(used_O)
     index = jnp.arange(owners * slots, dtype=jnp.int32)
     # how many owners end at or before it: one pass, where a binary search would be a loop
     owner = (end_O[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     listed = index < end_O[-1]
     owner = jnp.where(listed, owner, 0)
-    slot = jnp.where(listed, index - (end_O - used_O)[owner], 0)
+    slot = index - (end_O - used_O)[owner]
+    if begin_O is not None:
+        slot += begin_O[owner] // width
+    slot = jnp.where(listed, slot, 0)
     page = jnp.where(listed, table_OC[owner, slot], 0)
     return owner, slot * width, page, jnp.maximum(end_O[-1], 1)
 
 
-def _kernel(
-    owner_ref, first_ref, page_ref, length_ref, q_ref, key_ref, value_ref, *refs, transposed
-):
-    *scale_refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
+def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windowed):
+    begin_ref, *refs = refs if windowed else (None, *refs)
+    q_ref, key_ref, value_ref, *refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
+    first_seen_ref, *scale_refs = refs if windowed else (None, *refs)
     key_scale_ref, value_scale_ref = scale_refs or (None, None)
     step = pl.program_id(0)
     first, length = first_ref[step], length_ref[owner_ref[step]]
+    begin = begin_ref[owner_ref[step]] if windowed else 0
     _, kv_heads, rows, head_dim = q_ref.shape
     width = key_ref.shape[-1]
     dtype = q_ref.dtype
     precision = dot_precision(dtype)
 
-    @pl.when(first == 0)
+    @pl.when(first == begin)
     def _():
         top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-    valid = first + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1) < length
+    token = first + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)
+    valid = token < length
+    if windowed:
+        valid &= token >= first_seen_ref[0]
     value_shape, token_dim = ((head_dim, width), 1) if transposed else ((width, head_dim), 0)
     value_valid = first + jax.lax.broadcasted_iota(jnp.int32, value_shape, token_dim) < length
 
@@ -187,7 +214,7 @@ def _kernel(
         top = top_ref[head, :, :1]
         new_top = jnp.maximum(top, score.max(axis=1, keepdims=True))
         shrink = jnp.exp(top - new_top)
-        # where: in the one step of a call without tokens every score is LOWEST
+        # where: of a row that has seen nothing so far every score is LOWEST
         weight = jnp.where(valid, jnp.exp(score - new_top), 0.0)
         total = total_ref[head, :, :1] * shrink + weight.sum(axis=1, keepdims=True)
         if value_scale_ref is not None:
@@ -211,4 +238,6 @@ def _kernel(
             total = total_ref[head, :, :1]
             divisor = jnp.where(total > 0.0, total, 1.0)
             out_ref[0, head] = sum_ref[head] / divisor
-            lse_ref[0, head] = top_ref[head, :, :1] + jnp.log(divisor)
+            lse = top_ref[head, :, :1] + jnp.log(divisor)
+            # without windows every row of an owner sees a token
+            lse_ref[0, head] = jnp.where(total > 0.0, lse, -jnp.inf) if windowed else lse

@@ -39,6 +39,8 @@ TOKENIZER_FILES = (
 )
 GENERATION_FILE = "generation_config.json"
 _SCORE = "score.weight"
+# transformers' sequence classifiers whose names do not follow from that of the policy's class
+_CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 _OTHER_FILES = 64 << 20  # bytes; more than config and tokenizer take
 
 
@@ -145,6 +147,7 @@ def config_json(model: Export, dtype: str) -> dict[str, Any]:
             "policies can be exported, its critics and reward models cannot"
         )
     name = decoders[0].removesuffix("ForCausalLM") + "ForSequenceClassification"
+    name = _CLASSIFIERS.get(decoders[0], name)
     settings |= {"architectures": [name], "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if model.tokenizer.pad_id in model.tokenizer.stop_ids:
         # It scores the last token that is no padding: with a text's end for padding, the one before

@@ -17,7 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
@@ -31,11 +31,19 @@ from distflow_jax.models.weights.safetensors_file import (
     read_index,
 )
 
-_DENSE: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+_DENSE: dict[str, ModuleType] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+}
 _MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
-# Hugging Face's `model_type`, and GGUF's `general.architecture` -> the module that translates.
+# The family, Hugging Face's `model_type`, and GGUF's `general.architecture` -> the module that
+# translates.
 FAMILIES = _DENSE | _MIXTURES
+_HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
 _GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
+_WINDOWED = ("gemma3",)  # families whose layers may have windows
 SOURCES = ("hf", "pypi", "random")
 
 # `random:` options -> fields of DecoderConfig.
@@ -54,8 +62,12 @@ RANDOM_OPTIONS = {
     "experts": "num_experts",
     "active": "experts_per_token",
     "norm_topk": "norm_topk",
+    "window": "sliding_window",
+    "full_every": "full_every",
 }
 _RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # of a mixture that names none
+# of a model with windows that names none: as Gemma 3 1B
+_RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
 
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -117,6 +129,8 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     values = {"family": name, **_family(name, spec).SWITCHES}
     if name in _MIXTURES:
         values |= _RANDOM_EXPERTS
+    if name in _WINDOWED:
+        values |= _RANDOM_WINDOWS
     for item in filter(None, query.split("&")):
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
@@ -128,6 +142,11 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         known = ", ".join(_MIXTURES if name not in _MIXTURES else _DENSE)
         raise ValueError(
             f"{spec}: {name} with experts={values.get('num_experts')} is no model; use {known}"
+        )
+    if values.get("sliding_window") and name not in _WINDOWED:
+        raise ValueError(
+            f"{spec}: {name} with window={values['sliding_window']} is no model; use "
+            f"{', '.join(_WINDOWED)}"
         )
     if "head_dim" not in values:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
@@ -202,9 +221,13 @@ def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSo
         raw = json.loads(config_path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{config_path} is not valid JSON: {error}") from error
-    family = _family(raw.get("model_type"), spec)
+    family = _family(raw.get("model_type"), spec, _HF_FAMILIES)
     config = family.config_from_hf(raw)
-    tokenizer = Tokenizer.from_folder(folder)
+    if family is gemma3 and "text_config" in raw:  # beside the text model is one that sees images
+        files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
+    # all sizes of Gemma 3 have the token of an image, the smallest ones no row for it
+    most = config.vocab_size if family is gemma3 else None
+    tokenizer = Tokenizer.from_folder(folder, most=most)
     hashed = [*files.paths, config_path, folder / "tokenizer.json"]
     weights, ignored = family.hf_weights(config), hf_ignored(config)
     source = _source(spec, config, tokenizer, files, weights, ignored, hashed)

@@ -1,0 +1,208 @@
+"""Gemma 3: four norms per layer, windows in five layers of six, and scales of its own.
+
+Gemma Team 2025 (arxiv.org/abs/2503.19786), sec. 2. Read from and written as Hugging Face's files of
+the text models (`model_type` "gemma3_text"). Of a model that sees images too ("gemma3") the text
+part is read, and written as a text model. In a GGUF norms hold 1 + w, from which w cannot be had
+back to the bit: it is refused.
+
+The network holds w, as the files do, so that what was read is written bit for bit.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
+from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, plain
+from distflow_jax.models.weights.names import Weight, unstacked_arrays
+
+# fields of DecoderConfig that are on in this family
+SWITCHES: Mapping[str, bool | str] = {
+    "qk_norm": True,
+    "post_norms": True,
+    "norm_offset": True,
+    "embed_scale": True,
+    "activation": "gelu_tanh",
+}
+_TEXT, _IMAGE_TEXT = "gemma3_text", "gemma3"
+HF_TYPES = (_TEXT, _IMAGE_TEXT)  # `model_type` of the files that are read
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# what transformers takes where a file says nothing
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+_MAX_POSITION = 131_072
+_PATTERN = 6  # every such layer sees all, where a file does not say which
+
+T = TypeVar("T")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    if raw.get("model_type") == _IMAGE_TEXT:
+        outer, raw = raw, raw.get("text_config") or {}
+        if "quantization_config" in outer:
+            raw = {**raw, "quantization_config": outer["quantization_config"]}
+    raw = {**_DEFAULTS, **raw}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise ValueError(f"gemma3 with {key}={raw[key]} is not supported, only without")
+    theta, factor, scaling, local_theta = _rotations(raw)
+    windows = _windows(raw)
+    scalar = raw["query_pre_attn_scalar"]
+    plain_rope = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": theta}
+    return decoder_from_hf(
+        "gemma3",
+        {**raw, **plain_rope},
+        refused=("attention_bias",),
+        max_position=_MAX_POSITION,
+        activation_key="hidden_activation",
+        rope_factor=factor,
+        rope_local_theta=local_theta,
+        query_scalar=0 if scalar == raw["head_dim"] else int(scalar),
+        **windows,
+        **SWITCHES,
+    )
+
+
+def _rotations(raw: Mapping[str, Any]) -> tuple[float, float, Mapping[str, Any] | None, float]:
+    """(theta, linear factor, other scaling) of layers that see all, theta of those with a window.
+
+    transformers 5 writes both in `rope_parameters`, by the type of layer.
+    """
+    by_type = raw.get("rope_parameters") or {}
+    full = by_type.get(_FULL) or raw.get("rope_scaling") or {}
+    local = by_type.get(_SLIDING) or {}
+    theta = float(full.get("rope_theta") or raw["rope_theta"])
+    local_theta = float(local.get("rope_theta") or raw["rope_local_base_freq"])
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"gemma3 with rope type {local['rope_type']!r} in layers with a window is not "
+            "supported, only 'default'"
+        )
+    if full.get("rope_type", full.get("type", "default")) == "linear":
+        if "factor" not in full:
+            raise ValueError("the linear rope scaling of config.json lacks factor")
+        return theta, float(full["factor"]), None, local_theta
+    return theta, 1.0, full or None, local_theta
+
+
+def _windows(raw: Mapping[str, Any]) -> dict[str, int]:
+    """sliding_window and full_every of the file's `layer_types`, or of its pattern."""
+    layers = raw["num_hidden_layers"]
+    # the second is how transformers 5 writes it
+    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    types = raw.get("layer_types") or _layer_types(layers, every or _PATTERN)
+    if len(types) != layers or not {_FULL, _SLIDING}.issuperset(types):
+        raise ValueError(
+            f"layer_types of config.json must be {layers} of {_FULL!r} and {_SLIDING!r}, got "
+            f"{len(types)}: {', '.join(sorted(set(types)))}"
+        )
+    if _SLIDING not in types:
+        return {"sliding_window": 0, "full_every": 0}
+    first = types.index(_FULL) + 1 if _FULL in types else 0
+    fits = [n for n in (every, first) if n is not None and _layer_types(layers, n) == types]
+    if not fits:
+        raise ValueError(
+            "gemma3 is supported with full attention in every n-th layer only, and layer_types of "
+            f"config.json has it in layers {[i for i, t in enumerate(types) if t == _FULL]}"
+        )
+    if not raw["sliding_window"]:
+        raise ValueError("config.json has layers of sliding_attention and no sliding_window")
+    return {"sliding_window": raw["sliding_window"], "full_every": fits[0]}
+
+
+def _layer_types(layers: int, full_every: int) -> list[str]:
+    return [
+        _FULL if full_every and number % full_every == 0 else _SLIDING
+        for number in range(1, layers + 1)
+    ]
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of config_from_hf, as a text model."""
+    settings = decoder_to_hf(
+        config, "Gemma3ForCausalLM", named=("attention_bias",), windows=True, **SWITCHES
+    )
+    if config.rope_factor != 1 and config.rope_scaling is not None:
+        raise ValueError(
+            f"a gemma3 model with rope_factor={config.rope_factor} and {config.rope_scaling} has "
+            "no form in Hugging Face's files"
+        )
+    if config.rope_factor != 1:
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": config.rope_factor}
+    if config.full_every:
+        settings["sliding_window_pattern"] = config.full_every
+    settings["hidden_activation"] = settings.pop("hidden_act")
+    return settings | {
+        "model_type": _TEXT,
+        "query_pre_attn_scalar": config.query_scalar or config.head_dim,
+        "sliding_window": config.sliding_window or _DEFAULTS["sliding_window"],
+        "layer_types": [_SLIDING if windowed else _FULL for windowed in config.windowed],
+        "rope_local_base_freq": config.rope_local_theta,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+def config_from_gguf(
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_freqs: np.ndarray | None = None,
+) -> DecoderConfig:
+    """ValueError: a GGUF of this family is not read."""
+    raise ValueError(
+        "a gemma3 GGUF is not supported (its norms are not those that were trained, but 1 more): "
+        "take the model's Hugging Face files"
+    )
+
+
+def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The text model's tensors of one that sees images too, by the names that they have alone.
+
+    Both orders of the prefixes are met: that of the released files, and that of transformers 5.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+            continue
+        if name.startswith("model.language_model."):
+            name = "model." + name.removeprefix("model.language_model.")
+        found[name.removeprefix("language_model.")] = tensor
+    return found
+
+
+def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Names and shapes of a Hugging Face checkpoint."""
+    D, H = config.hidden_size, config.head_dim
+    # the name that other families have for the norm before the MLP is that of the one behind
+    # attention here
+    shared = (weight for weight in hf_decoder(config) if weight.path != "layers/mlp_norm")
+    return (
+        *shared,
+        plain(HF_LAYER + "pre_feedforward_layernorm.weight", "layers/mlp_norm", D),
+        plain(HF_LAYER + "post_attention_layernorm.weight", "layers/attention_post_norm", D),
+        plain(HF_LAYER + "post_feedforward_layernorm.weight", "layers/mlp_post_norm", D),
+        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", H),
+        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", H),
+    )
+
+
+def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
+    return unstacked_arrays(hf_weights(config), path, array)
