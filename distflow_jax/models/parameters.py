@@ -56,7 +56,7 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
     layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
     d, f = c.hidden_size, c.mlp_size
     specs = {
-        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std, (1,)),
+        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "embedding"), std, (1,)),
         "layers/attention_norm": ParamSpec((layers, d), ("layers", "activation"), None),
         "layers/query": ParamSpec(
             (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std, (1,)
@@ -94,7 +94,7 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         for name in ("query", "key"):
             specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), None)
     if not c.tie_embeddings:
-        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
+        specs["head"] = ParamSpec((d, c.vocab_size), ("embedding", "vocab"), std, (0,))
     if c.lora is not None:
         for name in c.lora.targets:
             a, b = _adapter_specs(specs[f"layers/{name}"], c.lora.rank)

@@ -21,6 +21,7 @@ from distflow_jax.models.layer_weights import by_input, by_output
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
+from distflow_jax.parallel.pipeline import Body, scan_layers
 from distflow_jax.parallel.rules import constrain
 
 # (q, k, v, layer input) -> (attention output [B, T, N, H], layer output)
@@ -89,6 +90,7 @@ def hidden_states(
     dtype: Any = jnp.float32,
     remat: str = "none",
     route: Route | None = None,
+    microbatches: int = 0,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
 
@@ -96,23 +98,32 @@ def hidden_states(
     `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
     what the backward pass computes again instead of finding it in memory, see remat.py. `route`:
     chooses the experts in place of `moe.best`; layer outputs are then a pair, the attention's and
-    what `route` gave beside its choice.
+    what `route` gave beside its choice. Where the mesh has stages (parallel/pipeline.py), `attend`
+    and `route` are `jax.tree_util.Partial`s of arrays with rows in front, layer inputs have rows
+    behind the layers, layer outputs are sums over rows, and `microbatches` is the number of those
+    that go through the stages one by one.
     """
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-    tables = rope.rotary_tables(position_BT, frequencies)
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     x = constrain(x, "batch", "length", "activation")
     apart = isinstance(params["layers"], list)
-    body = rematerialised(_Layer(c, attend, tables, apart, route).apply, remat)
+
+    def body_of(rows: tuple[jax.Array, Attend, Route | None]) -> Body:
+        position, attend, route = rows
+        tables = rope.rotary_tables(position, frequencies)
+        return rematerialised(_Layer(c, attend, tables, apart, route).apply, remat)
+
+    rows = position_BT, attend, route
     if apart:
-        outputs = []
+        body, outputs = body_of(rows), []
         for number, weights in enumerate(params["layers"]):
             extra = jax.tree.map(lambda x, number=number: x[number], layer_inputs)
             x, kept = body(x, (weights, extra))
             outputs.append(kept)
         kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
     else:
-        x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs))
+        given = params["layers"], layer_inputs
+        x, kept = scan_layers(body_of, x, rows, *given, microbatches=microbatches)
     return rms_norm(x, params["final_norm"], c.norm_eps), kept
 
 
