@@ -33,6 +33,7 @@ from distflow_jax.parallel.mesh import (
     resolve_part,
     resolve_sizes,
 )
+from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.decode_state import (
     EngineConfig,
@@ -46,7 +47,9 @@ from distflow_jax.rollout.sizing import cache_bytes, fitting_slots, weight_bytes
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
+from distflow_jax.training.microbatch import check_stages_are_filled, microbatches_of_stages
 from distflow_jax.training.optimizer import OptimizerConfig
+from distflow_jax.types import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +157,31 @@ class Sizes:
     engine: EngineConfig
     forward: ForwardConfig
     micro_rows: int  # per data rank
+    microbatches: int  # that go through the stages of a mesh; 1 where no mesh has any
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
         """Mesh of a training role, or of one model of it."""
         return self.role_meshes.get(model or "", self.role_meshes.get(role, self.mesh))
+
+    def rows_at_a_time(self, layout: Layout) -> int:
+        """Rows per data rank that a program on a training mesh works on: a micro-batch, or all
+        those that go through the stages together."""
+        stages = dict(layout.axes).get("stage", 1)
+        return self.micro_rows * (self.microbatches if stages > 1 else 1)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step's compute time that a device waits for other stages, of the mesh
+        with the most of them."""
+        stages = max(m.stage for m in (self.mesh, *self.role_meshes.values()))
+        return bubble_share(stages, self.microbatches)
+
+    def _pipeline(self) -> list[tuple]:
+        if self.microbatches == 1:
+            return []
+        stages = max(m.stage for m in (self.mesh, *self.role_meshes.values()))
+        waits = f"{self.bubble_share:.0%} of its time a stage waits for others"
+        return [("pipeline", f"{stages} stages", f"x {self.microbatches} micro-batches; {waits}")]
 
     def _slots(self, config: Config, model: DecoderConfig, machine: Machine) -> str:
         ranks = machine.devices // self.rollout_tensor * self.sampler_hosts // machine.processes
@@ -224,6 +248,7 @@ class Sizes:
             ("attention in rows", *self._attention()),
             ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
             ("micro-batch", self.micro_rows * self.mesh.ranks, "rows over all data ranks"),
+            *self._pipeline(),
             *_offload_rows(config.training.offload, machine),
         ]
 
@@ -329,6 +354,8 @@ def derive_sizes(
         training.micro_batch_rows or mesh.ranks,
         {"data ranks (mesh.data x mesh.fsdp)": mesh.ranks},
     )
+    stages = [m.stage for m in (mesh, *roles.values())]
+    together = microbatches_of_stages(training.pipeline_microbatches, stages)
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
         raise ValueError(
@@ -339,7 +366,7 @@ def derive_sizes(
     chunk, keep_logits = logits_in_memory(
         training.logp_chunk,
         training.row_tokens,
-        rows=micro,
+        rows=micro * max((together // n for n in stages if n > 1), default=1),
         vocab=model.vocab_size // mesh.tensor,
         remat=training.remat,
     )
@@ -351,7 +378,7 @@ def derive_sizes(
         role_meshes=roles,
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
-        packing=_packing(config, graph, mini_prompts, micro, mesh, roles),
+        packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
         engine=_engine_config(config, model, machine, dtype, hosts),
         forward=ForwardConfig(
             dtype,
@@ -359,8 +386,10 @@ def derive_sizes(
             training.remat,
             attention_block(training.attention, training.row_tokens, machine.platform, pieces),
             keep_logits,
+            microbatches=together,
         ),
         micro_rows=micro,
+        microbatches=together,
     )
 
 
@@ -429,11 +458,14 @@ def _packing(
     config: Config,
     graph: Graph | None,
     mini_prompts: int,
-    micro: int,
+    micro: tuple[int, int],
     mesh: MeshSizes,
     roles: Mapping[str, MeshSizes],
 ) -> PackingPlan:
-    """Static rows of every training mesh, for `mini_prompts` prompts per mini-batch."""
+    """Static rows of every training mesh, for `mini_prompts` prompts per mini-batch.
+
+    `micro`: rows of a micro-batch per data rank, and how many go through stages together.
+    """
     training, prompt = config.training, config.data.max_prompt_length
     response = config.rollout.max_response_length
     pairs = graph is not None and trains_on_pairs(graph)
@@ -452,16 +484,18 @@ def _packing(
             f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
             f"training.row_tokens={limits.tokens} to that"
         )
-    actor = roles.get("ACTOR", mesh)
+    actor, together = roles.get("ACTOR", mesh), math.prod(micro)
 
     def room(rows: int, ranks: int) -> int:
-        return -(-rows // (ranks * micro)) * micro
+        return -(-rows // (ranks * together)) * together
 
     if pairs:
         whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
         needed = rows_bound(mini_prompts, longest_pair, whole)
     else:
         needed = rows_bound(mini_prompts * size, prompt + response, limits)
+    for sizes in (mesh, *roles.values()):
+        check_stages_are_filled(sizes, needed, *micro)
     most = room(needed, actor.ranks)
     # another layout takes the same rows, as they come, even where some are not filled well
     rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
@@ -502,6 +536,13 @@ def _role_sizes(
         machine = machine.part(part[1] - part[0])
     _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
     sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
+    if model.num_layers % sizes.stage:
+        common = math.gcd(model.num_layers, machine.devices)
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        raise ValueError(
+            f"{where}.stage={sizes.stage} does not divide the model's num_layers="
+            f"{model.num_layers}; use one of {fits}"
+        )
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
@@ -509,9 +550,20 @@ def _role_sizes(
             f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
             "devices"
         )
-    if sizes.context > 1:
-        what = f"{where}.context x {where}.tensor"
-        check_hosts(sizes.context * sizes.tensor, what, machine.processes, machine.local_devices)
+    together = sizes.fsdp * sizes.stage
+    if model.hidden_size % together:
+        fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
+        raise ValueError(
+            f"{where}.fsdp x {where}.stage={together} do not divide the model's hidden_size="
+            f"{model.hidden_size}, and that many devices share its embedding; use a product of "
+            f"{fits}, and {where}.data for copies on the other devices"
+        )
+    shared = {name: getattr(sizes, name) for name in ("stage", "context", "tensor")}
+    names = [name for name, size in shared.items() if size > 1]
+    if names and names != ["tensor"]:  # the width of a tensor group alone was checked above
+        what = " x ".join(f"{where}.{name}" for name in names)
+        width = math.prod(shared.values())
+        check_hosts(width, what, machine.processes, machine.local_devices)
     return sizes
 
 

@@ -152,7 +152,7 @@ class _Contexts:
             tokenizer=setup.source.tokenizer,
             algorithm=config.algorithm,
             forward=setup.sizes.forward,
-            shape=UpdateShape(self._meshes[layout], setup.sizes.micro_rows, limit),
+            shape=UpdateShape(self._meshes[layout], setup.sizes.rows_at_a_time(layout), limit),
             optimizer=optimizer,
             schedule=schedule,
             rollout=config.rollout,

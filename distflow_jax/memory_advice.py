@@ -125,11 +125,15 @@ def _recomputed(size: int, planned: Planned) -> float:
     logits, one layer, and the inputs of all."""
     model, sizes = planned.source.config, planned.sizes
     forward, item = sizes.forward, 2 if sizes.forward.compute_dtype == "bfloat16" else 4
-    rows = sizes.micro_rows
-    logits = min(size, 3 * 4 * rows * forward.logp_chunk * model.vocab_size // sizes.mesh.tensor)
-    tokens = rows * sizes.packing.limits.tokens // sizes.mesh.context
-    inputs = tokens * model.hidden_size * item * model.num_layers
-    return logits + (size - logits) / model.num_layers + inputs
+    mesh, rows = sizes.mesh, sizes.micro_rows
+    together = sizes.rows_at_a_time(mesh.layout) // rows  # micro-batches
+    of_head = rows * together // mesh.stage  # which stages divide
+    logits = min(size, 3 * 4 * of_head * forward.logp_chunk * model.vocab_size // mesh.tensor)
+    tokens = rows * sizes.packing.limits.tokens // mesh.context
+    # in a pipeline a layer has as many inputs as its stage has ticks
+    layers, ticks = model.num_layers // mesh.stage, together + mesh.stage - 1
+    inputs = tokens * model.hidden_size * item * layers * ticks
+    return logits + (size - logits) / (layers * ticks) + inputs
 
 
 def _smaller_cache(

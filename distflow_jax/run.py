@@ -216,7 +216,7 @@ class Run:
                 measured, stragglers = self.times.take(self.step, seconds, metrics, received)
                 metrics |= measured
                 if first:
-                    metrics |= self._memory_metrics()
+                    metrics |= self._planned_metrics()
                 self.writer.stragglers(self.step, stragglers)
                 self.writer.metrics(self.step, metrics)
                 line.update(self.step, metrics)
@@ -435,10 +435,13 @@ class Run:
             if setup.loader.dropped:
                 log.warning("%d overlong prompts were dropped", setup.loader.dropped)
 
-    def _memory_metrics(self) -> dict[str, float]:
+    def _planned_metrics(self) -> dict[str, float]:
         """What lies on a device between two steps, of this process the fullest, beside what was
-        planned, in GiB."""
-        return {
+        planned, in GiB; and the share of time that stages were planned to wait, if there are any.
+        """
+        bubble = self.setup.sizes.bubble_share
+        waits = {"perf/pipeline_bubble": bubble} if bubble else {}
+        return waits | {
             "perf/memory_live_gb": device_memory.live_bytes() / GIB,
             "perf/memory_live_planned_gb": self.memory.between / GIB,
             "perf/memory_planned_gb": self.memory.fullest.total / GIB,

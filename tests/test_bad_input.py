@@ -310,6 +310,26 @@ SIZES = [
         "mesh.context=8 ; training.attention=blocks",
         "row_tokens=256; use 1024, or attention='masked'",
     ),
+    (
+        "mesh.stage=8",
+        "mesh.stage=8 does not divide the model's num_layers=4; use one of [1, 2, 4]",
+    ),
+    (
+        "mesh.stage=2 ; training.pipeline_microbatches=3",
+        "training.pipeline_microbatches=3 is not divisible by mesh.stage=2; use 2 or 4",
+    ),
+    (
+        "training.pipeline_microbatches=4",
+        "is for a mesh with stages, and mesh.stage is 1; use 0, or mesh.stage above 1",
+    ),
+    (
+        "mesh.stage=2 ; training.pipeline_microbatches=64",
+        "mesh.stage=2 works on 64 micro-batches of 4 rows at once, and an optimizer step fills at",
+    ),
+    (
+        "mesh.stage=2 ; training.micro_batch_rows=64",
+        "use training.micro_batch_rows=",
+    ),
     ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),
     ("mesh.data=2 ; training.micro_batch_rows=4", "(mesh.data x mesh.fsdp)=8; use 8"),
     (

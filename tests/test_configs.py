@@ -191,6 +191,31 @@ def test_devices_share_rows():
     assert table["row"] == (512, text)
 
 
+FOUR_LAYERS = dataclasses.replace(MODEL, num_layers=4)
+
+
+def test_stages_share_the_layers():
+    config = config_of("tiny", "mesh.stage=4", "training.pipeline_microbatches=12")
+    sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
+    assert (sizes.mesh.ranks, sizes.mesh.stage, sizes.micro_rows) == (2, 4, 1)
+    assert sizes.mesh.describe()[0] == "fsdp 2 x stage 4 x tensor 1"
+    assert sizes.rows_at_a_time(sizes.mesh.layout) == 12
+    assert sizes.packing.rows[sizes.mesh.layout] % 12 == 0
+    assert sizes.forward.microbatches == 12
+    table = {row[0]: row[1:] for row in sizes.table(config, FOUR_LAYERS, EIGHT)}
+    waits = "x 12 micro-batches; 20% of its time a stage waits for others"
+    assert table["pipeline"] == ("4 stages", waits)
+
+
+def test_a_role_without_stages_takes_its_rows_as_ever():
+    roles = "mesh.roles={'REFERENCE': {'data': 8}, 'CRITIC': {'stage': 2}}"
+    sizes = derive_sizes(config_of("tiny", "mesh.stage=4", roles), FOUR_LAYERS, EIGHT)
+    assert sizes.microbatches == 4  # which the two stages of the critic divide too
+    of_role = {name: sizes.rows_at_a_time(mesh.layout) for name, mesh in sizes.role_meshes.items()}
+    assert of_role == {"REFERENCE": 1, "CRITIC": 4}
+    assert sizes.bubble_share == 3 / 7
+
+
 def test_roles_have_parts_of_every_host():
     parts = "mesh.roles={'REFERENCE': {'devices': '2:4', 'tensor': 2}}"
     config = config_of("tiny", "mesh.devices=0:2", parts, "algorithm.kl_coef=0.1")

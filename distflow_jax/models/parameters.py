@@ -58,7 +58,7 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
     unit = 0.0 if c.norm_offset else None  # at birth a norm multiplies with 1
     norm = ParamSpec((layers, d), ("layers", "activation"), unit)
     specs = {
-        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "hidden"), std, (1,)),
+        "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "embedding"), std, (1,)),
         "layers/attention_norm": norm,
         "layers/query": ParamSpec(
             (layers, d, n, h), ("layers", "hidden", "heads", "head_dim"), std, (1,)
@@ -98,7 +98,7 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         for name in ("query", "key"):
             specs[f"layers/{name}_norm"] = ParamSpec((layers, h), ("layers", "head_dim"), unit)
     if not c.tie_embeddings:
-        specs["head"] = ParamSpec((d, c.vocab_size), ("hidden", "vocab"), std, (0,))
+        specs["head"] = ParamSpec((d, c.vocab_size), ("embedding", "vocab"), std, (0,))
     if c.lora is not None:
         for name in c.lora.targets:
             a, b = _adapter_specs(specs[f"layers/{name}"], c.lora.rank)

@@ -22,6 +22,7 @@ from distflow_jax.models.layer_weights import by_input, by_output
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
+from distflow_jax.parallel.pipeline import Body, scan_layers
 from distflow_jax.parallel.rules import constrain
 
 # (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Of a model with a sliding
@@ -101,6 +102,7 @@ def hidden_states(
     dtype: Any = jnp.float32,
     remat: str = "none",
     route: Route | None = None,
+    microbatches: int = 0,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
 
@@ -108,27 +110,34 @@ def hidden_states(
     `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
     what the backward pass computes again instead of finding it in memory, see remat.py. `route`:
     chooses the experts in place of `moe.best`; layer outputs are then a pair, the attention's and
-    what `route` gave beside its choice.
+    what `route` gave beside its choice. Where the mesh has stages (parallel/pipeline.py), `attend`
+    and `route` are `jax.tree_util.Partial`s of arrays with rows in front, layer inputs have rows
+    behind the layers, layer outputs are sums over rows, and `microbatches` is the number of those
+    that go through the stages one by one.
     """
-    rotations = _rotations(c, position_BT)
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     if c.embed_scale:
         x = x * jnp.asarray(c.hidden_size**0.5, dtype)
     x = constrain(x, "batch", "length", "activation")
     apart = isinstance(params["layers"], list)
-    layer = _Layer(c, attend, rotations, apart, route)
-    body = rematerialised(layer.apply, remat)
-    windows = layer_windows(c)
+
+    def body_of(rows: tuple[jax.Array, Attend, Route | None]) -> Body:
+        position, attend, route = rows
+        layer = _Layer(c, attend, _rotations(c, position), apart, route)
+        return rematerialised(layer.apply, remat)
+
+    rows, windows = (position_BT, attend, route), layer_windows(c)
     if apart:
-        outputs = []
+        body, outputs = body_of(rows), []
         for number, weights in enumerate(params["layers"]):
-            inputs = (layer_inputs, windows)
-            of_layer = jax.tree.map(lambda x, number=number: x[number], inputs)
-            x, kept = body(x, (weights, *of_layer))
+            inputs = (windows, layer_inputs)
+            window, extra = jax.tree.map(lambda x, number=number: x[number], inputs)
+            x, kept = body(x, ((weights, window), extra))
             outputs.append(kept)
         kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
     else:
-        x, kept = jax.lax.scan(body, x, (params["layers"], layer_inputs, windows))
+        layers = params["layers"], windows
+        x, kept = scan_layers(body_of, x, rows, layers, layer_inputs, microbatches=microbatches)
     return rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset), kept
 
 
@@ -164,9 +173,9 @@ class _Layer:
     route: Route | None
 
     def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer of `inputs` (weights, layer input, window); its
+        """The residual stream after the layer of `inputs` ((weights, window), layer input); its
         output."""
-        w, extra, window = inputs
+        (w, window), extra = inputs
         c = self.config
         h = self.norm(x_BTD, w["attention_norm"])
         h, kept = self.attention(h, w, extra, window)

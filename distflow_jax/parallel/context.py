@@ -115,7 +115,7 @@ def _as_ranks(x: jax.Array) -> jax.Array:
 def _as_batch(x: jax.Array) -> jax.Array:
     """[ranks, c, m, ...] -> [R c, ...], divided over ranks and the devices that share a row."""
     x = x.reshape(-1, *x.shape[3:])
-    return constrain(x, "batch", *["length"] * (x.ndim - 1))
+    return constrain(x, "parts", *["length"] * (x.ndim - 1))
 
 
 def _as_rows(x: jax.Array) -> jax.Array:

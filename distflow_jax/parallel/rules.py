@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
 # replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),  # packed rows, and what is known of each
     "context": ("context",),  # parts of a row (context.py)
-    # of a network's activations: parts of rows in training, slots of a sampler
-    "batch": ("data", "fsdp", "context"),
+    "parts": ("data", "fsdp", "context"),  # the parts of all rows
+    # of a network's activations: parts of rows in training, slots of a sampler. Stages have a share
+    # of them before the first layer and behind the last; between, each works on all (pipeline.py)
+    "batch": ("data", "fsdp", "context", "stage"),
     "length": (),
-    "layers": (),
+    "layers": ("stage",),
     "blocks": (),
-    "hidden": ("fsdp",),  # of parameters: gathered layer by layer; the others have copies
+    "hidden": ("fsdp",),  # of layers' parameters: gathered layer by layer; the others have copies
+    "embedding": ("fsdp", "stage"),  # the same dim of tables that belong to no layer
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -39,6 +42,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
 _REPLICATE_WHERE_INDIVISIBLE = {"batch", "kv_heads"}
 
 _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+_divided: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "divided", default=frozenset()
+)
 
 
 def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
@@ -66,7 +72,8 @@ def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) ->
 
 def _held(mesh: Mesh, name: str) -> dict[str, int]:
     """The mesh axes over which a dim of that name is divided, and their sizes."""
-    return {axis: mesh.shape[axis] for axis in RULES[name] if mesh.shape.get(axis, 1) > 1}
+    axes = (axis for axis in RULES[name] if axis not in _divided.get())
+    return {axis: mesh.shape[axis] for axis in axes if mesh.shape.get(axis, 1) > 1}
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -110,12 +117,35 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         _active_mesh.reset(token)
 
 
+@contextlib.contextmanager
+def divided(axis: str) -> Iterator[None]:
+    """Within it, arrays are what a device has of them along a mesh axis, which no dim is divided
+    over any more: for the body of a shard_map over that axis alone. Enter it within `use_mesh`."""
+    token = _divided.set(_divided.get() | {axis})
+    try:
+        yield
+    finally:
+        _divided.reset(token)
+
+
+def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
+    """`mesh` for what is laid out on the axes that are not divided yet: inside a shard_map JAX
+    takes only its own view of the mesh."""
+    return jax.sharding.get_abstract_mesh() if _divided.get() else mesh
+
+
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
     """Pins the layout of an activation by the names of its dims; no effect outside `use_mesh`."""
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
+    spec = partition_spec(mesh, axes, x.shape)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(mesh), spec))
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh of `use_mesh`; None outside."""
+    return _active_mesh.get()
 
 
 def width(name: str) -> int:
@@ -175,7 +205,7 @@ def local(
 
     return jax.shard_map(
         on_device,
-        mesh=mesh,
+        mesh=_mesh_here(mesh),
         in_specs=tuple(map(specs, axes, arguments)),
         out_specs=partition_spec(mesh, out, shape),
         check_vma=False,  # loops whose length differs from device to device

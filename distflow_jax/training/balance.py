@@ -89,7 +89,7 @@ def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
 
-    def route(probability, extra):
+    def route(rows, tokens, probability, _):
         expert = best(probability, count)
         iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, experts), 3)
         through = jnp.sum(expert[..., None] == iota, axis=2, dtype=jnp.int32)
@@ -98,7 +98,7 @@ def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
         mean = _of_sequences(probability, rows) / tokens
         return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)))
 
-    return route
+    return jax.tree_util.Partial(route, rows, tokens)
 
 
 class _Counts(NamedTuple):

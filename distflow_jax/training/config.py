@@ -16,6 +16,9 @@ class TrainingConfig:
     row_tokens: int = 256  # L: tokens per packed row
     row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
     micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
+    # micro-batches of micro_batch_rows that follow each other through the stages of mesh.stage, a
+    # multiple of these: stages wait less the more there are; 0: as many as stages
+    pipeline_microbatches: int = 0
     share_prompts: bool = True  # a prompt stands once in a row for all its responses there
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
     # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
@@ -47,6 +50,7 @@ class TrainingConfig:
             "row_sequences",
             "micro_batch_rows",
             "logp_chunk",
+            "pipeline_microbatches",
             "max_nonfinite",
             "balance_coef",
             "device_memory_gib",

@@ -6,18 +6,18 @@ R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import Reach, Tiles, block_attention, either, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
-from distflow_jax.models.transformer import bind
+from distflow_jax.models.transformer import Attend, bind
 from distflow_jax.parallel import context
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.balance import balancing_route, watching
@@ -33,6 +33,7 @@ class ForwardConfig:
     remat: str = "full"  # what the backward pass computes again, see models/remat.py
     attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
     keep_logits: bool = False  # for the backward pass, which computes them again otherwise
+    microbatches: int = 0  # that follow each other through the stages; 0: as many as stages
 
 
 # sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
@@ -88,11 +89,8 @@ def parent_segment(rows: Rows) -> jax.Array:
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
 
 
-def _attend(rows: Rows, block: int, sliding_window: int) -> Callable[..., jax.Array]:
-    """(q, k, v) -> attention over packed rows, or over the parts of rows that devices share.
-
-    With a `sliding_window` (q, k, v, window), int32: that of a layer, UNLIMITED where it sees all.
-    """
+def _attend(rows: Rows, block: int, sliding_window: int) -> Attend:
+    """Attention over packed rows, or over the parts of rows that devices share."""
     segment, parent = context.divide(rows.segment), context.divide(parent_segment(rows))
     in_row = None
     if context.parts_of_row() > 1:
@@ -102,39 +100,51 @@ def _attend(rows: Rows, block: int, sliding_window: int) -> Callable[..., jax.Ar
             context.in_gathered_order(rows.segment),
             context.in_gathered_order(place),
         )
+    positions = near = None
     if sliding_window:
         positions = context.divide(rows.position), context.in_gathered_order(rows.position)
-    across = mesh_axes("context")
     if block:
+        across = mesh_axes("context")
         assert not across or segment.shape[1] % (2 * block) == 0, (segment.shape, block)
         pairs = tiles_of(segment, parent, block, in_row)
-        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
         if sliding_window:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
-        pairs, of_pairs = packed_mask(segment, parent, in_row), ("batch", "length", "length")
+        pairs = packed_mask(segment, parent, in_row)
+    return Partial(_attend_pairs, pairs, near, positions)
+
+
+def _attend_pairs(
+    pairs: Tiles | jax.Array, near: Tiles | None, positions: Any, q, k, v, _, window=None
+) -> tuple[jax.Array, None]:
+    """Attention over the pairs of tokens that a mask or tiles allow; an Attend, given these.
+
+    Of layers with a `window`: those within it, by the positions of queries and keys; `near` are the
+    tiles that hold any.
+    """
+    across, tiled = mesh_axes("context"), isinstance(pairs, Tiles)
+    of_pairs = ("batch", "length", "length")
+    if tiled:
+        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
 
     def on_device(q, k, v, pairs, *reach):
-        if block:
+        if tiled:
             return block_attention(q, k, v, pairs, across, *reach)
         if across:
             k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
         return masked_attention(q, k, v, pairs)
 
-    def attend(q, k, v, window=None):
-        heads = ("batch", "length", "heads", "head_dim")
-        if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        arguments, dims = (q, k, v, pairs), (heads, heads, heads, of_pairs)
-        if window is not None and block:
-            tiles = either(window < UNLIMITED, near, pairs)
-            arguments = (q, k, v, tiles, Reach(*positions, window))
-            dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
-        elif window is not None:
-            arguments = (q, k, v, pairs & within(*positions, window))
-        return local(on_device, arguments, dims, heads, shape=q.shape)
-
-    return attend
+    heads = ("batch", "length", "heads", "head_dim")
+    if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    arguments, dims = (q, k, v, pairs), (heads, heads, heads, of_pairs)
+    if window is not None and tiled:
+        tiles = either(window < UNLIMITED, near, pairs)
+        arguments = (q, k, v, tiles, Reach(*positions, window))
+        dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
+    elif window is not None:
+        arguments = (q, k, v, pairs & within(*positions, window))
+    return local(on_device, arguments, dims, heads, shape=q.shape), None
 
 
 def packed_hidden(
@@ -145,17 +155,17 @@ def packed_hidden(
     Where devices share a row they are those of its parts (parallel/context.py): [R c, L / c, D].
     Tells `balance.watched` of a mixture's routers.
     """
-    attend = _attend(rows, config.attention_block, model.sliding_window)
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
     found = watching() if model.num_experts else None
     hidden, kept = decoder.hidden(
         context.divide(rows.tokens),
         context.divide(rows.position),
-        lambda q, k, v, _, *window: (attend(q, k, v, *window), None),
+        _attend(rows, config.attention_block, model.sliding_window),
         dtype=dtype,
         remat=config.remat,
         route=None if found is None else balancing_route(rows, model),
+        microbatches=config.microbatches,
     )
     if found is not None:
         found.append(kept[1])

@@ -2,15 +2,64 @@
 
 Rows lie rank-major: [R, ...] = [ranks, steps, micro, ...]; a micro-batch takes `micro` rows of each
 rank, so that nothing moves between ranks. How many are worked off is a traced number, the same on
-every device: empty rows cost nothing and nothing recompiles.
+every device: empty rows cost nothing and nothing recompiles. Where the mesh has stages, a step
+takes several micro-batches at once, which follow each other through them (parallel/pipeline.py).
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.parallel.mesh import MeshSizes
 from distflow_jax.parallel.rules import constrain
+
+
+def microbatches_of_stages(asked: int, stages: Sequence[int]) -> int:
+    """How many micro-batches go through the stages at once, for training.pipeline_microbatches.
+
+    `stages`: those of every training mesh; each divides the number. 1 where none has any.
+    """
+    unit = math.lcm(*stages)
+    if asked > 1 and unit == 1:
+        raise ValueError(
+            f"training.pipeline_microbatches={asked} is for a mesh with stages, and mesh.stage is "
+            "1; use 0, or mesh.stage above 1"
+        )
+    if asked % unit:
+        low, high = asked // unit * unit, -(-asked // unit) * unit
+        raise ValueError(
+            f"training.pipeline_microbatches={asked} is not divisible by mesh.stage={unit}; use "
+            f"{f'{low} or {high}' if low else high}"
+        )
+    return asked or unit
+
+
+def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:
+    """ValueError where an optimizer step of at most `rows` rows would leave micro-batches empty.
+
+    `micro`: rows of a micro-batch per data rank; `microbatches` of them go through the stages at
+    once.
+    """
+    of_one = mesh.ranks * micro
+    if mesh.stage == 1 or rows >= of_one * microbatches:
+        return
+    if rows >= of_one * mesh.stage:
+        fix = f"training.pipeline_microbatches={rows // of_one // mesh.stage * mesh.stage}"
+    elif rows >= mesh.ranks * mesh.stage:
+        most = rows // (mesh.ranks * mesh.stage)
+        fix = f"training.micro_batch_rows={most * mesh.ranks}"
+    elif rows >= mesh.stage:
+        fix = f"at most {rows // mesh.stage} data ranks (mesh.data x mesh.fsdp)"
+    else:
+        fix = f"a mesh.stage of at most {rows}"
+    raise ValueError(
+        f"mesh.stage={mesh.stage} works on {microbatches} micro-batches of {of_one} rows at once, "
+        f"and an optimizer step fills at most {rows} rows; use {fix}, more prompts "
+        "(data.prompts_per_step) or shorter rows (training.row_tokens)"
+    )
 
 
 def split(tree: Any, ranks: int, micro: int) -> Any:

@@ -25,7 +25,7 @@ class UpdateShape:
     """Static facts of a training program."""
 
     mesh: jax.sharding.Mesh
-    micro_rows: int  # rows per data rank worked on at a time
+    micro_rows: int  # rows per data rank worked on at a time; with stages those in the pipeline
     max_response: int  # longest response in tokens
 
     @property

@@ -148,7 +148,7 @@ def test_copies_of_parameters_and_rows_over_all_ranks():
     [
         ((1, 3), "mesh axis tensor=3 does not divide .*=.*; use tensor="),
         ((1, 8), "mesh axis tensor=8 does not divide heads=4; use tensor=4"),
-        ((5, 1), "mesh axis fsdp=5 does not divide hidden=64; use fsdp=4"),
+        ((5, 1), "mesh axis fsdp=5 does not divide embedding=64; use fsdp=4"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(axes, message):

@@ -95,7 +95,8 @@ def main():
     machinery.compile()
     units = {unit.name: unit for unit in setup.plan.units}
     update = machinery.runners["actor_train"]
-    shape = UpdateShape(mesh, setup.sizes.micro_rows, 16)
+    rows = setup.sizes.rows_at_a_time(setup.sizes.mesh.layout)
+    shape = UpdateShape(mesh, rows, 16)
 
     @jax.jit
     def gradient(params, batch):

@@ -65,6 +65,18 @@ SLOW = {
     "data 2 x context 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.context=2", "mesh.tensor=2"]
     ),
+    "2 processes x 4 devices, fsdp 2 x stage 2 x tensor 2": dict(
+        devices=8, processes=2, overrides=["mesh.stage=2", "mesh.tensor=2"]
+    ),
+    "4 processes x 2 devices, layers over 2 of them, reference fsdp 4": dict(
+        devices=8,
+        processes=4,
+        overrides=[
+            "mesh.stage=4",
+            "training.pipeline_microbatches=8",
+            "mesh.roles={'REFERENCE': {'tensor': 2}}",
+        ],
+    ),
     "4 processes x 2 devices, a row over 2 of them, reference over 1": dict(
         devices=8,
         processes=4,

@@ -51,6 +51,7 @@ def lay(rows, places, ranks, room):
         (MeshSizes(1, 2, (6, 8)), MeshSizes(2, 2, (0, 4))),
         (MeshSizes(3, 1, (5, 8)), MeshSizes(4, 1, (0, 4))),
         (MeshSizes(2, 1, (0, 4), data=2), MeshSizes(1, 2, (4, 8), data=2)),
+        (MeshSizes(2, 1, (0, 4), stage=2), MeshSizes(1, 1, (4, 8), stage=4)),
     ],
     ids=str,
 )

@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 from gradients import LENGTH, MODELS, ROWS, assert_same, gradient
 
-AXES = ("data", "fsdp", "context", "tensor")
-DEVICES, COMBINATIONS = 8, 20
+AXES = ("data", "fsdp", "stage", "context", "tensor")
+DEVICES, COMBINATIONS = 8, 24
+MOST = {"stage": 4, "tensor": 4}  # 4 layers, 4 heads
 
 
 def combination(seed: int) -> tuple[str, dict, dict]:
     """(model, sizes of axes, other choices): all three factors of 2 go to any axis."""
     rng = np.random.default_rng(seed)
     axes = dict.fromkeys(AXES, 1)
-    for axis in rng.choice(AXES, int(math.log2(DEVICES))):
-        # 4 heads
-        axes["data" if axis == "tensor" and axes["tensor"] == 4 else str(axis)] *= 2
-    rows = ROWS // (axes["data"] * axes["fsdp"])
+    for axis in map(str, rng.choice(AXES, int(math.log2(DEVICES)))):
+        axes["data" if axes[axis] == MOST.get(axis) else axis] *= 2
+    rows, stages = ROWS // (axes["data"] * axes["fsdp"]), axes["stage"]
+    micro = int(rng.choice([n for n in (1, 2, 4, 8) if rows % n == n % stages == 0]))
     options = dict(
-        micro=int(rng.choice([n for n in (1, 2, 4, 8) if rows % n == 0])),
+        micro=micro,
+        microbatches=int(rng.choice([n for n in (2, 4, 8) if micro % n == n % stages == 0] or [0])),
         block=int(rng.choice([0, LENGTH // (2 * axes["context"]) // 2])),
         remat=str(rng.choice(["none", "dots", "attention", "full"])),
         shared=bool(rng.integers(2)),
@@ -35,7 +37,7 @@ def named(seed: int) -> str:
 
 
 # in every test run: one with adapters and a mixture, with all axes between them
-QUICK = (5, 8)
+QUICK = (10, 23)
 
 
 @pytest.mark.parametrize(

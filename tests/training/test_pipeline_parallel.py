@@ -1,0 +1,133 @@
+"""Stages that each have a part of the layers give what one device gives, whatever else divides.
+
+More combinations of axes: test_axes.py; other objectives: test_mesh_of_objectives.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+from gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
+from tiny_model import mesh_of
+
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.models.config import scalar_model
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
+from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
+from distflow_jax.training.predict import make_logp, make_values
+from distflow_jax.training.state import abstract_state, init_state
+from distflow_jax.training.update import UpdateShape
+from distflow_jax.types import flatten_dict
+
+DENSE = MODELS["dense"]
+OPTIMIZER = make_optimizer(OptimizerConfig(), 1)
+MESHES = {
+    "stage 2": dict(fsdp=1, tensor=1, stage=2),
+    "stage 4": dict(fsdp=1, tensor=1, stage=4),
+    "fsdp 2 x stage 2": dict(fsdp=2, tensor=1, stage=2),
+    "stage 2 x context 2": dict(fsdp=1, tensor=1, stage=2, context=2),
+    "data 2 x fsdp 2 x stage 2": dict(fsdp=2, tensor=1, data=2, stage=2),
+    "fsdp 2 x stage 2 x tensor 2": dict(fsdp=2, tensor=2, stage=2),
+    "fsdp 2 x stage 2 x context 2": dict(fsdp=2, tensor=1, stage=2, context=2),
+}
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "model, mesh, options",
+    [
+        ("dense", "fsdp 2 x stage 2", dict(micro=4, microbatches=4, block=32, remat="full")),
+        slow("dense", "stage 2 x context 2", dict(micro=8, microbatches=4, block=16)),
+        slow("dense", "stage 2", dict(micro=8, microbatches=8)),
+        slow("dense", "stage 2", dict(micro=4, shared=False, remat="dots")),
+        slow("dense", "stage 4", dict(micro=8, microbatches=4, block=32)),
+        slow("dense", "data 2 x fsdp 2 x stage 2", dict(micro=2, remat="attention")),
+        slow("mixture", "stage 2", dict(micro=4, remat="full")),
+        slow("mixture", "fsdp 2 x stage 2 x tensor 2", dict(micro=2)),
+        slow("adapters", "stage 2", dict(micro=2, remat="full")),
+        slow("adapters", "fsdp 2 x stage 2 x tensor 2", dict(micro=4, block=32)),
+        slow("adapters", "fsdp 2 x stage 2 x context 2", dict(micro=2)),
+    ],
+)
+def test_loss_and_gradient_are_those_of_one_device(model, mesh, options):
+    one = gradient(MODELS[model], fsdp=1, tensor=1, shared=options.get("shared", True))
+    assert_same(gradient(MODELS[model], **options, **MESHES[mesh]), one)
+
+
+@pytest.mark.parametrize(
+    "what, mesh",
+    [
+        ("logp", "stage 2"),
+        slow("logp", "fsdp 2 x stage 2 x tensor 2"),
+        slow("values", "fsdp 2 x stage 2 x context 2"),
+    ],
+)
+def test_predictions_go_through_the_stages(what, mesh):
+    """[K, R, L] of several mini-batches, each with empty rows."""
+    rows = jax.tree.map(lambda x: np.stack([x, x[::-1]]), batch().rows)
+    forward = ForwardConfig(logp_chunk=16)
+
+    def run(mesh):
+        shape, critic = UpdateShape(mesh, 2, 40), scalar_model(DENSE, head_stddev=0.1)
+        network = DENSE if what == "logp" else critic
+        params = jax.device_put(params_of(network), param_shardings(network, mesh))
+        if what == "logp":
+            logp = make_logp(shape=shape, model=network, forward=forward)
+            return np.asarray(logp(params, rows, TEMPERATURE))
+        return np.asarray(make_values(shape=shape, model=network, forward=forward)(params, rows))
+
+    got, want = run(mesh_of(**MESHES[mesh])), run(mesh_of(1, 1))
+    assert np.abs(want).max() > 1
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_each_stage_holds_its_layers_and_a_share_of_the_embedding():
+    mesh = mesh_of(2, 1, stage=2)
+    state = abstract_state(DENSE, OPTIMIZER, mesh)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    params = flatten_dict(state.params)
+    assert len(moments) == 2 * len(params)
+    for x in [*params.values(), *moments]:
+        held = np.prod(x.sharding.shard_shape(x.shape)) / np.prod(x.shape)
+        # norms are whole on the data ranks, and the last one everywhere
+        assert held == {1: 1, 2: 1 / 2 if x.shape[0] == 4 else 1 / 4}.get(x.ndim, 1 / 4), x
+
+
+@pytest.mark.parametrize(
+    "there, back",
+    [
+        (dict(fsdp=1, tensor=2, stage=4), dict(fsdp=4, tensor=2)),
+        (dict(fsdp=1, tensor=1), dict(fsdp=2, tensor=1, stage=2)),
+    ],
+)
+def test_a_checkpoint_fits_any_number_of_stages(tmp_path, there, back):
+    there, back = mesh_of(**there), mesh_of(**back)
+    params = jax.device_put(params_of(DENSE), param_shardings(DENSE, there))
+    state = init_state(params, DENSE, OPTIMIZER, there)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    wanted = abstract_state(DENSE, OPTIMIZER, back)
+    _, restored, _ = checkpointer.restore(None, wanted)
+    checkpointer.close()
+    for got, want, like in zip(*map(jax.tree.leaves, (restored, state, wanted)), strict=True):
+        assert got.sharding == like.sharding
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "sizes", [MeshSizes(2, 1, stage=4), MeshSizes(1, 2, (0, 4), stage=2)], ids=str
+)
+def test_the_sampler_gets_the_layers_of_all_stages(sizes):
+    """Of all devices, and of a part of every host's."""
+    whole = params_of(DENSE)
+    params = jax.device_put(whole, param_shardings(DENSE, role_mesh(sizes)))
+    sync = WeightSync(param_shardings(DENSE, replica_mesh(2)), sampler_mesh(2), "float32")
+    for got, want in zip(*map(jax.tree.leaves, (sync(params), whole)), strict=True):
+        assert len(got.addressable_shards) == 8
+        np.testing.assert_array_equal(np.asarray(got), want)
