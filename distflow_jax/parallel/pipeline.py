@@ -110,8 +110,7 @@ def _on_stage(number, x, rows, layers, inputs, *, body_of, axis, stages):
     all rows, its layers and their inputs -> M / S of those that leave, and its layers' outputs."""
     stage, last, groups = number[0], stages - 1, x.shape[0]
     with divided(axis):
-        # every stage gets all that enters, which the first one alone needs
-        entering = _by_micro_batch(jax.lax.all_gather(x, axis, axis=1, tiled=True))
+        entering = _by_micro_batch(_to_first(x, axis, stages))
         count = len(entering)
         nothing = jnp.zeros((last, *entering.shape[1:]), entering.dtype)
         ticks = jnp.arange(count + last, dtype=jnp.int32)
@@ -130,10 +129,25 @@ def _on_stage(number, x, rows, layers, inputs, *, body_of, axis, stages):
         _, (left, kept) = jax.lax.scan(tick, jnp.zeros_like(entering[0]), each)
         # stage s is idle in its first s ticks and in its last S - 1 - s
         kept = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, stage, count).sum(0), kept)
-        left = jnp.where(stage == last, left[last:], 0)
-        left = jax.lax.psum_scatter(left, axis, scatter_dimension=0, tiled=True)
+        left = _from_last(left[last:], stage, axis, stages)
     left = left.reshape(len(left), groups, -1, *left.shape[2:])
     return left.swapaxes(0, 1), kept
+
+
+# Rows go in and out by permutations, which add nothing up: only stages that need them get them, and
+# XLA:CPU has no sums in bfloat16 over an axis of a shard_map that leaves others to it.
+def _to_first(x: jax.Array, axis: str, stages: int) -> jax.Array:
+    """[G, M / S, ...] of each stage -> [G, M, ...] of the first one; the others' are of no use."""
+    come = [jax.lax.ppermute(x, axis, [(s, 0)]) for s in range(1, stages)]
+    return jnp.concatenate([x, *come], axis=1)
+
+
+def _from_last(x: jax.Array, stage: jax.Array, axis: str, stages: int) -> jax.Array:
+    """[M, ...] of the last stage -> [M / S, ...] of each one, whose number is `stage`."""
+    *shares, own = jnp.split(x, stages)
+    # zeros come to all stages but the one that is meant
+    gone = [jax.lax.ppermute(share, axis, [(stages - 1, s)]) for s, share in enumerate(shares)]
+    return jnp.where(stage == stages - 1, own, sum(gone))
 
 
 def _by_micro_batch(x: jax.Array) -> jax.Array:

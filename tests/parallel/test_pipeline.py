@@ -96,7 +96,7 @@ def test_stages_give_what_one_device_gives(axes, microbatches):
 def assert_layers_stay(text):
     """What goes from stage to stage are rows; weights and their gradients stay where they are."""
     found = hlo.read(text).collectives
-    assert {"collective-permute", "all-gather"} <= {one.kind for one in found}
+    assert "collective-permute" in {one.kind for one in found}
     for one in found:
         assert one.bytes <= 64 or one.bytes % (4 * LENGTH * WIDTH) == 0, one
 

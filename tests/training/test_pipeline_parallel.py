@@ -59,6 +59,22 @@ def test_loss_and_gradient_are_those_of_one_device(model, mesh, options):
     assert_same(gradient(MODELS[model], **options, **MESHES[mesh]), one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model, options", [("mixture", {}), ("dense", dict(block=32))])
+def test_bfloat16_goes_through_the_stages(model, options):
+    """Rounded as much as on one device: XLA:CPU once had no program for it."""
+
+    def of(**axes):
+        grads, _ = gradient(MODELS[model], micro=4, dtype="bfloat16", **options, **axes)
+        leaves = jax.tree.leaves(grads)
+        return np.concatenate([np.ravel(x).astype(np.float64) for x in leaves])
+
+    exact, _ = gradient(MODELS[model], fsdp=1, tensor=1)
+    exact = np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(exact)])
+    one, stages = of(fsdp=1, tensor=1), of(fsdp=2, tensor=1, stage=2, context=2)
+    assert np.linalg.norm(stages - exact) < 1.5 * np.linalg.norm(one - exact)
+
+
 @pytest.mark.parametrize(
     "what, mesh",
     [
