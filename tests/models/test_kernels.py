@@ -147,7 +147,10 @@ def test_rows_see_from_their_first_token_on(implementation, dtype, rows):
     assert nothing.any(axis=(1, 2)).all() and not nothing[5].all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    ["reference", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "tpu"))],
+)
 def test_a_window_that_reaches_everything_changes_nothing(implementation):
     width = WIDTH[implementation]
     case = make_case(ragged(width), width=width)
@@ -247,9 +250,11 @@ def test_merge_of_parts_far_apart_neither_overflows_nor_loses_the_larger():
     [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("tpu", marks=pytest.mark.tpu)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_compiled_for_a_device(platform, dtype):
+@pytest.mark.parametrize("windows", [False, True])
+def test_compiled_for_a_device(platform, dtype, windows):
     # JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/models/test_kernels.py
     case = make_case(ragged(128), width=128, head_dim=64, dtype=dtype)
+    case = with_windows(case, 128) if windows else case
     case = jax.device_put(case, jax.devices(platform)[0])
     run = functools.partial(partial_attention, implementation=implementation_for(platform))
     # exponentials of accelerators are good to about six digits

@@ -50,7 +50,7 @@ SLOW = {
     "int8 cache": dict(cache_dtype="int8"),
     "data and tensor ranks": dict(axes=(2, 2), prefill_tokens=16),
     "few responses left": dict(slots=16, samples=1),
-    "weights stacked": dict(weights="stacked"),
+    "guesses, with layers apart": dict(speculative_tokens=3, prefill_tokens=16),
     "guesses, by the kernels": dict(speculative_tokens=3, attention="reference"),
     "the kernels' int8 cache": dict(cache_dtype="int8", attention="reference", group_size=1),
 }
@@ -59,7 +59,7 @@ SLOW = {
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(speculative_tokens=3, prefill_tokens=16),
+        dict(speculative_tokens=3, prefill_tokens=16, weights="stacked"),
         *(pytest.param(changes, marks=pytest.mark.slow, id=name) for name, changes in SLOW.items()),
     ],
 )

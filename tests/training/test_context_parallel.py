@@ -52,7 +52,8 @@ def test_loss_and_gradient_are_those_of_one_device(mesh, options):
     assert_same(gradient(**options, **MESHES[mesh]), one)
 
 
-@pytest.mark.parametrize("block", [16, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [16, 0])
 def test_windows_reach_over_parts(block):
     one = gradient(fsdp=1, tensor=1, model=WINDOWED)
     assert_same(gradient(fsdp=1, tensor=1, context=2, block=block, model=WINDOWED), one)
