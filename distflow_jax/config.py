@@ -13,6 +13,7 @@ import jax
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
+from distflow_jax.batch import TokenColumn
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
@@ -21,6 +22,7 @@ from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.device_memory import device_memory_bytes
@@ -154,6 +156,7 @@ class Sizes:
     engine: EngineConfig
     forward: ForwardConfig
     micro_rows: int  # per data rank
+    routed: TokenColumn | None = None  # what samplers record of a mixture's experts
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
         """Mesh of a training role, or of one model of it."""
@@ -312,6 +315,11 @@ def derive_sizes(
             f"training.balance_coef={training.balance_coef} is for a mixture of experts, and "
             f"{config.model.source} is none; use 0"
         )
+    if training.router_replay and not model.num_experts:
+        raise ValueError(
+            "training.router_replay=True is for a mixture of experts, and "
+            f"{config.model.source} is none; use False"
+        )
     mini_prompts = _divides(
         "data.prompts_per_step",
         data.prompts_per_step,
@@ -361,7 +369,14 @@ def derive_sizes(
             keep_logits,
         ),
         micro_rows=micro,
+        routed=_routed(model) if training.router_replay else None,
     )
+
+
+def _routed(model: DecoderConfig) -> TokenColumn:
+    """What is recorded of each token's way through a mixture; -1 where it is not known."""
+    shape = (model.num_layers, model.experts_per_token)
+    return TokenColumn(shape, recorded_dtype(model.num_experts).name, prompt=True, fill=-1)
 
 
 def _check_pieces(training: TrainingConfig, pieces: int, longest: int) -> None:
@@ -403,6 +418,7 @@ def _engine_config(
         max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
+        record_experts=config.training.router_replay,
     )
     check_speculation(engine)
     check_prefix_cache(engine)

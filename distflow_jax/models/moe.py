@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.models.grouped_product import grouped_product
 from distflow_jax.models.int8 import Int8
@@ -36,6 +37,41 @@ def best(probability_BTE: jax.Array, count: int) -> jax.Array:
 
     # by devices: XLA would gather the tokens of all ranks before it looks for the largest
     return local(of_device, (jax.lax.stop_gradient(probability_BTE),), (_TOKENS,), _TOKENS)
+
+
+def recorded_dtype(num_experts: int) -> np.dtype:
+    """What the numbers of chosen experts are kept as, with room for -1, which stands for none."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+
+
+def recording(num_experts: int, count: int) -> Route:
+    """The router's own choice of `count` experts; the layer's output is that choice, [B, T, count]
+    in `recorded_dtype`."""
+    dtype = recorded_dtype(num_experts)
+
+    def route(probability, extra):
+        expert = best(probability, count)
+        return expert, expert.astype(dtype)
+
+    return route
+
+
+def replayed(own_BTK: jax.Array, recorded_BTK: jax.Array) -> jax.Array:
+    """The recorded experts of each token, int32 [B, T, K]; its own where nothing is recorded (-1).
+
+    Only which experts it goes through comes from the record: `mixture` weighs them by its router,
+    which so gets its gradient. Rollout routing replay: Ma et al. 2025 (arxiv.org/abs/2510.11370).
+    """
+    return jnp.where(recorded_BTK[..., :1] >= 0, recorded_BTK.astype(jnp.int32), own_BTK)
+
+
+def replay(count: int) -> Route:
+    """What the layer's input has recorded, [B, T, count], see `replayed`; no layer output."""
+
+    def route(probability, recorded):
+        return replayed(best(probability, count), recorded), None
+
+    return route
 
 
 def chosen_probability(
