@@ -335,7 +335,7 @@ def derive_sizes(
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
-        {"data ranks (mesh.data x mesh.fsdp)": mesh.ranks},
+        {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
@@ -518,6 +518,7 @@ def _role_sizes(
         machine = machine.part(part[1] - part[0])
     _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
     sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
+    _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
@@ -529,6 +530,24 @@ def _role_sizes(
         what = f"{where}.context x {where}.tensor"
         check_hosts(sizes.context * sizes.tensor, what, machine.processes, machine.local_devices)
     return sizes
+
+
+def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
+    """ValueError unless so many of the devices can share the model's experts, as many on each."""
+    if width == 1:
+        return
+    if not model.num_experts:
+        raise ValueError(
+            f"{what}={width} is for a mixture of experts, and this model has none; use 1, and fsdp "
+            "or data for the other devices"
+        )
+    if model.num_experts % width:
+        fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]
+        near = min(fits, key=lambda n: abs(n - width))
+        raise ValueError(
+            f"{what}={width} does not divide the model's {model.num_experts} experts; use {near} "
+            f"(or any of {fits})"
+        )
 
 
 def _check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:

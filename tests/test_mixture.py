@@ -19,8 +19,8 @@ SMALL = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replay", [False, True])
-def test_a_mixture_learns_from_what_it_samples(tmp_path, replay):
+@pytest.mark.parametrize(("replay", "expert"), [(False, 1), (True, 1), (True, 4)])
+def test_a_mixture_learns_from_what_it_samples(tmp_path, replay, expert):
     config = from_config_dict(
         Config,
         override(
@@ -34,6 +34,7 @@ def test_a_mixture_learns_from_what_it_samples(tmp_path, replay):
                 "training.balance_coef=0.01",
                 "training.mini_batches=2",
                 f"training.router_replay={replay}",
+                f"mesh.expert={expert}",
                 "checkpoint.every=2",
                 "eval.dataset=",
             ],

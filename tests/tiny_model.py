@@ -52,14 +52,18 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict:
 
 
 def mesh_of(
-    fsdp: int, tensor: int, names=("fsdp", "tensor"), *, data: int = 1, context: int = 1
+    fsdp: int,
+    tensor: int,
+    names=("fsdp", "tensor"),
+    *,
+    data: int = 1,
+    expert: int = 1,
+    context: int = 1,
 ) -> Mesh:
     """The first devices as a mesh; one of training has the other axes where they are above 1."""
-    shape = (fsdp, tensor)
-    if context > 1:
-        names, shape = (names[0], "context", names[1]), (fsdp, context, tensor)
-    if data > 1:
-        names, shape = ("data", *names), (data, *shape)
+    sizes = {"data": data, names[0]: fsdp, "expert": expert, "context": context, names[1]: tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name in names}
+    names, shape = zip(*sizes.items(), strict=True)
     devices = np.array(jax.devices()[: math.prod(shape)], dtype=object)
     return Mesh(devices.reshape(shape), names)
 

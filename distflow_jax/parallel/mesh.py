@@ -18,21 +18,25 @@ from distflow_jax.types import Layout, axes_text, part_text
 
 Part = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may give
-_LEAST = {"data": 1, "fsdp": 0, "context": 1, "tensor": 1}
+_LEAST = {"data": 1, "fsdp": 0, "expert": 1, "context": 1, "tensor": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
 
-    data * fsdp * context * tensor must equal the number of devices; fsdp = 0 takes what the others
-    leave. Roles whose parts are disjoint work side by side.
+    data * fsdp * expert * context * tensor must equal the number of devices; fsdp = 0 takes what
+    the others leave. Roles whose parts are disjoint work side by side.
     """
 
     # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
-    # fsdp. Copies exchange gradients only, where fsdp also gathers the parameters of every layer
+    # fsdp x expert. Copies exchange gradients only, where fsdp also gathers the parameters of every
+    # layer
     data: int = 1
     fsdp: int = 0  # devices that share parameters, optimizer state and rows; 0: all that are left
+    # devices that share the experts of a mixture, to which their tokens go; each has rows of its
+    # own, and copies of all other parameters
+    expert: int = 1
     context: int = 1  # devices that share each row, for long ones: each has a part of its tokens
     tensor: int = 1  # devices that share each matrix product
     # devices that share one copy of the sampler's weights: those of a host, or of several hosts
@@ -73,11 +77,12 @@ class MeshSizes:
     part: Part | None = None  # of every host's devices; None: all
     data: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
         """Data ranks: groups of devices that hold different rows."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def pieces(self) -> int:
@@ -158,7 +163,8 @@ def resolve_sizes(
         left //= found[name]
     if found["fsdp"] not in (0, left):
         raise ValueError(f"{problem}; fsdp must be {left}, what the others leave, or 0 for that")
-    return MeshSizes(left, found["tensor"], part, found["data"], found["context"])
+    others = (found[name] for name in ("data", "context", "expert"))
+    return MeshSizes(left, found["tensor"], part, *others)
 
 
 def check_hosts(width: int, what: str, processes: int, local_devices: int) -> None:

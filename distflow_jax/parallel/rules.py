@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
 # replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
-    "rows": ("data", "fsdp"),  # packed rows, and what is known of each
+    "rows": ("data", "fsdp", "expert"),  # packed rows, and what is known of each
     "context": ("context",),  # parts of a row (context.py)
     # of a network's activations: parts of rows in training, slots of a sampler
-    "batch": ("data", "fsdp", "context"),
+    "batch": ("data", "fsdp", "expert", "context"),
     "length": (),
     "layers": (),
     "blocks": (),
@@ -31,7 +31,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_dim": (),
     "rank": (),  # of adapters
     "mlp": ("tensor",),
-    "experts": ("expert",),
+    "experts": ("expert",),  # of a mixture: tokens go to them, and what comes of them back (moe.py)
     "vocab": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot
 }

@@ -77,6 +77,7 @@ WITH_COPIES = [MeshSizes(2, 2, data=2), MeshSizes(1, 4, data=2), MeshSizes(4, 1,
         *itertools.permutations([MeshSizes(n, 8 // n) for n in (8, 4, 2, 1)], 2),
         *itertools.permutations(WITH_COPIES, 2),
         (MeshSizes(8, 1), MeshSizes(2, 1, data=4)),
+        (MeshSizes(2, 2, expert=2), MeshSizes(2, 1, context=4)),
     ],
     ids=str,
 )
