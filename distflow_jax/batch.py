@@ -72,6 +72,26 @@ class Rows:
     sample: Any  # int32 [K, R, S]; index of the response within its group
     valid: Any  # bool [K, R, S]
     length: Any  # int32 [K, R, S]; number of masked-in response tokens
+    # int8 or int16 [K, R, L, layers, experts of a token]: those that a mixture is to send each
+    # token through, -1 for its own choice; None: its own choice for all
+    experts: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenColumn:
+    """What a host column with an array per response has for each token."""
+
+    shape: tuple[int, ...] = ()  # of one token's numbers; (): one number
+    dtype: str = "float32"
+    prompt: bool = False  # whether those of the prompt come before those of the response
+    fill: float = 0  # where rows hold none of it
+
+    def entry_shape(self, prompt: int, response: int) -> tuple[int, ...]:
+        """Shape of one entry, for a prompt and a response of so many tokens."""
+        return (response + prompt * self.prompt, *self.shape)
+
+
+ONE_NUMBER = TokenColumn()  # float32, for each token of a response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +199,27 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
 
 
 def token_field(
-    sequences: Sequences, placement: Placement, values: Sequence[np.ndarray]
+    sequences: Sequences,
+    placement: Placement,
+    values: Sequence[np.ndarray],
+    column: TokenColumn = ONE_NUMBER,
 ) -> np.ndarray:
-    """Per-token values of the responses (one array per sequence): float32 [K, R, L], else 0."""
+    """Per-token values, one array per sequence as `column` says: [K, R, L, *column.shape].
+
+    A prompt that several responses of a row share has what came with the first of them.
+    """
     s = placement.shape
-    out = np.zeros((s.mini_batches, s.rows, s.tokens), np.float32)
+    shape = (s.mini_batches, s.rows, s.tokens, *column.shape)
+    out = np.full(shape, column.fill, column.dtype)
     for at, members in placement.rows():
-        for i, *_, start in _row_parts(sequences, members, placement):
-            out[at][start : start + len(values[i])] = values[i]
+        for i, _, _, prompt_start, _, start in _row_parts(sequences, members, placement):
+            own = values[i]
+            if column.prompt:
+                size = len(sequences.prompt[i])
+                if prompt_start is not None:
+                    out[at][prompt_start : prompt_start + size] = own[:size]
+                own = own[size:]
+            out[at][start : start + len(own)] = own
     return out
 
 

@@ -13,6 +13,7 @@ import jax
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
+from distflow_jax.batch import TokenColumn
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
@@ -21,6 +22,7 @@ from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.device_memory import device_memory_bytes
@@ -158,6 +160,7 @@ class Sizes:
     forward: ForwardConfig
     micro_rows: int  # per data rank
     microbatches: int  # that go through the stages of a mesh; 1 where no mesh has any
+    routed: TokenColumn | None = None  # what samplers record of a mixture's experts
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
         """Mesh of a training role, or of one model of it."""
@@ -337,6 +340,11 @@ def derive_sizes(
             f"training.balance_coef={training.balance_coef} is for a mixture of experts, and "
             f"{config.model.source} is none; use 0"
         )
+    if training.router_replay and not model.num_experts:
+        raise ValueError(
+            "training.router_replay=True is for a mixture of experts, and "
+            f"{config.model.source} is none; use False"
+        )
     mini_prompts = _divides(
         "data.prompts_per_step",
         data.prompts_per_step,
@@ -352,7 +360,7 @@ def derive_sizes(
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
-        {"data ranks (mesh.data x mesh.fsdp)": mesh.ranks},
+        {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
     stages = [m.stage for m in (mesh, *roles.values())]
     together = microbatches_of_stages(training.pipeline_microbatches, stages)
@@ -390,7 +398,14 @@ def derive_sizes(
         ),
         micro_rows=micro,
         microbatches=together,
+        routed=_routed(model) if training.router_replay else None,
     )
+
+
+def _routed(model: DecoderConfig) -> TokenColumn:
+    """What is recorded of each token's way through a mixture; -1 where it is not known."""
+    shape = (model.num_layers, model.experts_per_token)
+    return TokenColumn(shape, recorded_dtype(model.num_experts).name, prompt=True, fill=-1)
 
 
 def _check_pieces(training: TrainingConfig, pieces: int, longest: int) -> None:
@@ -432,6 +447,7 @@ def _engine_config(
         max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
+        record_experts=config.training.router_replay,
     )
     check_speculation(engine)
     check_prefix_cache(engine)
@@ -543,6 +559,7 @@ def _role_sizes(
             f"{where}.stage={sizes.stage} does not divide the model's num_layers="
             f"{model.num_layers}; use one of {fits}"
         )
+    _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
@@ -565,6 +582,24 @@ def _role_sizes(
         width = math.prod(shared.values())
         check_hosts(width, what, machine.processes, machine.local_devices)
     return sizes
+
+
+def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
+    """ValueError unless so many of the devices can share the model's experts, as many on each."""
+    if width == 1:
+        return
+    if not model.num_experts:
+        raise ValueError(
+            f"{what}={width} is for a mixture of experts, and this model has none; use 1, and fsdp "
+            "or data for the other devices"
+        )
+    if model.num_experts % width:
+        fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]
+        near = min(fits, key=lambda n: abs(n - width))
+        raise ValueError(
+            f"{what}={width} does not divide the model's {model.num_experts} experts; use {near} "
+            f"(or any of {fits})"
+        )
 
 
 def _check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:

@@ -224,7 +224,8 @@ def _trace(
         if layouts[key].kind == "mesh":
             whole = NamedSharding(meshes[layouts[key]], PartitionSpec())
             states[key] = jax.ShapeDtypeStruct(np.shape(value), value.dtype, sharding=whole)
-    return trace_plan(planned.plan, stages, states, FieldSpecs(planned.sizes.packing, meshes))
+    specs = FieldSpecs(planned.sizes.packing, meshes, planned.sizes.routed)
+    return trace_plan(planned.plan, stages, states, specs)
 
 
 def _stage_name(node: Node) -> tuple:
@@ -241,7 +242,7 @@ def _coordinator(
                 packs[edge.target_layout].add((edge.source, edge.field))
     writers: dict[str | None, Layout] = {t.node.id: t.layout for t in setup.plan.tasks}
     writers[None] = sampler_layout(setup.sizes)
-    per_token = per_token_values(setup.plan)
+    per_token = per_token_values(setup.plan, setup.sizes.routed)
     return Coordinator(setup.sizes.packing, meshes, writers, packs, per_token, span=span)
 
 

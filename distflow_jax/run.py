@@ -49,7 +49,7 @@ from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 from distflow_jax.states import States
 from distflow_jax.step_times import StepTimes
 from distflow_jax.training.state import TrainState
-from distflow_jax.types import flatten_dict
+from distflow_jax.types import ROUTED_EXPERTS, flatten_dict
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
@@ -502,7 +502,7 @@ def _sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, An
     scalars = {
         name: values
         for name, values in samples.fields.items()
-        if name not in ("prompt", "response", "response_mask", "rollout_logp")
+        if name not in ("prompt", "response", "response_mask", "rollout_logp", ROUTED_EXPERTS)
     }
     return [
         {

@@ -22,6 +22,7 @@ from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency
+from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.hints import hint
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
@@ -48,6 +49,9 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     if config.rollout.environment:
         graph = with_environment_rewards(graph)
+    if config.training.router_replay:
+        with _named(config.dag):
+            graph = with_router_replay(graph)
     updates = config.training.mini_batches * config.training.epochs
     with _named(config.dag):
         wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))

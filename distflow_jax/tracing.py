@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.batch import Rows
+from distflow_jax.batch import ONE_NUMBER, Rows, TokenColumn
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
@@ -23,7 +23,7 @@ from distflow_jax.dag.worker import Stage, make_runner
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs.options import compiler_options
 from distflow_jax.stages.table import per_token_fields
-from distflow_jax.types import Edge, Layout
+from distflow_jax.types import ROUTED_EXPERTS, Edge, Layout
 
 Value = tuple[str | None, str]  # (source, field)
 
@@ -43,6 +43,7 @@ class FieldSpecs:
 
     packing: PackingPlan
     meshes: Mapping[Layout, Mesh]
+    routed: TokenColumn | None = None  # what is recorded of a mixture's experts
 
     def rows(self, layout: Layout) -> Rows:
         """The record of packed tokens, [K, R, L] and [K, R, S]."""
@@ -61,9 +62,12 @@ class FieldSpecs:
             length=self._spec(layout, sequence, ints),
         )
 
-    def packed(self, layout: Layout, *, per_token: bool) -> jax.ShapeDtypeStruct:
-        """A field from the host: float32 [K, R, L] or [K, R, S]."""
-        return self._spec(layout, self._shape(layout, not per_token), jnp.float32)
+    def packed(self, layout: Layout, column: TokenColumn | None) -> jax.ShapeDtypeStruct:
+        """A field from the host: [K, R, L, ...] as `column` says, None: float32 [K, R, S]."""
+        shape = self._shape(layout, column is None)
+        if column is None:
+            return self._spec(layout, shape, jnp.float32)
+        return self._spec(layout, (*shape, *column.shape), jnp.dtype(column.dtype))
 
     def moved(self, spec: Any, layout: Layout) -> Any:
         """The same field on another mesh."""
@@ -96,10 +100,17 @@ class FieldSpecs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, rows_spec(mesh)))
 
 
-def per_token_values(plan: Plan) -> set[Value]:
-    """What nodes on the host write with one number per response token."""
-    tasks = (task for task in plan.tasks if task.layout.kind == "host")
-    return {(task.node.id, field) for task in tasks for field in per_token_fields(task.node)}
+def per_token_values(plan: Plan, routed: TokenColumn | None) -> dict[Value, TokenColumn]:
+    """What nodes on the host write with something for every token: one number per response token,
+    or what is `routed`."""
+    found: dict[Value, TokenColumn] = {}
+    for task in plan.tasks:
+        node = task.node
+        if task.layout.kind == "host":
+            found |= {(node.id, field): ONE_NUMBER for field in per_token_fields(node)}
+            if routed is not None and node.role == "ROLLOUT" and ROUTED_EXPERTS in node.writes:
+                found[node.id, node.writes[ROUTED_EXPERTS]] = routed
+    return found
 
 
 class Program:
@@ -251,15 +262,14 @@ def trace_plan(
     `stages` are keyed by node id, `states` are specs by state key. Raises ValueError with the node
     whose stage cannot be traced, or does not give what its readers need.
     """
-    per_token = per_token_values(plan)
+    per_token = per_token_values(plan, specs.routed)
     known: dict[Value, Any] = {}  # of what was written on a mesh, where it was written
 
     def entering(edge: Edge) -> Any:
         if edge.move == "pack":
             if edge.field in STRUCTURE:
                 return specs.rows(edge.target_layout)
-            wanted = (edge.source, edge.field) in per_token
-            return specs.packed(edge.target_layout, per_token=wanted)
+            return specs.packed(edge.target_layout, per_token.get((edge.source, edge.field)))
         spec = known[edge.source, edge.field]
         return spec if edge.move == "stay" else specs.moved(spec, edge.target_layout)
 
@@ -356,7 +366,8 @@ def _named(stage: Stage, task: Task, specs: FieldSpecs, layout: Layout) -> Stage
         for name, value in written.items():
             field = node.writes.get(name)
             if field in moving and not specs.travels(value, layout):
-                tokens, sequences = (specs.packed(layout, per_token=b).shape for b in (True, False))
+                kinds = (ONE_NUMBER, None)
+                tokens, sequences = (specs.packed(layout, kind).shape for kind in kinds)
                 raise ValueError(
                     f"node {node.id!r}: writes {field!r} as {_outline(value)}, and what is read "
                     f"elsewhere has one number per token {list(tokens)}, or per sequence "

@@ -256,7 +256,7 @@ SIZES = [
     ),
     ("rollout.num_slots=30", "rollout.num_slots=30 is not divisible by"),
     ("rollout.num_slots=30", "=8; use 24 or 32"),
-    ("training.micro_batch_rows=5", "data ranks (mesh.data x mesh.fsdp)=8; use 8"),
+    ("training.micro_batch_rows=5", "data ranks (mesh.data x mesh.fsdp x mesh.expert)=8; use 8"),
     (
         "mesh.tensor=3",
         "mesh.tensor=3 does not divide the model's num_heads=4; use one of [1, 2, 4]",
@@ -331,7 +331,7 @@ SIZES = [
         "use training.micro_batch_rows=",
     ),
     ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),
-    ("mesh.data=2 ; training.micro_batch_rows=4", "(mesh.data x mesh.fsdp)=8; use 8"),
+    ("mesh.data=2 ; training.micro_batch_rows=4", "x mesh.fsdp x mesh.expert)=8; use 8"),
     (
         "mesh.tensor=8",
         "mesh.tensor=8 does not divide the model's num_heads=4; use one of [1, 2, 4]",

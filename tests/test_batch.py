@@ -31,6 +31,28 @@ def test_fields_come_back_as_they_went_in(shared, ranks):
 
 
 @BOTH
+def test_tokens_of_prompts_have_theirs_once_in_a_row(shared):
+    """A column of several numbers for every token, those of the prompt first."""
+    column = batch_lib.TokenColumn((2, 3), "int8", prompt=True, fill=-1)
+    samples = random_samples(1, groups=6, size=4)
+    rows, placement = rows_of(samples, SHAPE, shared=shared)
+    # of a token its own number, and its place in the sequence
+    values = []
+    for prompt, response in zip(samples.prompt, samples.response, strict=True):
+        tokens = np.concatenate([prompt.tokens, response])
+        numbers = np.stack([tokens % 100, np.arange(len(tokens))], axis=1)
+        values.append(np.repeat(numbers[:, :, None], 3, 2).astype(np.int8))
+    field = batch_lib.token_field(sequences_of(samples), placement, values, column)
+    assert field.shape == (*rows.tokens.shape, 2, 3) and field.dtype == np.int8
+    there = rows.segment > 0
+    np.testing.assert_array_equal(field[there][:, 0, 2], rows.tokens[there] % 100)
+    np.testing.assert_array_equal(field[there][:, 1, 0], rows.position[there])
+    assert (field[~there] == -1).all()
+    assert column.entry_shape(5, 3) == (8, 2, 3)
+    assert batch_lib.ONE_NUMBER.entry_shape(5, 3) == (3,)
+
+
+@BOTH
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_sequence_can_be_read_back_from_its_row(shared, ranks):
     """Walks back along `previous` from a response's last token: that must give the response and

@@ -19,7 +19,8 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_a_mixture_learns_from_what_it_samples(tmp_path):
+@pytest.mark.parametrize(("replay", "expert"), [(False, 1), (True, 1), (True, 4)])
+def test_a_mixture_learns_from_what_it_samples(tmp_path, replay, expert):
     config = from_config_dict(
         Config,
         override(
@@ -32,6 +33,8 @@ def test_a_mixture_learns_from_what_it_samples(tmp_path):
                 "training.steps=2",
                 "training.balance_coef=0.01",
                 "training.mini_batches=2",
+                f"training.router_replay={replay}",
+                f"mesh.expert={expert}",
                 "checkpoint.every=2",
                 "eval.dataset=",
             ],
@@ -46,6 +49,9 @@ def test_a_mixture_learns_from_what_it_samples(tmp_path):
         assert 1 / 4 <= row["actor/expert_share_max"] <= 1 / 2
         # the sampler sends tokens to the experts that the trainer sends them to
         assert row["training/rollout_probs_diff_max"] < 1e-3
+        assert ("actor/router_mismatch" in row) == replay
+        # the first of two updates finds the sampler's weights, the second others
+        assert 0 <= row.get("actor/router_mismatch", 0) < 0.2
     assert rows[1]["perf/compilations"] == 0
     found = run_export(tmp_path / "run")
     write_hf_folder(tmp_path / "out", found.export)

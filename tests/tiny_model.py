@@ -70,11 +70,12 @@ def mesh_of(
     names=("fsdp", "tensor"),
     *,
     data: int = 1,
+    expert: int = 1,
     stage: int = 1,
     context: int = 1,
 ) -> Mesh:
     """The first devices as a mesh; one of training has the other axes where they are above 1."""
-    others = {"stage": stage, "context": context}
+    others = {"expert": expert, "stage": stage, "context": context}
     sizes = {names[0]: fsdp, **{k: n for k, n in others.items() if n > 1}, names[1]: tensor}
     if data > 1:
         sizes = {"data": data, **sizes}

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax import batch as batch_lib
-from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences
+from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.parallel import processes
@@ -76,17 +76,17 @@ class Coordinator:
         meshes: Mapping[Layout, Mesh],
         writers: Mapping[str | None, Layout],
         packs: Mapping[Layout, Collection[Value]],
-        per_token: Collection[Value] = (),
+        per_token: Mapping[Value, TokenColumn] | None = None,
         *,
         span: Callable[[str], contextlib.AbstractContextManager] | None = None,
     ):
         """`writers`: layout of each node by its id, of the loader under None. `packs`: what the
-        plan brings from the host to each mesh; `per_token`: what of that has one number per
-        response token, where the rest has one per response."""
+        plan brings from the host to each mesh; `per_token`: what of that has something for every
+        token, where the rest has one number per response."""
         self._packing, self._meshes = packing, dict(meshes)
         self._writers = dict(writers)
         self._packs = {layout: sorted(values, key=str) for layout, values in packs.items()}
-        self._per_token = frozenset(per_token)
+        self._per_token = dict(per_token or {})
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
         self._repartitions = {
@@ -368,10 +368,12 @@ class Coordinator:
                 self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
             return self._rows[layout]
         entries = self.entries(edge.source, edge.field, layout)
-        if (edge.source, edge.field) in self._per_token:
+        column = self._per_token.get((edge.source, edge.field))
+        if column is not None:
             outline = self._outline(layout)
-            _check_shapes(edge, entries, [response.shape for response in outline.response])
-            packed = batch_lib.token_field(outline, placement, entries)
+            lengths = zip(map(len, outline.prompt), map(len, outline.response), strict=True)
+            _check_shapes(edge, entries, [column.entry_shape(*of_one) for of_one in lengths])
+            packed = batch_lib.token_field(outline, placement, entries, column)
         else:
             _check_shapes(edge, entries, [()] * len(entries))
             packed = batch_lib.sequence_field(placement, entries)
@@ -451,11 +453,14 @@ def take(column: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
 
 
 def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int, ...]]) -> None:
-    """ValueError unless entries are what rows hold of a field: a number, or one per token."""
+    """ValueError unless entries are what rows hold of a field: a number, or something for every
+    token."""
     for entry, shape in zip(entries, wanted, strict=True):
         if np.shape(entry) == shape:
             continue
         what = f"{shape[0]} numbers, one per token" if shape else "one number per response"
+        if len(shape) > 1:
+            what = f"one of shape {shape}: tokens of prompt and response first"
         if shape:
             fix = f"take {edge.field!r} out of its per_token" if np.ndim(entry) == 0 else "mend it"
         else:

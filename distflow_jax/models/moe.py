@@ -6,7 +6,9 @@ the p of the chosen scaled to sum to 1 or not, as in Mixtral (Jiang et al. 2024,
 arxiv.org/abs/2401.04088) and Qwen3 (Yang et al. 2025, sec. 2, arxiv.org/abs/2505.09388). No expert
 has a capacity, so that no token is dropped and none depends on its neighbours. Pairs of a token and
 an expert are sorted by expert (grouped_product.py), on every device those of its own tokens; over
-the tensor axis each device has a part of every expert.
+the tensor axis each device has a part of every expert. Over the expert axis each has some of the
+experts: it gets the tokens of all devices of its group, computes what its experts add to them, and
+the sums go back to where the tokens are.
 
 B batch, T tokens, X = B T, D hidden, E experts, K experts of a token, M = X K pairs, F mlp.
 """
@@ -17,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.models.grouped_product import grouped_product
 from distflow_jax.models.int8 import Int8
-from distflow_jax.parallel.rules import constrain, local, platform, width
+from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
 
 # (probabilities float32 [B, T, E], layer input) -> (experts int32 [B, T, K], layer output)
 Route = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
@@ -36,6 +39,41 @@ def best(probability_BTE: jax.Array, count: int) -> jax.Array:
 
     # by devices: XLA would gather the tokens of all ranks before it looks for the largest
     return local(of_device, (jax.lax.stop_gradient(probability_BTE),), (_TOKENS,), _TOKENS)
+
+
+def recorded_dtype(num_experts: int) -> np.dtype:
+    """What the numbers of chosen experts are kept as, with room for -1, which stands for none."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+
+
+def recording(num_experts: int, count: int) -> Route:
+    """The router's own choice of `count` experts; the layer's output is that choice, [B, T, count]
+    in `recorded_dtype`."""
+    dtype = recorded_dtype(num_experts)
+
+    def route(probability, extra):
+        expert = best(probability, count)
+        return expert, expert.astype(dtype)
+
+    return route
+
+
+def replayed(own_BTK: jax.Array, recorded_BTK: jax.Array) -> jax.Array:
+    """The recorded experts of each token, int32 [B, T, K]; its own where nothing is recorded (-1).
+
+    Only which experts it goes through comes from the record: `mixture` weighs them by its router,
+    which so gets its gradient. Rollout routing replay: Ma et al. 2025 (arxiv.org/abs/2510.11370).
+    """
+    return jnp.where(recorded_BTK[..., :1] >= 0, recorded_BTK.astype(jnp.int32), own_BTK)
+
+
+def replay(count: int) -> Route:
+    """What the layer's input has recorded, [B, T, count], see `replayed`; no layer output."""
+
+    def route(probability, recorded):
+        return replayed(best(probability, count), recorded), None
+
+    return jax.tree_util.Partial(route)
 
 
 def chosen_probability(
@@ -68,7 +106,12 @@ def mixture(
       route: chooses the experts of each token by their probabilities and `extra`, the layer's
         input; default `best`. The weights of what is chosen are the router's own in any case.
     """
-    assert width("experts") == 1, "every device multiplies with all experts"
+    across = mesh_axes("experts")
+    if across and h_BTD.shape[0] % width("batch"):  # else whole on each, and counted several times
+        raise ValueError(
+            f"a batch of {h_BTD.shape[0]} is not divisible by the {width('batch')} devices that "
+            "share the experts and rows"
+        )
     # The router in the dtype that a sampler has it in: from float32 weights the trainer would
     # choose other experts than the sampler did. Products and softmax are in float32.
     router = constrain(w["router"].astype(h_BTD.dtype), "activation", "activation")
@@ -85,11 +128,12 @@ def mixture(
         for name, dims in (("gate", into), ("up", into), ("down", out_of))
     }
     y = local(
-        functools.partial(expert_mlps, turned=turned, ragged=platform() == "tpu"),
+        functools.partial(expert_mlps, turned=turned, ragged=platform() == "tpu", across=across),
         (h_BTD, weight, expert, *(x for x, _ in weights.values())),
         (_TOKENS, _TOKENS, _TOKENS, *(axes for _, axes in weights.values())),
         _TOKENS,
         summed="mlp",
+        shape=h_BTD.shape,
     )
     return y, seen
 
@@ -115,13 +159,23 @@ def expert_mlps(
     *,
     turned: bool,
     ragged: bool,
+    across: tuple[str, ...] = (),
 ) -> jax.Array:
     """Weighted sum of the chosen experts' outputs on one device, [B, T, D].
 
     Matrices as in `mixture`, in the dtype of `h` or int8; weights float32 and experts int32
-    [B, T, K]. `ragged`: by `jax.lax.ragged_dot`.
+    [B, T, K]. `ragged`: by `jax.lax.ragged_dot`. `across`: mesh axes over which experts are
+    divided; matrices are those of this device's own then, and results those of all.
     """
     experts = (gate.values if isinstance(gate, Int8) else gate).shape[0]
+    if across:
+        h_BTD, weight_BTK, expert_BTK = (
+            jax.lax.all_gather(x, across, axis=0, tiled=True)
+            for x in (h_BTD, weight_BTK, expert_BTK)
+        )
+        expert_BTK = expert_BTK - jax.lax.axis_index(across) * experts
+        is_own = (expert_BTK >= 0) & (expert_BTK < experts)
+        expert_BTK = jnp.where(is_own, expert_BTK, experts)  # others' come last, in no group
     count, size = expert_BTK.shape[-1], h_BTD.shape[-1]
     expert_M = expert_BTK.reshape(-1)
     order = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
@@ -132,11 +186,15 @@ def expert_mlps(
     once = h_BTD.reshape(-1, 1, size)
     x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
     x = _permuted(x, order, inverse)
+    if across:  # rows of no group may come out as anything, and so may their gradients
+        x = jnp.where((jnp.arange(len(x), dtype=jnp.int32) < sizes.sum())[:, None], x, 0)
     y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
     y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
+    if across:
+        y = jnp.where(is_own[..., None], y, 0)
     # in float32: the sum of some experts' shares, rounded once
-    y = jnp.sum(weight_BTK[..., None] * y.astype(jnp.float32), axis=2)
-    return y.astype(h_BTD.dtype)
+    y = jnp.sum(weight_BTK[..., None] * y.astype(jnp.float32), axis=2).astype(h_BTD.dtype)
+    return jax.lax.psum_scatter(y, across, scatter_dimension=0, tiled=True) if across else y
 
 
 @jax.custom_vjp

@@ -18,21 +18,25 @@ from distflow_jax.types import Layout, axes_text, part_text
 
 Part = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may give
-_LEAST = {"data": 1, "fsdp": 0, "stage": 1, "context": 1, "tensor": 1}
+_LEAST = {"data": 1, "fsdp": 0, "expert": 1, "stage": 1, "context": 1, "tensor": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
 
-    data * fsdp * stage * context * tensor must equal the number of devices; fsdp = 0 takes what the
-    others leave. Roles whose parts are disjoint work side by side.
+    data * fsdp * expert * stage * context * tensor must equal the number of devices; fsdp = 0 takes
+    what the others leave. Roles whose parts are disjoint work side by side.
     """
 
     # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
-    # fsdp. Copies exchange gradients only, where fsdp also gathers the parameters of every layer
+    # fsdp x expert. Copies exchange gradients only, where fsdp also gathers the parameters of every
+    # layer
     data: int = 1
     fsdp: int = 0  # devices that share parameters, optimizer state and rows; 0: all that are left
+    # devices that share the experts of a mixture, to which their tokens go; each has rows of its
+    # own, and copies of all other parameters
+    expert: int = 1
     # devices that share the layers: each has a part of them, and rows go from one to the next
     stage: int = 1
     context: int = 1  # devices that share each row, for long ones: each has a part of its tokens
@@ -76,11 +80,12 @@ class MeshSizes:
     data: int = 1
     context: int = 1
     stage: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
         """Data ranks: groups of devices that hold different rows."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def pieces(self) -> int:

@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 # logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
 # replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
-    "rows": ("data", "fsdp"),  # packed rows, and what is known of each
+    "rows": ("data", "fsdp", "expert"),  # packed rows, and what is known of each
     "context": ("context",),  # parts of a row (context.py)
-    "parts": ("data", "fsdp", "context"),  # the parts of all rows
+    "parts": ("data", "fsdp", "expert", "context"),  # the parts of all rows
     # of a network's activations: parts of rows in training, slots of a sampler. Stages have a share
     # of them before the first layer and behind the last; between, each works on all (pipeline.py)
-    "batch": ("data", "fsdp", "context", "stage"),
+    "batch": ("data", "fsdp", "expert", "context", "stage"),
     "length": (),
     "layers": ("stage",),
     "blocks": (),
@@ -34,7 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_dim": (),
     "rank": (),  # of adapters
     "mlp": ("tensor",),
-    "experts": ("expert",),
+    "experts": ("expert",),  # of a mixture: tokens go to them, and what comes of them back (moe.py)
     "vocab": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot
 }

@@ -1,7 +1,7 @@
 """The sampler's key/value cache: pages of tokens, handed out as responses grow.
 
 D data ranks, S slots and P prompts of a rank, N pages of a rank, K key/value heads, H head dim, W
-tokens per page, C pages of the longest owner.
+tokens per page, C pages of the longest owner, X experts of a token.
 
 As int8, a token's key is int8 [H] times a float32 of its own in each layer and head, and so is its
 value: what is near is not made coarse by a token that is far larger.
@@ -20,10 +20,12 @@ import jax.numpy as jnp
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import quantise
+from distflow_jax.models.moe import recorded_dtype
 
 KEY_AXES = ("layers", "batch", "blocks", "kv_heads", "head_dim", "length")
 VALUE_AXES = ("layers", "batch", "blocks", "kv_heads", "length", "head_dim")
 SCALE_AXES = ("layers", "batch", "blocks", "kv_heads", "length")
+EXPERTS_AXES = ("layers", "batch", "blocks", "activation", "length")
 
 
 @jax.tree_util.register_dataclass
@@ -37,14 +39,23 @@ class Cache:
     rank: Any  # int32 [D, N]: which of its owner's pages it is
     key_scale: Any = None  # float32 [layers, D, N, K, W] where key and value are int8
     value_scale: Any = None
+    experts: Any = None  # int8 or int16 [layers, D, N, X, W]: of a mixture, where they are recorded
 
 
 def empty(
-    config: DecoderConfig, *, ranks: int, pages: int, page_size: int, owners: int, dtype: Any
+    config: DecoderConfig,
+    *,
+    ranks: int,
+    pages: int,
+    page_size: int,
+    owners: int,
+    dtype: Any,
+    record_experts: bool = False,
 ) -> Cache:
     """A cache without an owner, of `dtype`: a float's, or int8 with scales beside it."""
     head = (config.num_layers, ranks, pages, config.num_kv_heads)
     scaled = jnp.dtype(dtype) == jnp.int8
+    choices = (config.num_layers, ranks, pages, config.experts_per_token, page_size)
 
     def scales():  # an array each: the two are donated apart
         return jnp.zeros((*head, page_size), jnp.float32) if scaled else None
@@ -56,6 +67,7 @@ def empty(
         jnp.zeros((ranks, pages), jnp.int32),
         scales(),
         scales(),
+        jnp.zeros(choices, recorded_dtype(config.num_experts)) if record_experts else None,
     )
 
 
@@ -117,9 +129,10 @@ def write_prompt(
     owners: int,
     offset: jax.Array,
     count: jax.Array,
+    experts: jax.Array | None = None,
 ) -> Cache:
     """Copies `count` pages of key, value [layers, T, K, H] from token `offset` on to the highest
-    free pages of a rank, as the pages 0, 1, ... of `owner`.
+    free pages of a rank, as the pages 0, 1, ... of `owner`; and of experts [layers, T, X].
 
     T is whole pages; what lies beyond it is filled with its last token's. There must be as many
     free pages: the caller counts them.
@@ -147,6 +160,9 @@ def write_prompt(
         owner=cache.owner.at[data_rank, page].set(owner, mode="drop"),
         rank=cache.rank.at[data_rank, page].set(nth, mode="drop"),
     )
+    if experts is not None:
+        experts = experts[:, source].reshape(*shape[:3], -1)
+        cache = dataclasses.replace(cache, experts=put(cache.experts, experts, 3, 2))
     if key_scale is None:
         return cache
     return dataclasses.replace(
@@ -171,10 +187,16 @@ def place(cache: Cache, position: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def append(
-    cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array
+    cache: Cache,
+    key: jax.Array,
+    value: jax.Array,
+    page: jax.Array,
+    within: jax.Array,
+    experts: jax.Array | None = None,
 ) -> Cache:
-    """Writes tokens where `place` says: key, value [layers, D, S, K, H], one to each of `page` and
-    `within`, int32 [D, S]; S: slots, or slots times the new tokens of one."""
+    """Writes tokens where `place` says: key, value [layers, D, S, K, H] and experts
+    [layers, D, S, X], one to each of `page` and `within`, int32 [D, S]; S: slots, or slots times
+    the new tokens of one."""
     ranks = jnp.arange(page.shape[0], dtype=jnp.int32)[:, None]
     data_rank = jnp.broadcast_to(ranks, page.shape)
     # advanced indices around slices put the indexed dims first: [D, S, layers, K, H]
@@ -190,6 +212,9 @@ def append(
         key=cache.key.at[:, data_rank, page, :, :, within].set(k, mode="drop"),
         value=put(cache.value, v),
     )
+    if experts is not None:
+        new = experts.transpose(1, 2, 0, 3)
+        cache = dataclasses.replace(cache, experts=put(cache.experts, new))
     if key_scale is None:
         return cache
     return dataclasses.replace(

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout import cache as cache_lib
@@ -53,6 +54,7 @@ class Fed(NamedTuple):
 
     key: jax.Array  # [layers, B, Q, K, H], not in the cache yet
     value: jax.Array
+    experts: jax.Array | None  # int8 or int16 [layers, B, Q, X], of X experts; None: not recorded
     hidden: jax.Array  # [B, Q, D]
 
 
@@ -68,7 +70,7 @@ def feed(
         return out.reshape(q.shape), (k, v)
 
     nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
-    hidden, (key, value) = hidden_states(
+    hidden, kept = hidden_states(
         shapes.model,
         params,
         token_BQ,
@@ -76,14 +78,21 @@ def feed(
         attend,
         layer_inputs=jnp.arange(shapes.model.num_layers, dtype=jnp.int32),
         dtype=jnp.dtype(shapes.config.dtype),
+        route=shapes.route,
     )
-    return Fed(key, value, hidden)
+    (key, value), experts = (kept, None) if shapes.route is None else kept
+    return Fed(key, value, experts, hidden)
 
 
 def keep(
-    shapes: StateShapes, state: DecodeState, key: jax.Array, value: jax.Array, count_B: jax.Array
+    shapes: StateShapes,
+    state: DecodeState,
+    key: jax.Array,
+    value: jax.Array,
+    experts: jax.Array | None,
+    count_B: jax.Array,
 ) -> cache_lib.Cache:
-    """The cache with the first `count_B` of each slot's tokens: key, value [layers, B, Q, K, H].
+    """The cache with the first `count_B` of each slot's tokens, as `Fed` has them.
 
     Not a part of `feed`: a cache that is written in a branch of a program is copied by XLA.
     """
@@ -93,10 +102,12 @@ def keep(
     places = cache_lib.place(cache, shapes.by_rank(own))
     page, within = (x.reshape(shapes.ranks, -1) for x in places)
     split = (shapes.model.num_layers, shapes.ranks, -1)
-    key, value = (x.reshape(*split, *x.shape[3:]) for x in (key, value))
+    made = key, value, experts
+    key, value, experts = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]), made)
     if shapes.attention == "tpu":
-        return kernel_attention.append_pages(cache, key, value, page, within, shapes.mesh)
-    return cache_lib.append(cache, key, value, page, within)
+        mesh = shapes.mesh
+        return kernel_attention.append_pages(cache, key, value, page, within, mesh, experts)
+    return cache_lib.append(cache, key, value, page, within, experts)
 
 
 def _over_cache(
@@ -169,16 +180,18 @@ def _take_where(
     return state.replace(cache=dataclasses.replace(cache, owner=owner, rank=rank)), got
 
 
-def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys, values and logits where nobody was fed.
+def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array | None, ...]:
+    """Keys, values, experts and logits where nobody was fed.
 
     The logits that were there are not needed any more, since whoever goes on is fed before he
     draws: kept, they would cost a copy of [B, V] in every step.
     """
     c, slots = shapes.model, shapes.config.slots
     shape = (c.num_layers, slots, queries, c.num_kv_heads, c.head_dim)
-    made = jnp.zeros(shape, shapes.config.dtype)
-    return made, made, jnp.zeros((slots, c.vocab_size), jnp.float32)
+    made, experts = jnp.zeros(shape, shapes.config.dtype), None
+    if shapes.config.record_experts:
+        experts = jnp.zeros((*shape[:3], c.experts_per_token), recorded_dtype(c.num_experts))
+    return made, made, experts, jnp.zeros((slots, c.vocab_size), jnp.float32)
 
 
 def step(
@@ -206,14 +219,15 @@ def step(
 
     def run():
         made = feed(params, shapes, state, _queued(state, 1), count)
-        return made.key, made.value, head_logits(shapes.model, params, made.hidden[:, 0])
+        logits = head_logits(shapes.model, params, made.hidden[:, 0])
+        return made.key, made.value, made.experts, logits
 
     def rest():
         return _nothing_made(shapes, 1)
 
-    key, value, logits = jax.lax.cond(jnp.any(fed), run, rest)
+    *made, logits = jax.lax.cond(jnp.any(fed), run, rest)
     state = state.replace(
-        cache=keep(shapes, state, key, value, count),
+        cache=keep(shapes, state, *made, count),
         logits=logits,
         length=state.length + count,
         own=state.own + count,
@@ -275,16 +289,16 @@ def speculative_step(
         good = jnp.cumprod(holds.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
         last = jnp.maximum(good - 1, 0)[:, None, None]
         logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
-        return made.key, made.value, logits, verdict, good
+        return made.key, made.value, made.experts, logits, verdict, good
 
     def rest():
         ints = jnp.zeros((config.slots, queries - 1), jnp.int32)
         floats = ints.astype(jnp.float32)
         return *_nothing_made(shapes, queries), Draw(ints, floats, floats), count
 
-    key, value, logits, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest)
+    *made, logits, verdict, good = jax.lax.cond(jnp.any(count > 0), run, rest)
     state = state.replace(
-        cache=keep(shapes, state, key, value, count),
+        cache=keep(shapes, state, *made, count),
         logits=logits,
         length=state.length + good,
         own=state.own + good,

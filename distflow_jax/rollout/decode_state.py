@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.kernels.paged_attention import implementation_for
+from distflow_jax.models.moe import recording
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.rollout import cache as cache_lib
 
@@ -43,6 +44,7 @@ class EngineConfig:
     weights: str = "auto"  # of layers "stacked", or "apart", see layer_weights.py
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
+    record_experts: bool = False  # of a mixture: Response.routed_experts, see recording.py
 
 
 @struct.dataclass
@@ -93,6 +95,15 @@ def check_speculation(config: EngineConfig) -> None:
     if config.speculative_ngram < 1:
         raise ValueError(
             f"rollout.speculative_ngram must be at least 1, got {config.speculative_ngram}"
+        )
+
+
+def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
+    """ValueError where experts are to be recorded and there are none."""
+    if config.record_experts and not model.num_experts:
+        raise ValueError(
+            "record_experts=True is for a mixture of experts, and this model of family "
+            f"{model.family!r} has none; use False"
         )
 
 
@@ -210,6 +221,10 @@ class StateShapes:
         self.pages = num_pages(config, self.ranks)
         self.attention = attention_for(config, model, mesh)
         _check_int8_pages(self)
+        check_recording(config, model)
+        # how every program of the sampler routes; None: as the network does, and nothing is kept
+        experts, count = model.num_experts, model.experts_per_token
+        self.route = recording(experts, count) if config.record_experts else None
 
     def empty(self, seed: int) -> DecodeState:
         """All slots free."""
@@ -224,6 +239,7 @@ class StateShapes:
                 page_size=c.page_size,
                 owners=self.owners,
                 dtype=stored_dtype(c),
+                record_experts=c.record_experts,
             ),
             logits=jnp.zeros((b, self.model.vocab_size), jnp.float32),
             length=none,
@@ -282,6 +298,7 @@ class StateShapes:
             *jax.tree.map(
                 lambda x: layout(x, *cache_lib.SCALE_AXES), (cache.key_scale, cache.value_scale)
             ),
+            jax.tree.map(lambda x: layout(x, *cache_lib.EXPERTS_AXES), cache.experts),
         )
         return DecodeState(**fields)
 

@@ -6,7 +6,7 @@ tokens per generate call.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.parameters import arrange, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.programs.options import compiler_options
-from distflow_jax.rollout import decode, decode_state, occupancy, prefill, tail
+from distflow_jax.rollout import decode, decode_state, occupancy, prefill, recording, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.prefill import Beginning, Prefix
@@ -158,12 +158,13 @@ class RolloutEngine(engine_api.Engine):
         self._room = jax.jit(
             functools.partial(prefill.no_tokens, self.shapes), static_argnums=0, out_shardings=whole
         )
-        self._widen = jax.jit(prefill.widen, static_argnums=4, out_shardings=whole)
+        self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=whole)
         self._row_after = program(prefill.read_row_after)
-        self._piece = program(prefill.read_piece, donate=(3, 4))
+        self._piece = program(prefill.read_piece, donate=3)
         self._insert = program(occupancy.insert, out=(layout, whole), donate=0)
         self._admit = program(occupancy.admit, out=layout, donate=0)
         self._change = program(occupancy.change, out=layout, donate=0)
+        self._collect = program(recording.collect, out=(layout, whole, whole), donate=0)
         self._generate = program(
             decode.generate, out=(layout, whole), donate=1, bound=(self.stop_ids,)
         )
@@ -327,10 +328,10 @@ class RolloutEngine(engine_api.Engine):
         packed = row.tokens, row.segment, row.position, row.last
         if after is None:
             beginning = None
-            key, value, logits = self._row(params, *packed)
+            (key, value, experts), logits = self._row(params, *packed)
         else:
             beginning = self._beginning(after)
-            key, value, logits = self._row_after(params, *packed, beginning)
+            (key, value, experts), logits = self._row_after(params, *packed, beginning)
         return [
             Prefix(
                 key,
@@ -341,6 +342,7 @@ class RolloutEngine(engine_api.Engine):
                 np.int32(len(prompt)),
                 prefill.known_tokens(prompt, self.config),
                 beginning,
+                experts,
             )
             for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
         ]
@@ -352,8 +354,9 @@ class RolloutEngine(engine_api.Engine):
         prefix = self.prefill(params=params, padded_tokens=tokens, true_length=len(tokens))
         # also where they have the size already: in one layout, rows after them are one program
         size = min(prefix.key.shape[1], prefill.beginning_room(self.config))
-        key, value = self._widen(prefix.key, prefix.value, prefix.offset, prefix.beginning, size)
-        return prefix.replace(key=key, value=value)
+        kept = prefill.kept_of(prefix)
+        key, value, experts = self._widen(kept, prefix.offset, prefix.beginning, size)
+        return prefix.replace(key=key, value=value, experts=experts)
 
     def start(
         self,
@@ -424,6 +427,25 @@ class RolloutEngine(engine_api.Engine):
         exit_below = np.int32(exit_below)
         return self._change(state, ends, free, forced, given, limit, emitted, exit_below)
 
+    def collect(
+        self, state: DecodeState, slots: Sequence[int], *, ends: Collection[int] = ()
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        """Which experts the tokens went through that up to `width` slots hold; frees those slots of
+        `ends`, which were kept. Donates the state. For an engine with `record_experts`.
+
+        Returns the experts too, int8 or int16 [width, T, layers, experts of a token], T for the
+        longest prompt and response, -1 behind the last token that was fed; and the free pages of
+        each data rank.
+        """
+        if not 0 < len(slots) <= self.width or not self.config.record_experts:
+            raise ValueError(
+                f"collect takes 1 to {self.width} slots of an engine that records experts, got "
+                f"{list(slots)} and record_experts={self.config.record_experts}"
+            )
+        index = np.full(self.width, self.config.slots, np.int32)  # out of range: nobody
+        index[: len(slots)] = slots
+        return self._collect(state, index, np.isin(index, list(ends)))
+
     def compile(self, params: Any) -> None:
         """Runs every program once, so that nothing compiles after the first request."""
         state, request = self.init_decode_state(), SlotRequest(0, 0, 1)
@@ -443,6 +465,8 @@ class RolloutEngine(engine_api.Engine):
         if self.config.prefix_tokens:
             state = self._compile_beginnings(params, state)
         state = self.change(state)
+        if self.config.record_experts:
+            state, *_ = self.collect(state, [0])
         for few in (False, True)[: 1 + bool(self.few_slots)]:
             state, result = self.generate(params, state, few=few)
             result.convert_to_numpy()
@@ -481,10 +505,11 @@ class RolloutEngine(engine_api.Engine):
     def _beginning(self, prefix: Prefix) -> Beginning:
         """One that is kept, with room for the longest, so that one program fits all."""
         room = prefill.beginning_room(self.config)
-        key, value = prefix.key, prefix.value
+        key, value, experts = prefill.kept_of(prefix)
         if key.shape[1] != room:
-            key, value = self._widen(key, value, prefix.offset, None, room)
-        return Beginning(key, value, prefix.length)
+            kept = (key, value, experts)
+            key, value, experts = self._widen(kept, prefix.offset, None, room)
+        return Beginning(key, value, prefix.length, experts)
 
     def _columns(self, slots, requests, members):
         width, size = self.shapes.members, self.shapes.slots
@@ -517,17 +542,16 @@ class RolloutEngine(engine_api.Engine):
         if existing is not None and existing.tokens is not None:
             known = np.concatenate([np.asarray(existing.tokens)[:before], tokens])
         if existing is None:
-            key, value = self._room(room)
+            kept = self._room(room)
         else:
-            key, value = self._widen(
-                existing.key, existing.value, existing.offset, existing.beginning, room
-            )
+            kept = prefill.kept_of(existing)
+            kept = self._widen(kept, existing.offset, existing.beginning, room)
         for at in range(0, len(tokens), size):
             piece = tokens[at : at + size]
             padded = np.pad(piece, (0, size - len(piece)))
-            key, value, logits = self._piece(
-                params, padded, np.int32(len(piece)), key, value, np.int32(before)
-            )
+            kept, logits = self._piece(params, padded, np.int32(len(piece)), kept, np.int32(before))
             before += len(piece)
         known = prefill.known_tokens(known, self.config)
-        return Prefix(key, value, logits, np.int32(0), np.int32(0), np.int32(before), known)
+        key, value, experts = kept
+        start, length = np.int32(0), np.int32(before)
+        return Prefix(key, value, logits, start, start, length, known, experts=experts)

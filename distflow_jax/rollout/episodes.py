@@ -38,6 +38,7 @@ def turn_columns(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
         "rollout_logp": [e.response.logp for e in episodes],
         "version": np.full(len(episodes), version, np.int32),
         "finished": np.array([e.response.finished for e in episodes], bool),
+        "routed_experts": [e.response.routed_experts for e in episodes],
         "environment_reward": np.array([e.reward for e in episodes], np.float32),
     }
 

@@ -152,10 +152,16 @@ def over_cache(
 
 
 def append_pages(
-    cache: Cache, key: jax.Array, value: jax.Array, page: jax.Array, within: jax.Array, mesh: Mesh
+    cache: Cache,
+    key: jax.Array,
+    value: jax.Array,
+    page: jax.Array,
+    within: jax.Array,
+    mesh: Mesh,
+    experts: jax.Array | None = None,
 ) -> Cache:
     """Writes tokens page by page, S slots times the new tokens of one: key, value
-    [layers, D, S, K, H].
+    [layers, D, S, K, H] and experts [layers, D, S, X].
 
     `page` int32 [D, S], N to drop it; `within` int32 [D, S]: its place there. On TPUs a scatter
     into the cache makes XLA copy all of it; a page that is read, changed and written back does not.
@@ -163,8 +169,8 @@ def append_pages(
     heads = key.shape[3]
     (k, key_scale), (v, value_scale) = (cache_lib.stored(cache, x) for x in (key, value))
     new = {"key": k, "value": v, "key_scale": key_scale, "value_scale": value_scale}
-    new = {name: x for name, x in new.items() if x is not None}
-    length_dim = {"key": 5, "value": 4, "key_scale": 4, "value_scale": 4}
+    new = {name: x for name, x in (new | {"experts": experts}).items() if x is not None}
+    length_dim = {"key": 5, "value": 4, "key_scale": 4, "value_scale": 4, "experts": 4}
 
     def local(buffers, new, page, within):
         pages, width = buffers["key"].shape[2], buffers["key"].shape[-1]
@@ -186,7 +192,10 @@ def append_pages(
 
         return jax.lax.fori_loop(0, page.shape[1], put, buffers)
 
-    pages, ranks = _page_spec(heads, mesh), PartitionSpec("data")
+    ranks = PartitionSpec("data")
+    pages = {name: _page_spec(heads, mesh) for name in new}
+    if experts is not None:  # they have no heads
+        pages["experts"] = PartitionSpec(None, "data")
     written = jax.shard_map(
         local,
         mesh=mesh,

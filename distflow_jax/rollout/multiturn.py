@@ -108,6 +108,7 @@ class _Conversation:
     first: Observed | None = None
     failed: str = ""
     parts: list["_Part"] = dataclasses.field(default_factory=list)
+    routed_experts: np.ndarray | None = None  # of all of it up to the last turn
     turns: int = 0
     reward: float = 0.0
     logged: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -222,6 +223,7 @@ class _Driver:
         """The model has written a turn: its environment gets it, or the response ends."""
         conversation = self._by_uid[turn.prompt.counter, turn.sample]
         conversation.parts.append(_Part.of(turn))
+        conversation.routed_experts = turn.routed_experts
         conversation.turns += 1
         if not turn.finished:
             full = conversation.length >= self._limits.response
@@ -340,7 +342,9 @@ class _Driver:
             np.concatenate(x) for x in zip(*conversation.parts, strict=True)
         )
         prompt = group.request.prompt
-        whole = Response(prompt, sample, tokens, logp, margin, reason == "done", version)
+        # a turn is what a response ends with: nothing was added since they were read
+        experts = conversation.routed_experts
+        whole = Response(prompt, sample, tokens, logp, margin, reason == "done", version, experts)
         self.done[group.index, sample] = Episode(
             whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
         )

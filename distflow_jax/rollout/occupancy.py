@@ -25,7 +25,7 @@ def place_prompt(
     state = shapes.released(state)
     used = shapes.alive(state)[data_rank, shapes.slots :]
     entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
-    key, value, offset = whole(prefix, shapes.config)
+    (key, value, experts), offset = whole(prefix, shapes.config)
     cache = cache_lib.write_prompt(
         state.cache,
         key,
@@ -35,6 +35,7 @@ def place_prompt(
         owners=shapes.owners,
         offset=offset,
         count=pages_of(prefix.length, shapes.config.page_size),
+        experts=experts,
     )
     state = state.replace(
         cache=cache,

@@ -1,7 +1,7 @@
 """Reading prompts: several short ones in one row, a long one in pieces, after a beginning or whole.
 
 T tokens of a row, X tokens read before (and room), G prompts of a row at most, K key/value heads,
-H head dim, V vocabulary.
+H head dim, V vocabulary, E experts of a token. Experts are None where they are not recorded.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from distflow_jax.models.attention import masked_attention, within
+from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.decode_state import (
@@ -31,6 +32,7 @@ class Beginning:
     key: Any  # [layers, X, K, H]
     value: Any  # [layers, X, K, H]
     length: Any  # int32, tokens; what lies beyond them is finite and not looked at
+    experts: Any = None  # int8 or int16 [layers, X, E]
 
 
 @struct.dataclass
@@ -44,7 +46,8 @@ class Prefix:
     offset: Any  # int32: where the prompt, or what follows its beginning, is in them, tokens
     length: Any  # int32, tokens, the beginning's included
     tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
-    beginning: Beginning | None = None  # where key, value hold only what follows it
+    beginning: Beginning | None = None  # where key, value, experts hold only what follows it
+    experts: Any = None  # int8 or int16 [layers, T, E]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +104,28 @@ def _attention(q, k, v, mask, position_T, key_position_S, *window):
     return masked_attention(q, k, v, mask[None])
 
 
+def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None):
+    """What the network makes of a row: (keys, values, experts) as `attend` and the route leave
+    them, hidden states [T, D]."""
+    hidden, kept = hidden_states(
+        shapes.model,
+        params,
+        tokens_T[None],
+        position_T[None],
+        attend,
+        layer_inputs=layer_inputs,
+        dtype=jnp.dtype(shapes.config.dtype),
+        route=shapes.route,
+    )
+    if shapes.route is None:
+        return (*kept, None), hidden[0]
+    (key, value), experts = kept
+    return (key, value, experts[:, 0]), hidden[0]
+
+
 def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G):
-    """Keys, values [layers, T, K, H] and next-token logits [G, V] of a row of prompts."""
+    """((keys, values [layers, T, K, H], experts [layers, T, E]), next-token logits [G, V]) of a row
+    of prompts."""
     with use_mesh(shapes.mesh):
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         mask = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
@@ -110,15 +133,8 @@ def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_
         def attend(q, k, v, _, *window):
             return _attention(q, k, v, mask, position_T, position_T, *window), (k[0], v[0])
 
-        hidden, (key, value) = hidden_states(
-            shapes.model,
-            params,
-            tokens_T[None],
-            position_T[None],
-            attend,
-            dtype=jnp.dtype(shapes.config.dtype),
-        )
-        return key, value, head_logits(shapes.model, params, hidden[0][last_G])
+        kept, hidden = _read(shapes, params, tokens_T, position_T, attend)
+        return kept, head_logits(shapes.model, params, hidden[last_G])
 
 
 def read_row_after(
@@ -152,25 +168,19 @@ def read_row_after(
             out = _attention(q, keys, values, mask, position, key_position, *window)
             return out, (k[0], v[0])
 
-        hidden, (key, value) = hidden_states(
-            shapes.model,
-            params,
-            tokens_T[None],
-            position[None],
-            attend,
-            layer_inputs=(beginning.key, beginning.value),
-            dtype=jnp.dtype(shapes.config.dtype),
-        )
-        return key, value, head_logits(shapes.model, params, hidden[0][last_G])
+        old = beginning.key, beginning.value
+        kept, hidden = _read(shapes, params, tokens_T, position, attend, old)
+        return kept, head_logits(shapes.model, params, hidden[last_G])
 
 
-def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before):
-    """Reads `length` tokens after the `before` that key, value [layers, X, K, H] hold.
+def read_piece(shapes: StateShapes, params, tokens_T, length, kept, before):
+    """Reads `length` tokens after the `before` that `kept` holds: (keys, values [layers, X, K, H],
+    experts [layers, X, E]).
 
     Returns these with the piece added, and logits [1, V]. X has room for T more.
     """
     with use_mesh(shapes.mesh):
-        size = tokens_T.shape[0]
+        (key, value, experts), size = kept, tokens_T.shape[0]
         here = before + jnp.arange(size, dtype=jnp.int32)
         seen = jnp.arange(key.shape[1], dtype=jnp.int32)
         mask = seen[None] <= here[:, None]
@@ -183,17 +193,11 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, key, value, before
             out = _attention(q, keys[None], values[None], mask, here, seen, *window)
             return out, (keys, values)
 
-        hidden, (key, value) = hidden_states(
-            shapes.model,
-            params,
-            tokens_T[None],
-            here[None],
-            attend,
-            layer_inputs=(key, value),
-            dtype=jnp.dtype(shapes.config.dtype),
-        )
-        last = jax.lax.dynamic_slice_in_dim(hidden[0], length - 1, 1, axis=0)
-        return key, value, head_logits(shapes.model, params, last)
+        (key, value, new), hidden = _read(shapes, params, tokens_T, here, attend, (key, value))
+        if new is not None:
+            experts = jax.lax.dynamic_update_slice_in_dim(experts, new, before, axis=1)
+        last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=0)
+        return (key, value, experts), head_logits(shapes.model, params, last)
 
 
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
@@ -206,10 +210,15 @@ def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
 
 
 def no_tokens(shapes: StateShapes, room: int):
-    """Keys and values [layers, room, K, H] of a prompt of which nothing has been read."""
+    """Keys, values [layers, room, K, H] and experts [layers, room, E] of a prompt of which nothing
+    has been read."""
     c = shapes.model
     empty = jnp.zeros((c.num_layers, room, c.num_kv_heads, c.head_dim), shapes.config.dtype)
-    return empty, empty + 0
+    experts = None
+    if shapes.config.record_experts:
+        choices = (c.num_layers, room, c.experts_per_token)
+        experts = jnp.zeros(choices, recorded_dtype(c.num_experts))
+    return empty, empty + 0, experts
 
 
 def beginning_room(config: EngineConfig) -> int:
@@ -218,32 +227,40 @@ def beginning_room(config: EngineConfig) -> int:
     return config.page_size * pages_of(longest, config.page_size)
 
 
-def widen(key, value, offset, beginning: Beginning | None, room: int):
-    """A prompt that was read, with room for what comes after: keys, values [layers, room, K, H].
+def kept_of(prefix: Prefix):
+    """(Keys, values, experts) of its arrays."""
+    return prefix.key, prefix.value, prefix.experts
 
-    key, value [layers, T, K, H] from token `offset` on, after the beginning if there is one.
+
+def widen(kept, offset, beginning: Beginning | None, room: int):
+    """A prompt that was read, with room for what comes after: keys, values [layers, room, K, H] and
+    experts [layers, room, E].
+
+    `kept`: these three [layers, T, ...] from token `offset` on, after the beginning if there is
+    one.
     """
     at = jnp.arange(room, dtype=jnp.int32)
+    most = kept[0].shape[1] - 1
     if beginning is None:
-        at = jnp.minimum(offset + at, key.shape[1] - 1)
-        return key[:, at], value[:, at]
+        at = jnp.minimum(offset + at, most)
+        return jax.tree.map(lambda x: x[:, at], kept)
     before = at < beginning.length
     first = jnp.minimum(at, beginning.key.shape[1] - 1)
-    rest = jnp.clip(offset + at - beginning.length, 0, key.shape[1] - 1)
-    before = before[None, :, None, None]
-    return (
-        jnp.where(before, beginning.key[:, first], key[:, rest].astype(beginning.key.dtype)),
-        jnp.where(before, beginning.value[:, first], value[:, rest].astype(beginning.value.dtype)),
-    )
+    rest = jnp.clip(offset + at - beginning.length, 0, most)
+
+    def one(old, new):
+        is_before = before.reshape(1, -1, *[1] * (old.ndim - 2))
+        return jnp.where(is_before, old[:, first], new[:, rest].astype(old.dtype))
+
+    return jax.tree.map(one, (beginning.key, beginning.value, beginning.experts), kept)
 
 
 def whole(prefix: Prefix, config: EngineConfig):
-    """Keys, values [layers, whole pages, K, H] of a row in which the prompt lies, and where."""
+    """(Keys, values [layers, whole pages, K, H], experts [layers, whole pages, E]) of a row in
+    which the prompt lies, and where."""
     if prefix.beginning is None:
-        return prefix.key, prefix.value, prefix.offset
+        return kept_of(prefix), prefix.offset
     room = prefix.beginning.key.shape[1] + prefix.key.shape[1]
     longest = config.page_size * pages_of(longest_read(config), config.page_size)
-    key, value = widen(
-        prefix.key, prefix.value, prefix.offset, prefix.beginning, min(room, longest)
-    )
-    return key, value, jnp.zeros((), jnp.int32)
+    kept = widen(kept_of(prefix), prefix.offset, prefix.beginning, min(room, longest))
+    return kept, jnp.zeros((), jnp.int32)

@@ -31,6 +31,10 @@ class Response:
     margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
     finished: bool  # False: cut by the limit
     version: np.ndarray  # int32: of the weights that each token was sampled by
+    # int8 or int16 [prompt + all of the response, layers, experts of a token]: those that the
+    # sampler sent each token through, -1 for the last one, which it has not read; None where they
+    # are not recorded (EngineConfig.record_experts)
+    routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -62,8 +66,11 @@ class Partial:
         """The response so far, int32 [T]."""
         return np.concatenate([self.fed, *(part[0] for part in self.parts)])
 
-    def response(self, stops: frozenset[int]) -> Response:
-        """What has been sampled since it was last gone on with."""
+    def response(self, stops: frozenset[int], routed_experts: np.ndarray | None = None) -> Response:
+        """What has been sampled since it was last gone on with.
+
+        `routed_experts`: as those of the response, with any number of rows behind its own.
+        """
         columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
         tokens, logp, margin, version = (
             np.concatenate([empty, *(part[i] for part in self.parts)])
@@ -71,4 +78,9 @@ class Partial:
         )
         finished = len(tokens) > 0 and int(tokens[-1]) in stops
         prompt = self.request.prompt
-        return Response(prompt, self.sample, tokens, logp, margin, finished, version)
+        if routed_experts is not None:  # a copy: the others are of all slots, and padded
+            whole = len(prompt.tokens) + len(self.fed) + len(tokens)
+            routed_experts = routed_experts[:whole].copy()
+        return Response(
+            prompt, self.sample, tokens, logp, margin, finished, version, routed_experts
+        )

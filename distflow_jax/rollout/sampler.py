@@ -149,11 +149,12 @@ def update_weights(state: SamplerState, sync: Callable[[Any], Any], params: Any,
 
 
 def columns(responses: Sequence[Response], version: int) -> dict[str, Any]:
-    """Responses as the batch's columns."""
+    """Responses as the batch's columns; `routed_experts` is None where none are recorded."""
     return {
         "response": [r.tokens for r in responses],
         "response_mask": [np.ones(len(r.tokens), bool) for r in responses],
         "rollout_logp": [r.logp for r in responses],
         "version": np.full(len(responses), version, np.int32),
         "finished": np.array([r.finished for r in responses], bool),
+        "routed_experts": [r.routed_experts for r in responses],
     }

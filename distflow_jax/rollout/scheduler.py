@@ -418,7 +418,9 @@ class Scheduler:
                 part = (tokens, logp[slot, :count], margin[slot, :count], version)
                 held.partial.parts.append(part)
             if held.ended:
-                ended.append((held, held.partial.response(self._stops)))
+                recorded, held.recorded = held.recorded, None
+                experts = None if recorded is None else recorded.read()
+                ended.append((held, held.partial.response(self._stops, experts)))
                 if not held.partial.request.hold:
                     self._end(held.group)
         self._ended += [(held.group.id, response) for held, response in ended]

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import partition_spec
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
 
 def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
-    """Bytes of one page on one of `tensor` devices: keys and values of all layers, and scales.
+    """Bytes of one page on one of `tensor` devices: keys and values of all layers, scales, and the
+    experts of its tokens where they are recorded.
 
     A page before the window of some layers is kept for the others, with the keys of all.
     """
@@ -22,7 +24,10 @@ def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
     dtype = jnp.dtype(stored_dtype(config))
     scale = 4 if dtype == jnp.int8 else 0
     token = model.head_dim * dtype.itemsize + scale
-    return 2 * model.num_layers * heads * config.page_size * token
+    experts = 0
+    if config.record_experts:
+        experts = model.experts_per_token * recorded_dtype(model.num_experts).itemsize
+    return model.num_layers * config.page_size * (2 * heads * token + experts)
 
 
 def cache_bytes(model: DecoderConfig, config: EngineConfig, *, ranks: int, tensor: int) -> int:

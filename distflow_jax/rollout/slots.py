@@ -6,8 +6,9 @@ slots of that rank, and held while responses wait that will read them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
@@ -60,6 +61,18 @@ class Slot:
     tokens: int  # that it has now; its `partial` learns of the last of them later
     ended: bool = False  # and kept
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
+    recorded: "Recorded | None" = None  # of a response that has ended
+
+
+class Recorded(NamedTuple):
+    """Experts that tokens went through: one row of what RolloutEngine.collect gives."""
+
+    experts: jax.Array
+    row: int
+
+    def read(self) -> np.ndarray:
+        """Waits for it to be on the host; [T, layers, experts of a token]."""
+        return np.asarray(self.experts)[self.row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +201,9 @@ class Slots:
             slot, member, done = self.free[rank].pop(), resident.members.pop(), len(partial.tokens)
             slots.append(slot)
             members.append(member)
-            requests.append(_slot_request(partial))
+            # what is recorded of a response is read when it has ended: its pages have to stay
+            keep = partial.request.hold or self._engine.config.record_experts
+            requests.append(_slot_request(partial, keep))
             held = Slot(group, partial, resident, member, self._order, done, done)
             held.logits_by = group.logits_by if shared else None
             self.running[slot] = held
@@ -322,14 +337,17 @@ class Slots:
         self.pages = [int(n) for n in result.free_pages()[:: self._engine.shapes.slots]]
         there = {s: held for s, held in call.slots.items() if self.running.get(s) is held}
         moved = set()
+        ended = [slot for slot in there if not goes_on[slot]]
+        if self._engine.config.record_experts:
+            self._collect(ended)
         for slot, held in there.items():
             held.tokens += int(counts[slot])
             if counts[slot] or not goes_on[slot]:
                 moved.add(held.resident.rank)
-            if not goes_on[slot]:
-                held.ended = True
-                if not held.partial.request.hold:
-                    self.leave(slot, alive=False)
+        for slot in ended:
+            there[slot].ended = True
+            if not there[slot].partial.request.hold:
+                self.leave(slot, alive=False)
         stuck = []
         for rank in set(range(len(self.pages))) - moved:
             waits = [(s.order, i) for i, s in self.going().items() if s.resident.rank == rank]
@@ -337,8 +355,20 @@ class Slots:
                 stuck.append(max(waits)[1])
         return Call(result, call.version, there), sorted(stuck)
 
+    def _collect(self, ended: Sequence[int]) -> None:
+        """Has what was recorded of responses that have ended sent to the host, and frees the slots
+        of those that are not held."""
+        ends = [s for s in ended if not self.running[s].partial.request.hold]
+        for at in range(0, len(ended), self._engine.width):
+            some = ended[at : at + self._engine.width]
+            self._state, experts, free = self._engine.collect(self._state, some, ends=ends)
+            experts.copy_to_host_async()
+            self.pages = [int(n) for n in np.asarray(free)]
+            for row, slot in enumerate(some):
+                self.running[slot].recorded = Recorded(experts, row)
 
-def _slot_request(partial: Partial) -> SlotRequest:
+
+def _slot_request(partial: Partial, keep: bool) -> SlotRequest:
     request = partial.request
     return SlotRequest(
         request.prompt.counter,
@@ -348,5 +378,5 @@ def _slot_request(partial: Partial) -> SlotRequest:
         request.top_k,
         request.top_p,
         emitted=len(partial.tokens),
-        keep=request.hold,
+        keep=keep,
     )

@@ -9,6 +9,7 @@ import optax
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
+from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -18,6 +19,7 @@ from distflow_jax.rollout.responses import Response
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape
+from distflow_jax.types import ROUTED_EXPERTS
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
@@ -65,6 +67,14 @@ def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
             f"{what} needs {', '.join(missing)}: add that to the node's reads, and to the graph a "
             "node that writes it"
         )
+
+
+def routed_rows(fields: Mapping[str, Any]) -> Rows:
+    """The rows of a policy's stage, with the experts that it replays where it reads them."""
+    rows = fields["response"]
+    if ROUTED_EXPERTS not in fields:
+        return rows
+    return dataclasses.replace(rows, experts=fields[ROUTED_EXPERTS])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 import jax.numpy as jnp
 
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.context import Stage, StageContext, routed_rows
 from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import TrainState
 
 
 def build_old_logp(context: StageContext) -> Stage:
-    """response (Rows) -> old_logp [K, R, L] of the actor as it stands."""
+    """response (Rows), routed_experts where planned -> old_logp [K, R, L] of the actor as it
+    stands."""
     return _build(context, "old_logp")
 
 
 def build_ref_logp(context: StageContext) -> Stage:
-    """response (Rows) -> ref_logp [K, R, L] of the frozen reference."""
+    """response (Rows) -> ref_logp [K, R, L] of the frozen reference, which routes by itself."""
     return _build(context, "ref_logp")
 
 
@@ -23,6 +24,6 @@ def _build(context: StageContext, field: str) -> Stage:
 
     def stage(state, fields, options):
         params = state.params if isinstance(state, TrainState) else state
-        return state, {field: logp(params, fields["response"], temperature)}, {}
+        return state, {field: logp(params, routed_rows(fields), temperature)}, {}
 
     return stage

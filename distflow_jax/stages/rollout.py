@@ -12,11 +12,12 @@ from distflow_jax.rollout.episodes import (
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import columns, respond
 from distflow_jax.stages.context import Stage, StageContext, own_part
+from distflow_jax.types import ROUTED_EXPERTS
 
 
 def build_rollout(context: StageContext) -> Stage:
     """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
-    version, finished, environment_reward what the node writes.
+    version, finished, environment_reward, routed_experts what the node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
     entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
@@ -26,6 +27,11 @@ def build_rollout(context: StageContext) -> Stage:
     environments = context.environments
     greedy = bool(node.options.get("greedy", False))
     limits = TurnLimits.of(config, config.max_response_length)
+    if ROUTED_EXPERTS in node.writes and not engine.config.record_experts:
+        raise ValueError(
+            f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
+            "training.router_replay alone: set that, or take it out of the node's writes"
+        )
 
     def rollout(state, fields, options):
         prompts = fields["prompt"]

@@ -22,6 +22,7 @@ from distflow_jax.stages.update import (
     build_value_update,
 )
 from distflow_jax.stages.values import build_scores, build_values
+from distflow_jax.types import ROUTED_EXPERTS
 
 Builder = Callable[[StageContext], Stage]
 
@@ -96,7 +97,7 @@ STAGES: dict[tuple[str, str], StageKind] = {
         build_rollout,
         "prompt",
         "response",
-        "response_mask rollout_logp version finished environment_reward",
+        f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
         per_token="rollout_logp",
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),

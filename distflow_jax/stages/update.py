@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.models.config import reward_head_stddev, scalar_model
-from distflow_jax.stages.context import Stage, StageContext, require
+from distflow_jax.stages.context import Stage, StageContext, require, routed_rows
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.objectives.objective import Batch, Objective
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
@@ -24,8 +24,8 @@ from distflow_jax.training.update import make_update
 
 
 def build_policy_update(context: StageContext) -> Stage:
-    """response (Rows), rollout_logp, advantage, old_logp, ref_logp and prox_alpha where planned ->
-    metrics."""
+    """response (Rows), rollout_logp, advantage; old_logp, ref_logp, prox_alpha and routed_experts
+    where planned -> metrics."""
     algorithm = context.algorithm
     objective = policy_objective(
         context.model, algorithm, context.forward, max_response=context.shape.max_response
@@ -34,7 +34,7 @@ def build_policy_update(context: StageContext) -> Stage:
     def batch_of(fields: dict[str, Any]) -> PolicyBatch:
         require(fields, algorithm.update_reads, _settings(algorithm))
         return PolicyBatch(
-            rows=fields["response"],
+            rows=routed_rows(fields),
             advantage=fields["advantage"],
             rollout_logp=fields.get("rollout_logp"),
             old_logp=fields.get("old_logp"),
@@ -46,10 +46,10 @@ def build_policy_update(context: StageContext) -> Stage:
 
 
 def build_preference_update(context: StageContext) -> Stage:
-    """response (Rows of pairs), ref_logp -> metrics of DPO or IPO."""
+    """response (Rows of pairs), ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
     objective = preference_objective(context.model, context.preference, context.forward)
     return _updates(
-        context, objective, lambda fields: PreferenceBatch(fields["response"], fields["ref_logp"])
+        context, objective, lambda fields: PreferenceBatch(routed_rows(fields), fields["ref_logp"])
     )
 
 

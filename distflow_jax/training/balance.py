@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.packed import sums_of_segments
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, ScalarModel
-from distflow_jax.models.moe import Route, best
+from distflow_jax.models.moe import Route, best, replayed
 from distflow_jax.parallel import context
 from distflow_jax.training.objectives.objective import Metrics, Objective
 
@@ -36,6 +36,7 @@ class Balance(NamedTuple):
 
     loss: jax.Array  # float32 [layers]: sum of f_i P_i
     load: jax.Array  # float32 [layers, E]: pairs of a token and an expert that it goes through
+    mismatch: jax.Array | None  # float32 [layers]: tokens that the router would send elsewhere
 
 
 _watchers: contextvars.ContextVar[list[Balance] | None] = contextvars.ContextVar(
@@ -85,20 +86,37 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
 
 def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
     """The router's own choice over packed rows, or the parts that devices have of them
-    (parallel/context.py); its layer output is a Balance without layers."""
+    (parallel/context.py); or what the rows have recorded, which is the layer's input then. Its
+    layer output is a Balance without layers."""
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
 
-    def route(rows, tokens, probability, _):
-        expert = best(probability, count)
+    def route(rows, tokens, probability, recorded):
+        own = best(probability, count)
+        expert = own if recorded is None else replayed(own, recorded)
         iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, experts), 3)
         through = jnp.sum(expert[..., None] == iota, axis=2, dtype=jnp.int32)
         load = _of_sequences(through.astype(jnp.float32), rows)
         share = experts / count * load / tokens
         mean = _of_sequences(probability, rows) / tokens
-        return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)))
+        mismatch = None
+        if recorded is not None:
+            differs = _differs(own, expert).astype(jnp.float32)
+            mismatch = _of_sequences(differs[..., None], rows).sum()
+        return expert, Balance(jnp.sum(share * mean), load.sum((0, 1)), mismatch)
 
     return jax.tree_util.Partial(route, rows, tokens)
+
+
+def _differs(own: jax.Array, expert: jax.Array) -> jax.Array:
+    """Whether the experts of a token, [..., K], are not its own, whatever their order."""
+    return ~(own[..., None] == expert[..., None, :]).any(-1).all(-1)
+
+
+def _recorded_tokens(rows: Rows) -> jax.Array:
+    """Tokens of all sequences, their prompts included, whose experts are recorded; int32."""
+    experts = context.divide(rows.experts[..., 0, :1])
+    return _of_sequences((experts >= 0).astype(jnp.int32), rows).sum(dtype=jnp.int32)
 
 
 class _Counts(NamedTuple):
@@ -106,6 +124,7 @@ class _Counts(NamedTuple):
 
     sequences: jax.Array
     pairs: jax.Array  # of a token of a sequence and an expert that it goes through, in a layer
+    recorded: jax.Array  # tokens of sequences whose experts are recorded
 
 
 def balanced(objective: Objective, coef: float) -> Objective:
@@ -113,7 +132,9 @@ def balanced(objective: Objective, coef: float) -> Objective:
 
     Metrics: `balance_loss`, the mean over sequences and layers of sum f_i P_i (1: even), without
     `coef`, and `expert_share_max`, the share of all tokens' choices that falls to the busiest
-    expert of any layer (even: 1 / E). What trains no mixture is returned as it is.
+    expert of any layer (even: 1 / E). Where experts are replayed `router_mismatch`, too: the share
+    of (token, layer) pairs, of what is recorded, for which the router would have chosen other
+    experts. What trains no mixture is returned as it is.
     """
     network = objective.model
     model = network.trunk if isinstance(network, ScalarModel) else network
@@ -125,9 +146,11 @@ def balanced(objective: Objective, coef: float) -> Objective:
         rows = batch.rows
         sequences = rows.valid.sum(dtype=jnp.int32)
         tokens = tokens_of_sequences(rows).astype(jnp.float32)
-        counts = sequences.astype(jnp.float32), tokens.sum() * model.experts_per_token
+        recorded = 0 if rows.experts is None else _recorded_tokens(rows)
+        counts = (sequences, tokens.sum() * model.experts_per_token, recorded)
         batch, denominators = objective.prepare(batch)
-        return batch, (denominators, _Counts(*(jnp.maximum(x, 1.0) for x in counts)))
+        counts = (jnp.maximum(jnp.asarray(x, jnp.float32), 1.0) for x in counts)
+        return batch, (denominators, _Counts(*counts))
 
     def evaluate(
         params: Any, batch: Any, denominators: Any, temperature: jax.Array
@@ -139,6 +162,9 @@ def balanced(objective: Objective, coef: float) -> Objective:
         per_layer = balance.loss / counts.sequences
         loss = loss + coef * per_layer.sum()
         sums = {loss_name: per_layer.mean(), load_name: balance.load / counts.pairs}
+        if balance.mismatch is not None:
+            share = balance.mismatch.mean() / counts.recorded
+            sums[f"{objective.name}/router_mismatch"] = share
         return loss, metrics | {"sum": metrics["sum"] | jax.lax.stop_gradient(sums)}
 
     def finish(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -32,6 +32,9 @@ class TrainingConfig:
     # weight of the loss that keeps the experts of a mixture evenly loaded, see balance.py; 0: off.
     # DeepSeek-V3 took 1e-4
     balance_coef: float = 0.0
+    # a policy that is a mixture is trained through the experts that the sampler sent each token
+    # through (Ma et al. 2025, arxiv.org/abs/2510.11370), weighed by its own router
+    router_replay: bool = False
     fuse: bool = True  # adjacent nodes on one mesh are one compiled program
     # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
     # every node on a mesh is a program of its own

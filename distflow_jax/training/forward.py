@@ -17,6 +17,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import Reach, Tiles, block_attention, either, tiles_of
 from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.moe import replay
 from distflow_jax.models.transformer import Attend, bind
 from distflow_jax.parallel import context
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
@@ -153,18 +154,28 @@ def packed_hidden(
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
 
     Where devices share a row they are those of its parts (parallel/context.py): [R c, L / c, D].
-    Tells `balance.watched` of a mixture's routers.
+    Of a mixture, tokens go through `rows.experts` where there are any. Tells `balance.watched` of
+    its routers.
     """
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
     found = watching() if model.num_experts else None
+    route, recorded = None, None
+    if found is not None:
+        route = balancing_route(rows, model)
+    elif rows.experts is not None:
+        route = replay(model.experts_per_token)
+    if rows.experts is not None:  # layer by layer
+        recorded = jnp.moveaxis(context.divide(rows.experts), 2, 0)
+        recorded = constrain(recorded, "layers", "parts", "length", "activation")
     hidden, kept = decoder.hidden(
         context.divide(rows.tokens),
         context.divide(rows.position),
         _attend(rows, config.attention_block, model.sliding_window),
+        layer_inputs=recorded,
         dtype=dtype,
         remat=config.remat,
-        route=None if found is None else balancing_route(rows, model),
+        route=route,
         microbatches=config.microbatches,
     )
     if found is not None:

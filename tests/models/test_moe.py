@@ -14,6 +14,7 @@ from model_files import random_params as file_params
 from tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.models import moe
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.grouped_product import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
@@ -141,12 +142,26 @@ def layer_of(params, layer=0):
     return {name: params["layers"][name][layer] for name in names}
 
 
-@pytest.mark.parametrize("axes", [(1, 1), (2, 4)])
-@pytest.mark.parametrize(("count", "norm_topk"), [(1, False), (3, True), (8, False)])
-def test_every_token_is_the_sum_over_its_experts(count, norm_topk, axes):
+@pytest.mark.parametrize(
+    ("axes", "count", "norm_topk", "ragged"),
+    [
+        *(
+            (axes, *choice, False)
+            for axes in ((1, 1, 1), (2, 4, 1))
+            for choice in ((1, False), (3, True), (8, False))
+        ),
+        ((1, 2, 4), 3, True, False),
+        ((1, 2, 4), 3, True, True),
+    ],
+)
+def test_every_token_is_the_sum_over_its_experts(axes, count, norm_topk, ragged, monkeypatch):
+    """The last mesh has two experts on each pair of devices, to which all tokens go."""
+    if ragged:
+        monkeypatch.setattr(moe, "platform", lambda: "tpu")
     config = dataclasses.replace(MOE, experts_per_token=count)
-    params, mesh = random_params(config), mesh_of(*axes)
-    h = np.random.default_rng(1).normal(size=(2, 9, config.hidden_size)).astype(np.float32)
+    fsdp, tensor, expert = axes
+    params, mesh = random_params(config), mesh_of(fsdp, tensor, expert=expert)
+    h = np.random.default_rng(1).normal(size=(4, 9, config.hidden_size)).astype(np.float32)
     placed = jax.device_put(params, param_shardings(config, mesh))
 
     @jax.jit

@@ -13,7 +13,7 @@ import os
 import jax
 import numpy as np
 
-from distflow_jax.batch import Prompt
+from distflow_jax.batch import ONE_NUMBER, Prompt, TokenColumn
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.given import given_columns
@@ -26,6 +26,13 @@ from distflow_jax.types import Edge, Layout, move_between
 PROMPTS, SAMPLES = 32, 8
 LIMITS = RowLimits(tokens=256, sequences=32, shared=True)
 HOST = Layout("host")
+EXPERTS_FIELD = "routed_experts"
+EXPERTS = TokenColumn((3, 2), "int8", prompt=True, fill=-1)
+
+
+def experts_of(tokens: np.ndarray) -> np.ndarray:
+    """Two experts in each of three layers for every token: a function of it."""
+    return (tokens[:, None, None] + np.arange(6).reshape(3, 2)).astype(np.int8)
 
 
 def response_of(counter: int, sample: int, skew: int) -> np.ndarray:
@@ -60,6 +67,11 @@ def check_rows(rows, values, expected, layout) -> int:
             wanted, logp, score = matches[0]
             np.testing.assert_array_equal(tokens, wanted)
             np.testing.assert_array_equal(values["rollout_logp"][0, r, at], logp)
+            experts = values[EXPERTS_FIELD][0, r]
+            np.testing.assert_array_equal(experts[at], experts_of(tokens))
+            of_prompt = local.segment[0, r] == local.parent[0, r, slot]
+            wanted = experts_of(prompt_of(group).tokens)
+            np.testing.assert_array_equal(experts[of_prompt], wanted)
             assert values["score"][0, r, slot] == score
             found += 1
     return found
@@ -93,13 +105,13 @@ def main():
     room = {m.layout: -(-PROMPTS * SAMPLES // m.fsdp) for m in (actor, other)}
     writers = {None: sampler, "rollout": sampler, "reward": HOST, "old": actor.layout}
     packed = {(None, "prompt"), ("reward", "score")}
-    packed |= {("rollout", f) for f in ("response", "response_mask", "rollout_logp")}
+    packed |= {("rollout", f) for f in ("response", "response_mask", "rollout_logp", EXPERTS_FIELD)}
     coordinator = Coordinator(
         PackingPlan(LIMITS, 1, PROMPTS, room, actor.layout),
         meshes,
         writers,
         dict.fromkeys(meshes, packed),
-        {("rollout", "rollout_logp")},
+        {("rollout", "rollout_logp"): ONE_NUMBER, ("rollout", EXPERTS_FIELD): EXPERTS},
     )
 
     def edge(field, source, start, end):
@@ -125,6 +137,11 @@ def main():
         coordinator.put("rollout", "response", [t for t, _, _ in table])
         coordinator.put("rollout", "response_mask", [np.ones(len(t), bool) for t, _, _ in table])
         coordinator.put("rollout", "rollout_logp", [logp for _, logp, _ in table])
+        experts = [
+            experts_of(np.concatenate([prompt_of(c).tokens, t]))
+            for (c, _), (t, _, _) in zip(held, table, strict=True)
+        ]
+        coordinator.put("rollout", EXPERTS_FIELD, experts)
         own = coordinator.get(edge("prompt", None, sampler, HOST))[::SAMPLES]
         assert len(own) * args.hosts >= len(ours) - args.hosts
         own_responses = coordinator.get(edge("response", "rollout", sampler, HOST))
@@ -140,6 +157,7 @@ def main():
                 field: np.concatenate(_own(coordinator.get(edge(field, source, start, layout))), 1)
                 for field, source, start in (
                     ("rollout_logp", "rollout", sampler),
+                    (EXPERTS_FIELD, "rollout", sampler),
                     ("score", "reward", HOST),
                 )
             }
@@ -165,6 +183,11 @@ def main():
     batch_bytes = sum(
         2 * t.nbytes + len(t) + 8 for group in expected.values() for t, _, _ in group.values()
     ) + sum(prompt_of(c).tokens.nbytes for c in range(PROMPTS))
+    batch_bytes += sum(
+        6 * (len(prompt_of(c).tokens) + len(t))
+        for c, group in expected.items()
+        for t, _, _ in group.values()
+    )
     host = list(came.values())
     report = {
         "payload": sum(t.payload for t in host),

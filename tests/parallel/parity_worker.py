@@ -85,7 +85,9 @@ def main():
             recorded[p.counter, i % config.rollout.num_samples]
             for i, p in enumerate(fields["prompt"])
         ]
-        return state, columns(wanted, 0), {}
+        written = columns(wanted, 0)
+        del written["routed_experts"]  # of a mixture that is replayed
+        return state, written, {}
 
     def reward(state, fields, options):
         n = config.rollout.num_samples

@@ -79,6 +79,7 @@ WITH_COPIES = [MeshSizes(2, 2, data=2), MeshSizes(1, 4, data=2), MeshSizes(4, 1,
         (MeshSizes(8, 1), MeshSizes(2, 1, data=4)),
         (MeshSizes(2, 2, stage=2), MeshSizes(4, 1, data=2)),
         (MeshSizes(4, 2), MeshSizes(1, 1, stage=4, context=2)),
+        (MeshSizes(2, 2, expert=2), MeshSizes(2, 1, context=4)),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """Pages: who has them, who gets the next ones, and what is written where."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,19 @@ SLOTS, OWNERS, PAGES, WIDTH = 3, 6, 8, 4
 PROMPT = 4  # an owner that is a prompt
 
 
-def make(ranks=2):
+MOE = dataclasses.replace(TINY, num_experts=8, experts_per_token=3)
+
+
+def make(ranks=2, model=TINY):
+    """Of a mixture, experts are recorded."""
     return cache_lib.empty(
-        TINY, ranks=ranks, pages=PAGES, page_size=WIDTH, owners=OWNERS, dtype=jnp.float32
+        model,
+        ranks=ranks,
+        pages=PAGES,
+        page_size=WIDTH,
+        owners=OWNERS,
+        dtype=jnp.float32,
+        record_experts=model is MOE,
     )
 
 
@@ -92,19 +104,25 @@ def test_tables_list_pages_in_their_order():
     np.testing.assert_array_equal(table, [[[0, 8, 8], [1, 2, 8], [8, 8, 8]]])
 
 
-@pytest.mark.parametrize("axes", [(2, 1), (2, 2)])
-def test_both_ways_to_append_write_the_same(axes):
+@pytest.mark.parametrize(("axes", "model"), [((2, 1), TINY), ((2, 2), MOE)])
+def test_both_ways_to_append_write_the_same(axes, model):
     rng = np.random.default_rng(1)
     mesh = mesh_of(*axes, names=("data", "tensor"))
     shape = (TINY.num_layers, 2, SLOTS, TINY.num_kv_heads, TINY.head_dim)
     key, value = (jnp.array(rng.normal(size=shape), jnp.float32) for _ in range(2))
-    cache, _ = take(make(), [[True] * 3, [False, True, True]], [[0] * 3] * 2)
+    experts = None
+    if model is MOE:
+        experts = jnp.array(rng.integers(0, 8, (*shape[:3], 3)), jnp.int8)
+    cache, _ = take(make(model=model), [[True] * 3, [False, True, True]], [[0] * 3] * 2)
     page, within = cache_lib.place(cache, ints([0, 3, -1], [2, 1, 0]))
     np.testing.assert_array_equal(page, [[0, 1, PAGES], [PAGES, 0, 1]])
-    wanted = cache_lib.append(cache, key, value, page, within)
-    got = jax.jit(lambda *x: append_pages(*x, mesh))(cache, key, value, page, within)
+    wanted = cache_lib.append(cache, key, value, page, within, experts)
+    run = jax.jit(lambda *x, experts: append_pages(*x, mesh, experts))
+    got = run(cache, key, value, page, within, experts=experts)
     keys = got.key
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    if experts is not None:
+        np.testing.assert_array_equal(got.experts[:, 0, 1, :, 3], experts[:, 0, 1])
     np.testing.assert_array_equal(keys[:, 0, 1, :, :, 3], key[:, 0, 1])
     assert np.count_nonzero(keys) == np.count_nonzero(key[:, 0, :2]) + np.count_nonzero(
         key[:, 1, 1:]

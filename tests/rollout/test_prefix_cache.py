@@ -12,7 +12,7 @@ from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill import Prefix, kept_of
 from distflow_jax.rollout.prefix_cache import PrefixCache, shared_beginning
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
@@ -188,7 +188,8 @@ def test_prompts_after_a_beginning_are_prompts(sampler, plain):
         (whole,) = plain.engine.prefill_row(plain.params, [prompt])
         assert int(prefix.length) == len(prompt)
         np.testing.assert_allclose(prefix.logits[prefix.row], whole.logits[0], atol=1e-4)
-        wide = engine._widen(prefix.key, prefix.value, prefix.offset, prefix.beginning, 64)
+        arrays = kept_of(prefix)
+        wide = engine._widen(arrays, prefix.offset, prefix.beginning, 64)[:2]
         for got, wanted in zip(wide, (whole.key, whole.value), strict=True):
             count = len(prompt)
             np.testing.assert_allclose(got[:, :count], wanted[:, :count], atol=1e-5)

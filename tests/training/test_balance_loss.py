@@ -7,6 +7,7 @@ out. Tolerances as in test_forward.py.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -122,19 +123,35 @@ def assert_plain(grads, metrics):
     assert distance(grads, wanted) < 1e-5
 
 
+def on(marks=pytest.mark.slow, *, shared=True, micro=1, remat="none", **axes):
+    """A case of the next test, by its axes above 1."""
+    name = " ".join(f"{axis} {size}" for axis, size in axes.items()) or "1 device"
+    name += "" if shared else ", own prompts"
+    return pytest.param(shared, axes, micro, remat, id=name, marks=marks)
+
+
 @pytest.mark.parametrize(
     ("shared", "axes", "micro", "remat"),
     [
-        pytest.param(True, (1, 1, 1), 2, "none", id="shared prompts"),
-        pytest.param(False, (1, 1, 1), 4, "none", id="own prompts", marks=pytest.mark.slow),
-        pytest.param(True, (2, 2, 2), 1, "full", id="8 devices, remat", marks=pytest.mark.slow),
+        on((), micro=2),
+        on(shared=False, micro=4),
+        on(fsdp=2, context=2, tensor=2, remat="full"),
+        on((), expert=2, tensor=2),
+        on(expert=2, micro=2),
+        on(expert=4, fsdp=2, remat="full"),
+        on(expert=8, shared=False),
+        on(fsdp=2, expert=2, tensor=2),
+        on(fsdp=2, expert=2, context=2),
+        on(data=2, expert=2, context=2, remat="full"),
+        on(expert=2, context=2, tensor=2),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_sequences(shared, axes, micro, remat):
-    fsdp, tensor, context = axes
-    mesh = mesh_of(fsdp, tensor, context=context)
-    shape = RowShape(1, 4, 128, 8) if shared else RowShape(1, 8, 64, 4)
-    rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=fsdp)
+    axes = dict(fsdp=1, tensor=1) | axes
+    mesh = mesh_of(**axes)
+    ranks = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
+    shape = RowShape(1, max(4, ranks), 128, 8) if shared else RowShape(1, 8, 64, 4)
+    rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=ranks)
     assert shared == bool((rows.parent > shape.sequences).any())
     # on one device as they are: the program that other tests run too
     params = jax.device_put(PARAMS, param_shardings(MOE, mesh)) if mesh.size > 1 else PARAMS

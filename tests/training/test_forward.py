@@ -28,9 +28,12 @@ from tiny_model import (
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
+from distflow_jax.config import Config, Machine, derive_sizes
 from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import (
     ForwardConfig,
     attention_block,
@@ -313,6 +316,16 @@ def test_gradient_does_not_depend_on_the_mesh(narrow):
 )
 def test_logits_in_memory(asked, tokens, rows, vocab, remat, expected):
     assert logits_in_memory(asked, tokens, rows=rows, vocab=vocab, remat=remat) == expected
+
+
+def test_logits_in_memory_are_those_of_a_devices_rows():
+    def chunk(devices, rows):
+        training = TrainingConfig(logp_chunk=0, row_tokens=1024, micro_batch_rows=rows)
+        machine = Machine(1, devices, devices, "cpu")
+        return derive_sizes(Config(training=training), DecoderConfig(), machine).forward.logp_chunk
+
+    assert chunk(1, 1) == chunk(8, 8) == 512
+    assert chunk(1, 2) == chunk(8, 16) == 256
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])

@@ -1,0 +1,84 @@
+"""Which experts of a mixture the sampler sent each token through, read when a response has ended.
+
+They lie in the cache's pages beside keys and values, so that whatever happens to these (prompts
+that are shared, read in pieces or after a beginning, responses put back and read again, tokens that
+were guessed in vain, further turns) happens to them. A response that has ended keeps its pages
+until they have been read. A token's experts are those that made its keys and values: where weights
+were swapped and the cache was kept, the older weights' choice, of a response that was read again
+the choice of those that read it last.
+
+D data ranks, S slots and P prompts of a rank, C responses, T tokens, X experts of a token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.rollout import cache as cache_lib
+from distflow_jax.rollout.decode_state import DecodeState, StateShapes, longest_read, pages_of
+
+
+def collect(
+    shapes: StateShapes, state: DecodeState, slot: jax.Array, ends: jax.Array
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Reads the experts of the tokens that some slots hold, and frees those of `ends`.
+
+    `slot` int32 [C], out of range for none; `ends` bool [C]. Returns the state, the experts int8 or
+    int16 [C, T, layers, X], T for the longest prompt and response, -1 where there is no token, and
+    the free pages of each rank, int32 [D].
+    """
+    with use_mesh(shapes.mesh):
+        ranks, slots = shapes.ranks, shapes.slots
+        experts = jax.vmap(
+            lambda *of_rank: _of_rank(shapes, slot, *of_rank), in_axes=(0, 1, *[0] * 5)
+        )(
+            jnp.arange(ranks, dtype=jnp.int32),
+            state.cache.experts,
+            *_tables(shapes, state.cache),
+            state.prompt_length,
+            shapes.by_rank(state.prompt),
+            shapes.by_rank(state.length),
+        )
+        experts = ~experts.sum(0, dtype=experts.dtype)  # one rank has it, the others zeros
+        gone = jnp.where(ends, slot, ranks * slots)
+        state = shapes.released(state.replace(kept=state.kept.at[gone].set(False, mode="drop")))
+        free = cache_lib.free_pages(state.cache, shapes.owners)
+        whole = NamedSharding(shapes.mesh, PartitionSpec())
+        experts, free = (jax.lax.with_sharding_constraint(x, whole) for x in (experts, free))
+        return state, experts, free
+
+
+def _tables(shapes: StateShapes, cache: cache_lib.Cache) -> tuple[jax.Array, jax.Array]:
+    """Pages of slots [D, S, n] and of prompts [D, P, n]."""
+    config, slots = shapes.config, shapes.slots
+    own = pages_of(config.max_response, config.page_size)
+    prompts = pages_of(longest_read(config), config.page_size)
+    return (
+        cache_lib.tables(cache, first=0, count=slots, longest=own),
+        cache_lib.tables(cache, first=slots, count=slots, longest=prompts),
+    )
+
+
+def _of_rank(shapes, slot, rank, experts, own_table, prompt_table, prompt_length, prompt, length):
+    """What slots of one rank hold, [C, T, layers, X], its bits turned: 0 where there is none, or it
+    is another's."""
+    config, slots, size = shapes.config, shapes.slots, shapes.config.page_size
+    is_here = (slot >= rank * slots) & (slot < (rank + 1) * slots)
+    index = jnp.clip(slot - rank * slots, 0, slots - 1)
+    entry = jnp.minimum(prompt[index], slots - 1)
+    before = prompt_length[entry][:, None]
+    at = jnp.arange(config.max_prompt + config.max_response, dtype=jnp.int32)[None]
+    in_prompt, after = at < before, jnp.maximum(at - before, 0)
+
+    def pages(table, owner, place):
+        most = table.shape[1] - 1
+        return jnp.take_along_axis(table[owner], jnp.minimum(place // size, most), axis=1)
+
+    place = jnp.where(in_prompt, at, after)
+    of_prompt, own = pages(prompt_table, entry, place), pages(own_table, index, place)
+    page, within = jnp.where(in_prompt, of_prompt, own), place % size
+    # advanced indices around a slice put the indexed dims first: [C, T, layers, X]
+    found = experts[:, jnp.minimum(page, experts.shape[1] - 1), :, within]
+    known = is_here[:, None] & (at < length[index][:, None])
+    return jnp.where(known[..., None, None], ~found, 0)

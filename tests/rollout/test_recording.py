@@ -1,0 +1,224 @@
+"""Experts that the sampler records are those that one exact forward pass chooses, however the
+tokens came into the cache."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from exact_mixture import exact, same_sets
+from tiny_model import TINY, mesh_of, prompt_of, random_params
+
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.sizing import page_bytes
+
+MOE = dataclasses.replace(
+    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
+)
+PARAMS, OTHER = random_params(MOE, 2), random_params(MOE, 5)
+STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
+CONFIG = EngineConfig(
+    slots=8,
+    max_prompt=32,
+    max_response=20,
+    max_read=52,
+    max_forced=6,
+    tokens_per_call=4,
+    page_size=16,
+    prefill_tokens=32,
+    group_size=4,
+    record_experts=True,
+)
+
+
+class Sampler:
+    """An engine that records, with weights and slots, all compiled."""
+
+    def __init__(self, axes=(1, 1), **changes):
+        mesh = mesh_of(*axes, names=("data", "tensor"))
+        config = dataclasses.replace(CONFIG, **changes)
+        self.engine = RolloutEngine(MOE, config, mesh, stop_ids=STOP_IDS, seed=3)
+        self.params = self.engine.load_params(PARAMS)
+        self.engine.compile(self.params)
+        self.state = self.engine.init_decode_state()
+
+    def scheduler(self):
+        return Scheduler(self.engine, self.params, state=self.state)
+
+    def run(self, requests):
+        scheduler, found = self.scheduler(), []
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.busy:
+            found += scheduler.step()
+        self.close(scheduler)
+        self.stats = scheduler.stats
+        return found
+
+    def close(self, scheduler):
+        """All slots and pages are free, as the scheduler and as the devices see it."""
+        self.state = self.engine.change(scheduler.close())
+        assert not np.asarray(self.engine.shapes.alive(self.state)).any()
+        assert sorted(sum(scheduler._slots.free, [])) == list(range(self.engine.config.slots))
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return Sampler()
+
+
+def make_requests():
+    """Prompts of all lengths, of which some begin alike; four responses to each."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, MOE.vocab_size, 20)
+    requests = []
+    for i, length in enumerate((3, 30, 17, 32, 1, 26)):
+        tokens = rng.integers(0, MOE.vocab_size, length)
+        if length > 20:
+            tokens[:20] = common
+        requests.append(GroupRequest(prompt_of(i, tokens), 4, 20))
+    return requests
+
+
+REQUESTS = make_requests()
+
+
+def assert_recorded(responses, params=PARAMS):
+    """They are the routers' own, but where float32 cannot tell which is more probable."""
+    compared = total = 0
+    for response in responses:
+        tokens = np.concatenate([response.prompt.tokens, response.tokens])
+        recorded = response.routed_experts
+        assert recorded.shape == (len(tokens), MOE.num_layers, MOE.experts_per_token)
+        assert recorded.dtype == np.int8
+        assert (recorded[-1] == -1).all()  # nobody has read the last token
+        wanted = exact(MOE, params, tokens)
+        clear = (np.minimum.accumulate(wanted.lead, axis=1) > 1e-4)[:-1]
+        same = same_sets(recorded[:-1], wanted.own[:-1])
+        assert same[clear].all(), (response.prompt.counter, np.argwhere(clear & ~same))
+        compared, total = compared + clear.sum(), total + clear.size
+    assert compared > 0.9 * total
+
+
+def test_experts_are_those_of_one_forward_pass(sampler):
+    assert_recorded(sampler.run(REQUESTS))
+    counter = Compilations()
+    assert_recorded(sampler.run(REQUESTS[:2]))
+    assert counter.take() == 0, counter.names()
+    counter.close()
+
+
+EVERYTHING = dict(
+    axes=(2, 2),
+    prefill_tokens=16,
+    prefix_tokens=32,
+    speculative_tokens=2,
+    page_size=8,
+    cache_tokens=160,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                EVERYTHING,
+                dict(axes=(4, 2)),
+                dict(prefill_tokens=512),
+                dict(prefix_tokens=32),
+                dict(speculative_tokens=2),
+                dict(page_size=8, cache_tokens=80),
+                dict(slots=16),  # the last ones are decoded by the smaller program
+                dict(weights="stacked"),
+                dict(attention="reference"),
+            )
+        ),
+    ],
+    ids=lambda changes: "all" if changes is EVERYTHING else " ".join(changes),
+)
+def test_however_tokens_come_into_the_cache(changes):
+    """In pieces, after a beginning, guessed, put back and read again, on several devices."""
+    sampler = Sampler(**changes)
+    assert_recorded(sampler.run(REQUESTS))
+    stats = sampler.stats
+    assert bool(stats.preempted) == ("cache_tokens" in changes)
+    assert bool(stats.prefix_hits) == ("prefix_tokens" in changes)
+    assert bool(stats.proposed) == ("speculative_tokens" in changes)
+
+
+@pytest.mark.parametrize("answer", [5, 9])
+def test_turns_are_recorded_from_the_first_token_on(sampler, answer):
+    """A tool's answer of 5 tokens is fed, one of 9 read anew with all that came before."""
+    request = dataclasses.replace(REQUESTS[1], num_samples=2, limit=6, hold=True)
+    scheduler = sampler.scheduler()
+    group = scheduler.submit(request)
+
+    def drive():
+        found = []
+        while scheduler.busy:
+            found += scheduler.step()
+        return found
+
+    turns = {}
+    for response in drive():
+        assert_recorded([response])
+        added = np.arange(40, 40 + answer)
+        turns[response.sample] = np.concatenate([response.tokens, added])
+        scheduler.extend(group, response.sample, added, limit=20)
+    second = drive()
+    assert len(second) == 2
+    for response in second:
+        whole = np.concatenate([turns[response.sample], response.tokens])
+        assert_recorded([dataclasses.replace(response, tokens=whole)])
+        scheduler.release(group, response.sample)
+    sampler.close(scheduler)
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+def test_after_a_swap_they_are_of_the_weights_that_made_what_is_in_the_cache(sampler, cache):
+    request = dataclasses.replace(REQUESTS[3], num_samples=1)
+    scheduler = sampler.scheduler()
+    scheduler.submit(request)
+    found = scheduler.step()
+    scheduler.load(sampler.engine.load_params(OTHER), 1, cache=cache)
+    while scheduler.busy:
+        found += scheduler.step()
+    sampler.close(scheduler)
+    (response,) = found
+    assert set(response.version) == {0, 1}
+    prompt = request.prompt.tokens
+    own = {
+        name: exact(MOE, params, prompt).own for name, params in (("old", PARAMS), ("new", OTHER))
+    }
+    share = {
+        name: same_sets(response.routed_experts[: len(prompt)], experts).mean()
+        for name, experts in own.items()
+    }
+    read_by = "old" if cache == "keep" else "new"
+    assert share.pop(read_by) > 0.95 and max(share.values()) < 0.5
+
+
+def test_what_is_recorded_takes_room():
+    """A byte for each expert of a token in a layer; nothing where it is off."""
+    off = dataclasses.replace(CONFIG, record_experts=False)
+    extra = page_bytes(MOE, CONFIG, 1) - page_bytes(MOE, off, 1)
+    assert extra == MOE.num_layers * MOE.experts_per_token * CONFIG.page_size
+    many = dataclasses.replace(MOE, num_experts=129)
+    assert page_bytes(many, CONFIG, 1) - page_bytes(many, off, 1) == 2 * extra
+
+
+def test_an_engine_that_does_not_record_has_nothing_of_it():
+    mesh = mesh_of(1, 1, names=("data", "tensor"))
+    off = dataclasses.replace(CONFIG, record_experts=False)
+    engine = RolloutEngine(MOE, off, mesh, stop_ids=(), seed=0)
+    state = engine.init_decode_state()
+    assert state.cache.experts is None and engine.shapes.route is None
+    with pytest.raises(ValueError, match=r"got \[0\] and record_experts=False"):
+        engine.collect(state, [0])
+    with pytest.raises(ValueError, match="family 'llama' has none; use False"):
+        RolloutEngine(TINY, CONFIG, mesh, stop_ids=(), seed=0)
