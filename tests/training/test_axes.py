@@ -59,6 +59,6 @@ def test_loss_and_gradient_are_those_of_one_device(seed):
 def test_every_axis_is_drawn():
     drawn = [combination(seed) for seed in range(COMBINATIONS)]
     for axis in AXES:
-        assert sum(axes[axis] > 1 for _, axes, _ in drawn) >= 4
+        assert sum(axes[axis] > 1 for _, axes, _ in drawn) >= 3
     assert {model for model, _, _ in drawn} == set(MODELS)
     assert len({tuple(axes.values()) for _, axes, _ in drawn}) >= 10
