@@ -8,10 +8,16 @@ import pytest
 from exact_mixture import exact, same_sets
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
+from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.environment import Turn
+from distflow_jax.rollout.environments import Environments
+from distflow_jax.rollout.episodes import turn_columns
+from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.sizing import page_bytes
 
@@ -177,6 +183,38 @@ def test_turns_are_recorded_from_the_first_token_on(sampler, answer):
         assert_recorded([dataclasses.replace(response, tokens=whole)])
         scheduler.release(group, response.sample)
     sampler.close(scheduler)
+
+
+class Echo:
+    """Says three tokens first, and two after each turn."""
+
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        return np.array([50, 51, 52], np.int32)
+
+    def step(self, tokens, text):
+        return Turn(np.array([60, 61], np.int32))
+
+
+def test_conversations_are_recorded_with_all_that_was_said(sampler):
+    tokenizer = Tokenizer.byte_level(MOE.vocab_size)
+    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=60.0)
+    state, episodes, _ = respond_in_turns(
+        sampler.engine,
+        SamplerState(sampler.params, 0, sampler.state),
+        [REQUESTS[i].prompt for i in (0, 2, 4)],
+        environments,
+        TurnLimits(response=20, turn=20, turns=3),
+        num_samples=4,
+        temperature=1.0,
+    )
+    sampler.state = state.decode
+    assert any(e.turns > 1 for e in episodes)
+    assert_recorded([e.response for e in episodes])
+    written = turn_columns(episodes, 0)["routed_experts"]
+    assert all(x is e.response.routed_experts for x, e in zip(written, episodes, strict=True))
 
 
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
