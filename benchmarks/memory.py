@@ -49,7 +49,8 @@ class Case:
         model, rows = MODELS[args.model], packed(MODELS[args.model], args, True)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
         length = rows.tokens.shape[2]
-        block = attention_block(args.attention, length, "cpu")
+        longest = sum(CASES[args.case][1:])
+        block = attention_block(args.attention, length, "cpu", longest=longest)
         forward = ForwardConfig("float32", 64, remat, block)
         settings, response = OptimizerConfig(moments=moments), CASES[args.case][2]
         optimizer = make_optimizer(settings, 1000)

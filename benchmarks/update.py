@@ -117,7 +117,7 @@ def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows
         response_mask=[np.ones(response, bool)] * number,
     )
     tokens = prompt + each * response if shared else each * (prompt + response)
-    tokens = -(-tokens // 64) * 64
+    tokens = -(-tokens // 32) * 32
     at = tuple(tuple(range(i, min(i + each, number))) for i in range(0, number, each))
     placement = Placement(RowShape(1, len(at), tokens, each), (at,), shared)
     return to_rows(sequences, placement)
@@ -158,7 +158,8 @@ def run_side(args: argparse.Namespace) -> None:
     wanted = args.micro or max(1, 640 // length)
     micro = max(n for n in range(1, count + 1) if count % n == 0 and n <= wanted)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
-    block = attention_block(args.attention, length, "cpu")
+    longest = sum(CASES[args.case][1:])
+    block = attention_block(args.attention, length, "cpu", longest=longest)
     chunk, keep = logits_in_memory(
         args.logp_chunk, length, rows=micro, vocab=model.vocab_size, remat=args.remat
     )

@@ -184,7 +184,7 @@ def test_devices_share_rows():
     sizes = derive_sizes(config, MODEL, EIGHT)
     assert (sizes.mesh.ranks, sizes.mesh.context, sizes.mesh.pieces) == (2, 4, 8)
     assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
-    assert sizes.forward.attention_block == 64  # a piece of 512 / 8 tokens
+    assert sizes.forward.attention_block == 32  # divides a piece of 512 / 8 tokens
     assert sizes.micro_rows == 1
     table = {row[0]: row[1:] for row in sizes.table(config, MODEL, EIGHT)}
     text = "tokens, at most 128 sequences; 128 on each of 4 devices"

@@ -39,23 +39,27 @@ class ForwardConfig:
 
 # sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
 _BLOCKS = range(32, 129)
-_BEST_BLOCK = 64
+_BLOCKS_OF_SEQUENCE = 8  # the shorter the sequences, the more of a large tile is masked
 
 
-def attention_block(attention: str, row_tokens: int, platform: str, pieces: int = 1) -> int:
+def attention_block(
+    attention: str, row_tokens: int, platform: str, *, longest: int, pieces: int = 1
+) -> int:
     """ForwardConfig.attention_block for training.attention: 0 for "masked".
 
-    `pieces`: into how many a row is cut for the devices that share it; a tile ends within one.
-    Raises ValueError where "blocks" is asked for and no side fits rows of `row_tokens`.
+    `longest`: tokens of a sequence at most, by which the side is chosen; `pieces`: into how many a
+    row is cut for the devices that share it; a tile ends within one. Raises ValueError where
+    "blocks" is asked for and no side fits rows of `row_tokens`.
     """
     if attention == "masked" or (attention == "auto" and platform != "cpu"):
         return 0
+    best = min(max(longest // _BLOCKS_OF_SEQUENCE, _BLOCKS[0]), _BLOCKS[-1])
     fits = [n for n in _BLOCKS if row_tokens % (pieces * n) == 0]
     if fits:
-        return min(fits, key=lambda n: abs(n - _BEST_BLOCK))
+        return min(fits, key=lambda n: abs(n - best))
     if attention == "auto":
         return 0
-    unit = pieces * _BEST_BLOCK
+    unit = pieces * best
     near = -(-row_tokens // unit) * unit  # up: sequences that fit still do
     what = "rows" if pieces == 1 else f"rows in {pieces} pieces (2 x mesh.context)"
     raise ValueError(

@@ -54,8 +54,15 @@ def token_logp(
     return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk, False)[0]
 
 
-def _num_chunks(count_B: jax.Array, chunk: int) -> jax.Array:
-    return (jnp.max(count_B) + chunk - 1) // chunk
+def _over_chunks(count_B: jax.Array, chunk: int, length: int, body, init):
+    """`body(index, carry)` for every chunk that holds a wanted position.
+
+    The only one is worked on without a loop, for which XLA would fill `init` with zeros to add to.
+    """
+    if length == chunk:
+        return body(jnp.int32(0), init)
+    trips = (jnp.max(count_B) + chunk - 1) // chunk
+    return bounded_loop(trips, body, init, most=length // chunk)
 
 
 def _forward(hidden, weight, target, count, temperature, chunk, keep):
@@ -87,9 +94,8 @@ def _forward(hidden, weight, target, count, temperature, chunk, keep):
     if keep:
         kept = jnp.zeros((length // chunk, batch, chunk, vocab), jnp.float32)
         kept = constrain(kept, "length", "batch", "length", "vocab")
-    logp, entropy, lse, kept = bounded_loop(
-        _num_chunks(count, chunk), body, (zeros, zeros, zeros, kept), most=length // chunk
-    )
+    start = (zeros, zeros, zeros, kept)
+    logp, entropy, lse, kept = _over_chunks(count, chunk, length, body, start)
     wanted = jnp.arange(length, dtype=jnp.int32)[None] < count[:, None]
     out = (jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0))
     return out, (hidden, weight, target, count, temperature, lse, entropy, kept)
@@ -127,9 +133,7 @@ def _backward(chunk, keep, residuals, cotangents):
         return d_hidden, d_weight
 
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
-    d_hidden, d_weight = bounded_loop(
-        _num_chunks(count, chunk), body, start, most=hidden.shape[1] // chunk
-    )
+    d_hidden, d_weight = _over_chunks(count, chunk, hidden.shape[1], body, start)
     return d_hidden, d_weight.astype(weight.dtype), None, None, None
 
 
