@@ -20,7 +20,7 @@ import numpy as np
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, Machine, ModelSourceConfig
+from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.given import given_columns
@@ -29,6 +29,7 @@ from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.worker import make_runner, run_step
+from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh

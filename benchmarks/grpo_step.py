@@ -31,20 +31,17 @@ from distflow_jax import machinery as machinery_lib
 from distflow_jax import setup as setup_lib
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Prompt
-from distflow_jax.config import (
-    Config,
-    Machine,
-    ModelSourceConfig,
-    derive_sizes,
-)
+from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.dag.worker import Runner, make_runner, run_step
+from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.stages.context import Stage
 from distflow_jax.states import States, models_of
 from distflow_jax.training.config import TrainingConfig

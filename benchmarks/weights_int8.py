@@ -24,7 +24,8 @@ from distflow_jax.models.layer_weights import WEIGHTS
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel.transfer import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine, SlotRequest
+from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.slot_requests import SlotRequest
 
 
 def arguments() -> argparse.Namespace:

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import arrange, init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
@@ -17,6 +18,7 @@ from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.trained_weights import read_trained
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.config import Config, Sizes
+from distflow_jax.config import Config
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
@@ -29,6 +29,7 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.setup import Planned, Setup, sampler_layout
+from distflow_jax.sizes import Sizes
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext
 from distflow_jax.stages.table import first_state_of, resolve
 from distflow_jax.states import States, optimizer_of

@@ -22,11 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax import run as run_lib
-from distflow_jax.config import Config, Machine
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
 from distflow_jax.hints import hint
+from distflow_jax.machine import Machine
 from distflow_jax.observe.cells import (
     LINES,
     Charts,

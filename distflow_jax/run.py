@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import pathlib
-import secrets
-import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distflow_jax.batch import Prompt, Samples
+from distflow_jax.batch import Prompt
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
@@ -37,19 +35,20 @@ from distflow_jax.observe.memory import GIB
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
-from distflow_jax.observe.watchdog import HealthConfig, Watchdog
+from distflow_jax.observe.watchdog import Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import SamplerState, update_weights
+from distflow_jax.run_files import check_writable, sample_records, warn_of_changes
 from distflow_jax.setup import Setup, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 from distflow_jax.states import States
 from distflow_jax.step_times import StepTimes
+from distflow_jax.supervision import stop_on_sigterm, watched
 from distflow_jax.training.state import TrainState
-from distflow_jax.types import ROUTED_EXPERTS, flatten_dict
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
@@ -89,19 +88,6 @@ def train_here(config: Config, workdir: str | os.PathLike, *, chosen: Collection
         return _train(config, pathlib.Path(workdir), nobody, stop, chosen)
 
 
-def watched(config: HealthConfig, job: Job) -> Watchdog:
-    """This process's watchdog, acquainted with those of the other processes. Collective."""
-    index, count = processes.process_index(), processes.process_count()
-    host = processes.reachable_host(job)
-    watchdog = Watchdog.start(config, index=index, count=count, host=host)
-    if count > 1:
-        told = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
-        addresses, tokens = zip(*(text.rsplit(" ", 1) for text in told), strict=True)
-        if config.enabled:
-            watchdog.connect(addresses, tokens[0])
-    return watchdog
-
-
 def _train(
     config: Config,
     folder: pathlib.Path,
@@ -122,20 +108,6 @@ def _train(
         setup = prepare(config, chosen)
         with contextlib.closing(setup.rewards):
             return Run(setup, folder, saved, watchdog).loop(stop)
-
-
-def check_writable(folder: pathlib.Path) -> None:
-    """Raises ValueError if this process cannot write below `folder`."""
-    probe = folder / f".write_check_{processes.process_index()}"
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe.write_text("ok")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to --workdir {str(folder)!r} ({error.strerror}); choose a folder that "
-            "every process can write to"
-        ) from error
 
 
 class Run:
@@ -294,9 +266,9 @@ class Run:
         metrics["training/nonfinite"] = sum(metrics.pop(name) for name in of_nodes)
         self.nonfinite = self.nonfinite + 1 if metrics["training/nonfinite"] else 0
         if self.is_first and self.nonfinite:
-            self.writer.samples(f"nonfinite-{self.step}", _sample_records(samples, self._tokenizer))
+            self.writer.samples(f"nonfinite-{self.step}", sample_records(samples, self._tokenizer))
         elif self.is_first and _due(self.step, self.config.observe.samples_every):
-            self.writer.samples(self.step, _sample_records(samples, self._tokenizer))
+            self.writer.samples(self.step, sample_records(samples, self._tokenizer))
         return metrics
 
     def _draw(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any] | None:
@@ -417,7 +389,7 @@ class Run:
         setup, described = self.setup, json.loads(to_json(to_config_dict(self.config)))
         if self.is_first and self.step:
             log.info("continuing from step %d in %s", self.step, self.folder)
-            _warn_of_changes(self.folder / "config.json", described)
+            warn_of_changes(self.folder / "config.json", described)
         self.writer.config(described)
         programs = self.machinery.programs
         fields = fields_on_meshes(setup.plan, programs)
@@ -465,55 +437,3 @@ def _empty(fields: Sequence[Any]) -> Sequence[Any]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM sets; never, outside the main thread (a notebook's worker)."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
-    """Says which settings differ from those of the run that is continued."""
-    if not path.exists():
-        return
-    before, now = flatten_dict(json.loads(path.read_text())), flatten_dict(now)
-    changed = [
-        f"{key.replace('/', '.')} {before.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        log.warning(
-            "the config differs from the one this run was started with: %s", ", ".join(changed)
-        )
-
-
-def _sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One record per response of this process, for samples/STEP.jsonl."""
-    scalars = {
-        name: values
-        for name, values in samples.fields.items()
-        if name not in ("prompt", "response", "response_mask", "rollout_logp", ROUTED_EXPERTS)
-    }
-    return [
-        {
-            "uid": [prompt.counter, int(samples.sample[i])],
-            "row": prompt.row,
-            "data_source": prompt.data_source,
-            "prompt": prompt.text,
-            "response": tokenizer.decode(samples.response[i], skip_special=False),
-            "ground_truth": prompt.ground_truth,
-            "response_length": len(samples.response[i]),
-            **{name: values[i] for name, values in scalars.items()},
-        }
-        for i, prompt in enumerate(samples.prompt)
-    ]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator
 
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, Machine, Sizes, derive_sizes
+from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
 from distflow_jax.coordinator.dataset import open_dataset
 from distflow_jax.coordinator.given import ANSWERS
@@ -24,6 +24,7 @@ from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.hints import hint
+from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
@@ -31,6 +32,8 @@ from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.environments import Environments, load_environment
 from distflow_jax.settings import with_settings
+from distflow_jax.sizes import Sizes, derive_sizes
+from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.table import Demands, resolve, wanted_reads
 from distflow_jax.states import ModelOfRun, models_of, samplers_of
 from distflow_jax.types import Layout, flatten_dict
@@ -122,7 +125,7 @@ class Planned:
 
     def table(self) -> list[tuple]:
         """The sizes, (name, value, meaning) each."""
-        return self.sizes.table(self.config, self.source.config, self.machine)
+        return describe_sizes(self.sizes, self.config, self.source.config, self.machine)
 
     def text(self) -> str:
         """The plan as tables, with what waits on the host."""

@@ -25,11 +25,12 @@ from absl import flags
 from ml_collections import config_flags
 
 from distflow_jax.command_line import EXIT_USAGE, run_main
-from distflow_jax.config import Config, Machine
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.mermaid import to_mermaid
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
+from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.memory_advice import shortage
 from distflow_jax.memory_plan import plan_memory

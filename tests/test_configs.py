@@ -9,11 +9,14 @@ import re
 import pytest
 from ml_collections import config_dict
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.setup import make_plan, settle
+from distflow_jax.sizes import derive_sizes
+from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.table import resolve
 from distflow_jax.types import flatten_dict
 
@@ -73,7 +76,7 @@ def test_its_sizes_divide(name, machine, model_of):
     assert rows * sizes.mesh.fsdp * (packing.limits.tokens // longest) >= samples
     assert rows * sizes.mesh.fsdp * packing.limits.sequences >= samples
     assert sizes.engine.slots * machine.processes == rollout.num_slots
-    shown = {row[0]: row[1] for row in sizes.table(config, model, machine)}
+    shown = {row[0]: row[1] for row in describe_sizes(sizes, config, model, machine)}
     assert shown["devices"] == machine.devices
     assert shown["sequences per step"] == config.data.prompts_per_step * rollout.num_samples
 
@@ -173,7 +176,7 @@ def test_copies_of_the_model_are_data_ranks_too():
     layouts = {t.node.id: str(t.layout) for t in tasks}
     assert layouts["reference"] == "data 2 x fsdp 2 x tensor 2"
     assert layouts["actor_train"] == "data 2 x fsdp 4 x tensor 1"
-    table = {row[0]: row[1] for row in sizes.table(config, MODEL, TWO_PROCESSES)}
+    table = {row[0]: row[1] for row in describe_sizes(sizes, config, MODEL, TWO_PROCESSES)}
     plain = derive_sizes(config_of("tiny"), MODEL, TWO_PROCESSES)
     assert table["rows"] == plain.packing.rows[plain.packing.primary] * 8
     assert plain.mesh.describe() == ("fsdp 8 x tensor 1", "")
@@ -186,7 +189,7 @@ def test_devices_share_rows():
     assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
     assert sizes.forward.attention_block == 32  # divides a piece of 512 / 8 tokens
     assert sizes.micro_rows == 1
-    table = {row[0]: row[1:] for row in sizes.table(config, MODEL, EIGHT)}
+    table = {row[0]: row[1:] for row in describe_sizes(sizes, config, MODEL, EIGHT)}
     text = "tokens, at most 128 sequences; 128 on each of 4 devices"
     assert table["row"] == (512, text)
 
@@ -202,7 +205,7 @@ def test_stages_share_the_layers():
     assert sizes.rows_at_a_time(sizes.mesh.layout) == 12
     assert sizes.packing.rows[sizes.mesh.layout] % 12 == 0
     assert sizes.forward.microbatches == 12
-    table = {row[0]: row[1:] for row in sizes.table(config, FOUR_LAYERS, EIGHT)}
+    table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
     waits = "x 12 micro-batches; 20% of its time a stage waits for others"
     assert table["pipeline"] == ("4 stages", waits)
 
@@ -225,7 +228,7 @@ def test_roles_have_parts_of_every_host():
     assert layouts["reference"] == "fsdp 2 x tensor 2 on devices 2:4"
     assert layouts["actor_train"] == "fsdp 4 x tensor 1 on devices 0:2"
     assert {e.field: e.move for t in tasks for e in t.edges_in}["ref_logp"] == "reshard"
-    rows = [row for row in sizes.table(config, MODEL, TWO_PROCESSES) if "mesh" in row[0]]
+    rows = [row for row in describe_sizes(sizes, config, MODEL, TWO_PROCESSES) if "mesh" in row[0]]
     assert rows == [
         ("training mesh", "fsdp 4 x tensor 1", "on devices 0:2 of every host"),
         ("mesh of REFERENCE", "fsdp 2 x tensor 2", "on devices 2:4 of every host"),

@@ -10,12 +10,14 @@ import pytest
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.rollout.environments import Environments
+from distflow_jax.sizes import derive_sizes
 
 TURNS = [
     "rollout.environment=configs/examples/second_try.py:SecondTry",

@@ -11,6 +11,8 @@ PACKAGE = ROOT / "distflow_jax"
 LAYERS = [
     {
         "run",
+        "run_files",
+        "supervision",
         "setup",
         "states",
         "tracing",
@@ -24,6 +26,10 @@ LAYERS = [
         "inference",
         "trained_weights",
         "config",
+        "machine",
+        "mesh_sizes",
+        "sizes",
+        "sizes_table",
         "command_line",
         "config_dict",
         "notebook",

@@ -9,9 +9,10 @@ import pytest
 
 from configs import tiny
 from distflow_jax import memory_plan, run
-from distflow_jax.config import Config, Machine
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.dag.residency import residency
+from distflow_jax.machine import Machine
 from distflow_jax.machinery import make_engine, make_meshes, trace
 from distflow_jax.memory_advice import _changes, shortage
 from distflow_jax.memory_plan import (

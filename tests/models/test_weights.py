@@ -30,6 +30,7 @@ from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
+from distflow_jax.models.weights.names import unstacked_arrays
 from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
 ROOT = Path(__file__).parents[2]
@@ -104,17 +105,17 @@ def test_save_inverts_load_in_gguf(config):
 
 
 @MODELS
-def test_to_hf_gives_every_tensor_of_a_checkpoint(config):
-    params, to_hf = random_params(config), FAMILIES[config.family].to_hf
+def test_unstacking_gives_every_tensor_of_a_checkpoint(config):
+    params, weights = random_params(config), FAMILIES[config.family].hf_weights(config)
     written = {}
     for path, array in params.items():
-        written |= dict(to_hf(config, path, array))
+        written |= dict(unstacked_arrays(weights, path, array))
     expected = tensors_of(config, params)
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(written[name], tensor)
     with pytest.raises(ValueError, match="layers/nothing"):
-        list(to_hf(config, "layers/nothing", params["final_norm"]))
+        list(unstacked_arrays(weights, "layers/nothing", params["final_norm"]))
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])

@@ -14,7 +14,8 @@ from tiny_model import (
     random_params,
 )
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, paged_attention
@@ -26,6 +27,8 @@ from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.sizing import cache_bytes
+from distflow_jax.sizes import derive_sizes
+from distflow_jax.sizes_table import describe_sizes
 
 PARAMS = random_params(TINY, 2)
 STOP_IDS = tuple(range(16))
@@ -304,7 +307,7 @@ def test_the_setting_reaches_the_engine_and_the_plan():
         config = Config(rollout=RolloutConfig(cache_dtype=cache_dtype))
         sizes = derive_sizes(config, model, machine)
         assert sizes.engine.cache_dtype == cache_dtype
-        table = sizes.table(config, model, machine)
+        table = describe_sizes(sizes, config, model, machine)
         (rows[cache_dtype],) = (row[2] for row in table if row[0] == "decode slots")
     assert "MiB of int8: " in rows["int8"] and "MiB: " in rows["auto"]
 

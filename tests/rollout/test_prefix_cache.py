@@ -8,15 +8,17 @@ from test_engine import CONFIG, NEAR_TIE, STOP_IDS, Sampler, by_uid
 from test_scheduler import assert_all_free, assert_same, drive, submit_all
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.prefill import Prefix, kept_of
+from distflow_jax.rollout.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefix_cache import PrefixCache, shared_beginning
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.sizes import derive_sizes
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}
 OTHER = random_params(TINY, 5)
@@ -189,7 +191,7 @@ def test_prompts_after_a_beginning_are_prompts(sampler, plain):
         assert int(prefix.length) == len(prompt)
         np.testing.assert_allclose(prefix.logits[prefix.row], whole.logits[0], atol=1e-4)
         arrays = kept_of(prefix)
-        wide = engine._widen(arrays, prefix.offset, prefix.beginning, 64)[:2]
+        wide = widen(arrays, prefix.offset, prefix.beginning, 64)[:2]
         for got, wanted in zip(wide, (whole.key, whole.value), strict=True):
             count = len(prompt)
             np.testing.assert_allclose(got[:, :count], wanted[:, :count], atol=1e-5)

@@ -6,11 +6,14 @@ import jax
 import pytest
 from tiny_model import TINY, mesh_of
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
+from distflow_jax.sizes import derive_sizes
+from distflow_jax.sizes_table import describe_sizes
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
 
@@ -53,7 +56,9 @@ def test_the_plan_says_what_it_took():
     responses = config.data.prompts_per_step * config.rollout.num_samples
     assert 0 < sizes.engine.slots <= responses
     assert cache_bytes(model, sizes.engine, ranks=1, tensor=1) <= 0.3 * 2**30
-    (row,) = [row for row in sizes.table(config, model, machine) if row[0] == "decode slots"]
+    (row,) = [
+        row for row in describe_sizes(sizes, config, model, machine) if row[0] == "decode slots"
+    ]
     assert row[1] == sizes.engine.slots
     assert f"{num_pages(sizes.engine, 1)} pages of 64 tokens" in row[2]
     assert "the most of use that fit into 30% of 1 GiB" in row[2]

@@ -9,14 +9,17 @@ from test_engine import CONFIG, assert_agree, by_uid
 from test_scheduler import assert_all_free, drive
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import speculation
-from distflow_jax.rollout.engine import RolloutEngine, SlotRequest
+from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.slot_requests import SlotRequest
+from distflow_jax.sizes import derive_sizes
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back
 PARAMS = random_params(SMALL, 2)

@@ -17,9 +17,10 @@ from tiny_model import (
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import arrange, param_shardings, param_specs
@@ -33,6 +34,8 @@ from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.sizing import weight_bytes
+from distflow_jax.sizes import derive_sizes
+from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.types import flatten_dict, unflatten_dict
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
@@ -269,7 +272,7 @@ def test_the_setting_reaches_the_engine_and_the_plan():
         config = Config(rollout=RolloutConfig(weights_dtype=kind))
         sizes = derive_sizes(config, model, machine)
         assert sizes.engine.weights_dtype == kind
-        table = sizes.table(config, model, machine)
+        table = describe_sizes(sizes, config, model, machine)
         (rows[kind],) = (row[1:] for row in table if row[0] == "sampler's weights")
     assert [rows[kind][0] for kind in rows] == ["bfloat16", "int8"]
     auto, int8 = (float(row[1].removesuffix(" MiB of a device")) for row in rows.values())

@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.batch import Rows
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshConfig, role_mesh
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs import hlo
 from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import sharded_params

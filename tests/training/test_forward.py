@@ -28,11 +28,13 @@ from tiny_model import (
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import (
     ForwardConfig,

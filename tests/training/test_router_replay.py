@@ -24,12 +24,14 @@ from tiny_model import (
 )
 
 from distflow_jax.batch import RowShape, TokenColumn, token_field
-from distflow_jax.config import Config, Machine, derive_sizes
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.setup import settle
+from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp

@@ -8,15 +8,15 @@ back to the bit: it is refused.
 The network holds w, as the files do, so that what was read is written bit for bit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
-from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, plain
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
+from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, hf_head_norms, plain
+from distflow_jax.models.weights.names import Weight
 
 # fields of DecoderConfig that are on in this family
 SWITCHES: Mapping[str, bool | str] = {
@@ -189,7 +189,7 @@ def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
-    D, H = config.hidden_size, config.head_dim
+    D = config.hidden_size
     # the name that other families have for the norm before the MLP is that of the one behind
     # attention here
     shared = (weight for weight in hf_decoder(config) if weight.path != "layers/mlp_norm")
@@ -198,11 +198,5 @@ def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         plain(HF_LAYER + "pre_feedforward_layernorm.weight", "layers/mlp_norm", D),
         plain(HF_LAYER + "post_attention_layernorm.weight", "layers/attention_post_norm", D),
         plain(HF_LAYER + "post_feedforward_layernorm.weight", "layers/mlp_post_norm", D),
-        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", H),
-        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", H),
+        *hf_head_norms(config),
     )
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)

@@ -4,7 +4,7 @@ Biases are refused: with `attention_bias` Hugging Face's Llama has one behind at
 the network has not.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
 from distflow_jax.models.families.tensors import gguf_decoder, hf_decoder
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
+from distflow_jax.models.weights.names import Weight
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 _BIASES = ("attention_bias", "mlp_bias")
@@ -49,8 +49,3 @@ def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
     return gguf_decoder(config, interleaved=True)
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)

@@ -5,10 +5,8 @@ files; a GGUF of it calls itself llama, and is refused there. `router_jitter_noi
 transformers disturbs tokens while it trains, is left out: sampler and trainer are to agree.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families.hf_config import (
@@ -18,7 +16,7 @@ from distflow_jax.models.families.hf_config import (
     refuse_sliding_windows,
 )
 from distflow_jax.models.families.tensors import hf_decoder, hf_experts
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
+from distflow_jax.models.weights.names import Weight
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 # what transformers takes where a file says nothing
@@ -55,8 +53,3 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
     return hf_decoder(config, hf_experts(config, "block_sparse_moe", "w1", "w3", "w2"))
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)

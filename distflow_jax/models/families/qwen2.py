@@ -3,7 +3,7 @@
 Yang et al. 2024 (arxiv.org/abs/2407.10671), sec. 2.2. The same two translations as in llama.py.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from distflow_jax.models.families.tensors import (
     head_vectors,
     hf_decoder,
 )
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
+from distflow_jax.models.weights.names import Weight
 
 # Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
 SWITCHES: Mapping[str, bool] = {"attention_bias": True}
@@ -70,8 +70,3 @@ def _biases(config: DecoderConfig, names: list[str]) -> tuple[Weight, ...]:
         head_vectors(key, "layers/key_bias", kv_heads, head_dim),
         head_vectors(value, "layers/value_bias", kv_heads, head_dim),
     )
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)

@@ -5,7 +5,7 @@ head dim is its own, not hidden size / heads. `attention_bias`, which no release
 refused as for Llama.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,12 @@ from distflow_jax.models.families.hf_config import (
     refuse_sliding_windows,
 )
 from distflow_jax.models.families.tensors import (
-    GGUF_LAYER,
-    HF_LAYER,
     gguf_decoder,
+    gguf_head_norms,
     hf_decoder,
-    plain,
+    hf_head_norms,
 )
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
+from distflow_jax.models.weights.names import Weight
 
 SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
 
@@ -54,22 +53,9 @@ def config_from_gguf(
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
-    return (
-        *hf_decoder(config),
-        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", config.head_dim),
-        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", config.head_dim),
-    )
+    return (*hf_decoder(config), *hf_head_norms(config))
 
 
 def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
-    return (
-        *gguf_decoder(config, interleaved=False),
-        plain(GGUF_LAYER + "attn_q_norm.weight", "layers/query_norm", config.head_dim),
-        plain(GGUF_LAYER + "attn_k_norm.weight", "layers/key_norm", config.head_dim),
-    )
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)
+    return (*gguf_decoder(config, interleaved=False), *gguf_head_norms(config))

@@ -4,7 +4,7 @@ Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. The same two translations a
 GGUF the architecture is `qwen3moe`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,16 @@ from distflow_jax.models.families.hf_config import (
     experts_from_hf,
     refuse_sliding_windows,
 )
+from distflow_jax.models.families.qwen3 import SWITCHES
 from distflow_jax.models.families.tensors import (
-    GGUF_LAYER,
-    HF_LAYER,
     gguf_decoder,
     gguf_experts,
+    gguf_head_norms,
     hf_decoder,
     hf_experts,
-    plain,
+    hf_head_norms,
 )
-from distflow_jax.models.weights.names import Weight, unstacked_arrays
-
-SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
+from distflow_jax.models.weights.names import Weight
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -89,22 +87,10 @@ def config_from_gguf(
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
     experts = hf_experts(config, "mlp", "gate_proj", "up_proj", "down_proj")
-    return (
-        *hf_decoder(config, experts),
-        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", config.head_dim),
-        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", config.head_dim),
-    )
+    return (*hf_decoder(config, experts), *hf_head_norms(config))
 
 
 def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a GGUF file (in NumPy's order, the reverse of the file's)."""
-    return (
-        *gguf_decoder(config, gguf_experts(config), interleaved=False),
-        plain(GGUF_LAYER + "attn_q_norm.weight", "layers/query_norm", config.head_dim),
-        plain(GGUF_LAYER + "attn_k_norm.weight", "layers/key_norm", config.head_dim),
-    )
-
-
-def to_hf(config: DecoderConfig, path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """One parameter -> the (name, tensor) pairs of a Hugging Face checkpoint."""
-    return unstacked_arrays(hf_weights(config), path, array)
+    decoder = gguf_decoder(config, gguf_experts(config), interleaved=False)
+    return (*decoder, *gguf_head_norms(config))

@@ -57,6 +57,14 @@ def hf_experts(
     )
 
 
+def hf_head_norms(config: DecoderConfig) -> tuple[Weight, ...]:
+    """The norms of each head's query and key in a Hugging Face checkpoint."""
+    return (
+        plain(HF_LAYER + "self_attn.q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(HF_LAYER + "self_attn.k_norm.weight", "layers/key_norm", config.head_dim),
+    )
+
+
 def hf_ignored(config: DecoderConfig) -> tuple[str, ...]:
     """Patterns of tensors that need no parameter: a tied model's second copy of the embedding."""
     return (*HF_IGNORED, r"^lm_head\.weight$") if config.tie_embeddings else HF_IGNORED
@@ -104,6 +112,14 @@ def gguf_experts(config: DecoderConfig) -> tuple[Weight, ...]:
         transposed_experts(layer + "ffn_gate_exps.weight", "layers/gate", count, F, D),
         transposed_experts(layer + "ffn_up_exps.weight", "layers/up", count, F, D),
         transposed_experts(layer + "ffn_down_exps.weight", "layers/down", count, D, F),
+    )
+
+
+def gguf_head_norms(config: DecoderConfig) -> tuple[Weight, ...]:
+    """The norms of each head's query and key in a GGUF file."""
+    return (
+        plain(GGUF_LAYER + "attn_q_norm.weight", "layers/query_norm", config.head_dim),
+        plain(GGUF_LAYER + "attn_k_norm.weight", "layers/key_norm", config.head_dim),
     )
 
 

@@ -8,6 +8,7 @@ Letters as in reference.py; T tokens per step of a program.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,27 +117,20 @@ def _kernel(
     *refs, out_ref, lse_ref = refs
     first_ref, begin_ref, *scale_refs = refs if windowed else (None, None, *refs)
     key_scale_ref, value_scale_ref = scale_refs or (None, None)
-    head_dim, slots = q_ref.shape[-1], table_ref.shape[1]
+    head_dim = q_ref.shape[-1]
     owner, head = pl.program_id(0), pl.program_id(1)
     row_block, split = pl.program_id(2) // splits, pl.program_id(2) % splits
     rows = pl.ds(row_block * block, block)
     length = length_ref[owner]
     q = q_ref[owner, head, rows, :]
-    precision = dot_precision(q.dtype)
-    # exp2 is one instruction, exp is that and a product
-    scale = head_dim**-0.5 * math.log2(math.e)
     used = pl.cdiv(length, width)
     steps = pl.cdiv(length, step)
+    first_seen = before = None
     if windowed:
         first_seen = first_ref[owner, rows]
         before = jax.lax.div(begin_ref[owner, row_block], step)  # steps that no row needs
-        share = pl.cdiv(jnp.maximum(steps - before, 0), splits)
-        begin, stop = before + split * share, before + (split + 1) * share
-    else:
-        share = pl.cdiv(steps, splits)
-        begin, stop = split * share, (split + 1) * share
-    part = min(step, width)  # tokens of one page in a step
-    within = jnp.arange(part, dtype=jnp.int32)
+    begin, stop = _share(split, splits, steps, before)
+    within = jnp.arange(min(step, width), dtype=jnp.int32)  # tokens of one page in a step
     channel = jnp.arange(head_dim, dtype=jnp.int32)
 
     def body(index, carry):
@@ -146,33 +140,11 @@ def _kernel(
         # of step, and with it that tokens side by side can be read as one
         slot, offset = jax.lax.div(first, width), jax.lax.rem(first, width)
         valid = first + jnp.arange(step, dtype=jnp.int32) < length
-        if part == step:  # the step lies within one page
-            page = table_ref[owner, slot]
-            token = pl.multiple_of(offset, step) + within
-            key_index = (page, head, channel[:, None], token[None, :])
-            value_index = (page, head, token[:, None], channel[None, :])
-            scale_index = (page, head, token)
-            key_mask = scale_mask = None
-            value_mask = valid[:, None]
-        else:  # the step takes several whole pages
-            slots_taken = slot + jnp.arange(step // width, dtype=jnp.int32)
-            # beyond the used entries the table is undefined: neither read nor followed
-            exists = slots_taken < used
-            entry = table_ref.at[owner, jnp.minimum(slots_taken, slots - 1)]
-            page = plgpu.load(entry, mask=exists, other=0)
-            key_index = (page[None, :, None], head, channel[:, None, None], within[None, None, :])
-            value_index = (page[:, None, None], head, within[None, :, None], channel[None, None, :])
-            scale_index = (page[:, None], head, within[None, :])
-            key_mask, scale_mask = exists[None, :, None], exists[:, None]
-            value_mask = valid.reshape(step // width, width)[:, :, None]
-
-        # Keys and scales of a page are read to its end and what lies beyond the length is dropped
-        # afterwards: a mask by length would make Triton read token by token. Along values' tokens
-        # there is nothing to lose.
-        key = _read(key_ref, key_index, key_mask).reshape(head_dim, step)
-        score = plgpu.dot(q, key.astype(q.dtype), precision=precision) * scale
-        if key_scale_ref is not None:
-            score *= _read(key_scale_ref, scale_index, scale_mask).reshape(1, step)
+        if step <= width:
+            at = _in_one_page(table_ref, owner, head, slot, offset, channel, within, valid)
+        else:
+            at = _in_whole_pages(table_ref, owner, head, slot, used, channel, within, valid)
+        score = _scores(q, key_ref, key_scale_ref, at)
         sees = valid[None, :]
         if windowed:
             place = first + jnp.arange(step, dtype=jnp.int32)
@@ -184,12 +156,8 @@ def _kernel(
         if windowed:  # a row may see nothing so far, and its top be LOWEST
             weight = jnp.where(sees, weight, 0.0)
         total = total * shrink + weight.sum(axis=1)
-        if value_scale_ref is not None:
-            value_scale = _read(value_scale_ref, scale_index, scale_mask)
-            weight *= jnp.where(valid, value_scale.reshape(step), 0.0)[None, :]
-        value = _read(value_ref, value_index, value_mask).reshape(step, head_dim)
-        part_out = plgpu.dot(weight.astype(q.dtype), value.astype(q.dtype), precision=precision)
-        return new_top, total, out * shrink[:, None] + part_out
+        part = _weighted_values(weight, value_ref, value_scale_ref, at, q.dtype)
+        return new_top, total, out * shrink[:, None] + part
 
     start = (
         jnp.full((block,), LOWEST, jnp.float32),
@@ -204,6 +172,87 @@ def _kernel(
     out_ref[split, owner, head, rows, :] = out / divisor[:, None]
     lse = top * math.log(2) + jnp.log(divisor)
     lse_ref[split, owner, head, rows] = jnp.where(some, lse, -jnp.inf)
+
+
+def _share(split, splits, steps, before):
+    """First step of a split and the one after its last; `before`: steps to leave out, or None."""
+    if before is None:
+        share = pl.cdiv(steps, splits)
+        return split * share, (split + 1) * share
+    share = pl.cdiv(jnp.maximum(steps - before, 0), splits)
+    return before + split * share, before + (split + 1) * share
+
+
+class _Places(NamedTuple):
+    """Where a step's tokens lie in the pages: indices for `_read`, and masks that it takes.
+
+    Keys and scales of a page are read to its end and what lies beyond the length is dropped
+    afterwards: a mask by length would make Triton read token by token. Along values' tokens there
+    is nothing to lose.
+    """
+
+    valid: jax.Array  # bool [T]: before the owner's length
+    key: tuple
+    value: tuple
+    scale: tuple
+    key_mask: jax.Array | None
+    scale_mask: jax.Array | None
+    value_mask: jax.Array
+
+
+def _in_one_page(table_ref, owner, head, slot, offset, channel, within, valid) -> _Places:
+    """Of a step within one page, from `offset` on."""
+    page = table_ref[owner, slot]
+    token = pl.multiple_of(offset, len(valid)) + within
+    return _Places(
+        valid,
+        key=(page, head, channel[:, None], token[None, :]),
+        value=(page, head, token[:, None], channel[None, :]),
+        scale=(page, head, token),
+        key_mask=None,
+        scale_mask=None,
+        value_mask=valid[:, None],
+    )
+
+
+def _in_whole_pages(table_ref, owner, head, slot, used, channel, within, valid) -> _Places:
+    """Of a step of several whole pages, of which the owner's first `used` exist."""
+    pages, slots = len(valid) // len(within), table_ref.shape[1]
+    slots_taken = slot + jnp.arange(pages, dtype=jnp.int32)
+    # beyond the used entries the table is undefined: neither read nor followed
+    exists = slots_taken < used
+    entry = table_ref.at[owner, jnp.minimum(slots_taken, slots - 1)]
+    page = plgpu.load(entry, mask=exists, other=0)
+    return _Places(
+        valid,
+        key=(page[None, :, None], head, channel[:, None, None], within[None, None, :]),
+        value=(page[:, None, None], head, within[None, :, None], channel[None, None, :]),
+        scale=(page[:, None], head, within[None, :]),
+        key_mask=exists[None, :, None],
+        scale_mask=exists[:, None],
+        value_mask=valid.reshape(pages, len(within))[:, :, None],
+    )
+
+
+def _scores(q, key_ref, key_scale_ref, at: _Places):
+    """Scores [rows, T] of a step for base 2: exp2 is one instruction, exp is that and a product."""
+    step, head_dim = len(at.valid), q.shape[-1]
+    scale = head_dim**-0.5 * math.log2(math.e)
+    key = _read(key_ref, at.key, at.key_mask).reshape(head_dim, step)
+    score = plgpu.dot(q, key.astype(q.dtype), precision=dot_precision(q.dtype)) * scale
+    if key_scale_ref is not None:
+        score *= _read(key_scale_ref, at.scale, at.scale_mask).reshape(1, step)
+    return score
+
+
+def _weighted_values(weight, value_ref, value_scale_ref, at: _Places, dtype):
+    """The sum of a step's values by weight [rows, T], multiplied in `dtype`: [rows, H]."""
+    step, head_dim = len(at.valid), value_ref.shape[-1]
+    if value_scale_ref is not None:
+        value_scale = _read(value_scale_ref, at.scale, at.scale_mask)
+        weight *= jnp.where(at.valid, value_scale.reshape(step), 0.0)[None, :]
+    value = _read(value_ref, at.value, at.value_mask).reshape(step, head_dim)
+    return plgpu.dot(weight.astype(dtype), value.astype(dtype), precision=dot_precision(dtype))
 
 
 def _read(ref, index, mask):

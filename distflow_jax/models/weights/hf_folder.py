@@ -17,6 +17,7 @@ import numpy as np
 
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights.names import unstacked_arrays
 from distflow_jax.models.weights.new_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.safetensors_writer import (
     Lost,
@@ -123,12 +124,13 @@ def _tensors(
     network: DecoderConfig | ScalarModel, path: str, array: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(network, ScalarModel):
-        yield from _family(network).to_hf(network, path, array)
+        yield from unstacked_arrays(_family(network).hf_weights(network), path, array)
     elif path == "head":
         yield _SCORE, array[None]
     else:
         trunk = network.trunk
-        yield from _family(trunk).to_hf(trunk, path.removeprefix("trunk/"), array)
+        weights = _family(trunk).hf_weights(trunk)
+        yield from unstacked_arrays(weights, path.removeprefix("trunk/"), array)
 
 
 def config_json(model: Export, dtype: str) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Meshes of the training roles, checked against the model and the machine."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from distflow_jax.machine import Machine
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.parallel.mesh import (
+    MeshConfig,
+    MeshSizes,
+    check_hosts,
+    resolve_part,
+    resolve_sizes,
+)
+
+
+def mesh_sizes(
+    config: MeshConfig, model: DecoderConfig, machine: Machine
+) -> tuple[MeshSizes, dict[str, MeshSizes]]:
+    """Meshes of the training roles: (the common one, those of `mesh.roles`)."""
+    _check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
+    common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
+    roles = {
+        name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
+        for name, sizes in config.roles.items()
+    }
+    for name in ("ROLLOUT", "REWARD"):
+        if name in roles:
+            raise ValueError(
+                f"mesh.roles.{name} has no training mesh: a sampler's width is mesh.rollout_tensor "
+                "and rewards are computed on the host; take it out"
+            )
+    return common, roles
+
+
+def _role_sizes(
+    where: str, sizes: Mapping[str, int | str], model: DecoderConfig, machine: Machine
+) -> MeshSizes:
+    part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
+    if part is not None:
+        machine = machine.part(part[1] - part[0])
+    _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
+    if model.num_layers % sizes.stage:
+        common = math.gcd(model.num_layers, machine.devices)
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        raise ValueError(
+            f"{where}.stage={sizes.stage} does not divide the model's num_layers="
+            f"{model.num_layers}; use one of {fits}"
+        )
+    _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
+    if model.hidden_size % sizes.fsdp:
+        fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
+        raise ValueError(
+            f"{where}.fsdp={sizes.fsdp} does not divide the model's hidden_size="
+            f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
+            "devices"
+        )
+    together = sizes.fsdp * sizes.stage
+    if model.hidden_size % together:
+        fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
+        raise ValueError(
+            f"{where}.fsdp x {where}.stage={together} do not divide the model's hidden_size="
+            f"{model.hidden_size}, and that many devices share its embedding; use a product of "
+            f"{fits}, and {where}.data for copies on the other devices"
+        )
+    shared = {name: getattr(sizes, name) for name in ("stage", "context", "tensor")}
+    names = [name for name, size in shared.items() if size > 1]
+    if names and names != ["tensor"]:  # the width of a tensor group alone was checked above
+        what = " x ".join(f"{where}.{name}" for name in names)
+        width = math.prod(shared.values())
+        check_hosts(width, what, machine.processes, machine.local_devices)
+    return sizes
+
+
+def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
+    """ValueError unless so many of the devices can share the model's experts, as many on each."""
+    if width == 1:
+        return
+    if not model.num_experts:
+        raise ValueError(
+            f"{what}={width} is for a mixture of experts, and this model has none; use 1, and fsdp "
+            "or data for the other devices"
+        )
+    if model.num_experts % width:
+        fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]
+        near = min(fits, key=lambda n: abs(n - width))
+        raise ValueError(
+            f"{what}={width} does not divide the model's {model.num_experts} experts; use {near} "
+            f"(or any of {fits})"
+        )
+
+
+def _check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
+    """A tensor group takes whole hosts or a part of one, and a share of each of these sizes."""
+    sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
+    for name, size in sizes.items():
+        if size % width:
+            fits = [
+                n
+                for n in range(1, machine.devices + 1)
+                if not any(s % n for s in (machine.devices, *sizes.values()))
+            ]
+            raise ValueError(
+                f"{what}={width} does not divide the model's {name}={size}; use one of {fits}"
+            )
+    check_hosts(width, what, machine.processes, machine.local_devices)

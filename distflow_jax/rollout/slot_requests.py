@@ -1,0 +1,102 @@
+"""What slots are told: the responses that begin in them, and tokens that they are fed."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.rollout.decode_state import StateShapes
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotRequest:
+    """Per-response settings that JetStream's insert has no place for."""
+
+    counter: int
+    sample: int
+    limit: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    emitted: int = 0  # tokens that the prefix holds of the response already
+    keep: bool = False  # the slot's pages stay when the response has ended
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By the field of the decode state that each sets."""
+        named = dataclasses.asdict(self)
+        return named | {"kept": named.pop("keep")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Tokens that a slot is fed before it draws the next."""
+
+    slot: int
+    tokens: Sequence[int]
+    limit: int  # longest response allowed from now on
+    emitted: int  # tokens of the response with these
+
+
+_DTYPES = {"temperature": np.float32, "top_p": np.float32, "kept": bool}  # others: int32
+
+
+def insert_columns(
+    shapes: StateShapes,
+    slots: Sequence[int],
+    requests: Sequence[SlotRequest],
+    members: Sequence[int] | None = None,
+) -> tuple[np.int32, dict[str, np.ndarray]]:
+    """(Data rank of the slots, columns of occupancy.insert and admit, [width] each).
+
+    `members`: see RolloutEngine.start. ValueError unless the slots, a request each, can share a
+    prompt.
+    """
+    width, size = shapes.members, shapes.slots
+    if not 0 < len(slots) <= width or len(slots) != len(requests):
+        raise ValueError(f"insert takes 1 to {width} slots with a request each")
+    if len({slot // size for slot in slots}) != 1:
+        raise ValueError(
+            f"slots {list(slots)} lie on several data ranks of {size} slots each: a prompt is "
+            "shared within one"
+        )
+    empty = width - len(slots)
+    members = range(len(slots)) if members is None else members
+    columns = {
+        # out of range: dropped
+        "slot": np.array([*slots, *[shapes.config.slots] * empty], np.int32),
+        "member": np.array([*members, *[0] * empty], np.int32),
+    }
+    values = [r.values for r in requests]
+    for name in values[0]:
+        dtype = _DTYPES.get(name, np.int32)
+        columns[name] = np.array([*(v[name] for v in values), *[0] * empty], dtype)
+    return np.int32(slots[0] // size), columns
+
+
+def change_columns(
+    shapes: StateShapes,
+    drop: Sequence[int],
+    unhold: Sequence[tuple[int, int]],
+    give: Sequence[Given],
+) -> tuple[np.ndarray, ...]:
+    """The arguments of occupancy.change: which slots end, which prompts are let go, and of what
+    slots are given the tokens, their number, the limit and the response's length.
+
+    ValueError for more tokens than a slot can be given.
+    """
+    b, width = shapes.config.slots, shapes.config.max_forced
+    ends, given, limit, emitted = np.zeros(b, bool), *np.zeros((3, b), np.int32)
+    forced = np.zeros((b, width), np.int32)
+    free = np.zeros((shapes.ranks, shapes.slots), bool)
+    ends[list(drop)] = True
+    for rank, entry in unhold:
+        free[rank, entry] = True
+    for one in give:
+        if not 0 < len(one.tokens) <= width:
+            raise ValueError(f"a slot can be given 1 to {width} tokens, got {len(one.tokens)}")
+        forced[one.slot, width - len(one.tokens) :] = one.tokens
+        given[one.slot], limit[one.slot] = len(one.tokens), one.limit
+        emitted[one.slot] = one.emitted
+    return ends, free, forced, given, limit, emitted

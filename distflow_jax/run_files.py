@@ -1,0 +1,65 @@
+"""What a run asks of its folder before step 1, and the records of its samples/STEP.jsonl."""
+
+import json
+import logging
+import pathlib
+from typing import Any
+
+from distflow_jax.batch import Samples
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.parallel import processes
+from distflow_jax.types import ROUTED_EXPERTS, flatten_dict
+
+log = logging.getLogger("distflow_jax")
+
+
+def check_writable(folder: pathlib.Path) -> None:
+    """Raises ValueError if this process cannot write below `folder`."""
+    probe = folder / f".write_check_{processes.process_index()}"
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe.write_text("ok")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to --workdir {str(folder)!r} ({error.strerror}); choose a folder that "
+            "every process can write to"
+        ) from error
+
+
+def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
+    """Says which settings differ from those of the run that is continued."""
+    if not path.exists():
+        return
+    before, now = flatten_dict(json.loads(path.read_text())), flatten_dict(now)
+    changed = [
+        f"{key.replace('/', '.')} {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        log.warning(
+            "the config differs from the one this run was started with: %s", ", ".join(changed)
+        )
+
+
+def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """One record per response of this process, for samples/STEP.jsonl."""
+    scalars = {
+        name: values
+        for name, values in samples.fields.items()
+        if name not in ("prompt", "response", "response_mask", "rollout_logp", ROUTED_EXPERTS)
+    }
+    return [
+        {
+            "uid": [prompt.counter, int(samples.sample[i])],
+            "row": prompt.row,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+            "response": tokenizer.decode(samples.response[i], skip_special=False),
+            "ground_truth": prompt.ground_truth,
+            "response_length": len(samples.response[i]),
+            **{name: values[i] for name, values in scalars.items()},
+        }
+        for i, prompt in enumerate(samples.prompt)
+    ]

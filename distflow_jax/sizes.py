@@ -1,0 +1,358 @@
+"""What follows from a config, the model and the machine: sizes, checked before any device works."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from distflow_jax.batch import TokenColumn
+from distflow_jax.config import Config
+from distflow_jax.coordinator.balance import RowLimits, rows_bound
+from distflow_jax.coordinator.given import ANSWERS
+from distflow_jax.coordinator.shares import PackingPlan
+from distflow_jax.dag.graph import Graph
+from distflow_jax.machine import Machine
+from distflow_jax.mesh_sizes import mesh_sizes
+from distflow_jax.models.config import DecoderConfig, adapted
+from distflow_jax.models.moe import recorded_dtype
+from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
+from distflow_jax.parallel.pipeline import bubble_share
+from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
+from distflow_jax.rollout.prefix_cache import check_prefix_cache
+from distflow_jax.rollout.sizing import fitting_slots
+from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
+from distflow_jax.training.microbatch import check_stages_are_filled, microbatches_of_stages
+from distflow_jax.types import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Everything that follows from config, model and machine. Checked when made."""
+
+    mesh: MeshSizes  # of the training roles, where `role_meshes` says nothing else
+    role_meshes: Mapping[str, MeshSizes]  # by role or model
+    rollout_tensor: int
+    sampler_hosts: int  # processes that share one sampler
+    packing: PackingPlan
+    engine: EngineConfig
+    forward: ForwardConfig
+    micro_rows: int  # per data rank
+    microbatches: int  # that go through the stages of a mesh; 1 where no mesh has any
+    routed: TokenColumn | None = None  # what samplers record of a mixture's experts
+
+    def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
+        """Mesh of a training role, or of one model of it."""
+        return self.role_meshes.get(model or "", self.role_meshes.get(role, self.mesh))
+
+    def rows_at_a_time(self, layout: Layout) -> int:
+        """Rows per data rank that a program on a training mesh works on: a micro-batch, or all
+        those that go through the stages together."""
+        stages = dict(layout.axes).get("stage", 1)
+        return self.micro_rows * (self.microbatches if stages > 1 else 1)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the mesh with the most of them."""
+        return max(m.stage for m in (self.mesh, *self.role_meshes.values()))
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step's compute time that a device waits for other stages, of the mesh
+        with the most of them."""
+        return bubble_share(self.stages, self.microbatches)
+
+
+def derive_sizes(
+    config: Config, model: DecoderConfig, machine: Machine, graph: Graph | None = None
+) -> Sizes:
+    """Checks sizes against each other and the machine. ValueError names both sides and the fix.
+
+    `graph` None: one that trains on all the responses sampled.
+    """
+    mesh, roles = mesh_sizes(config.mesh, model, machine)
+    meshes, training = (mesh, *roles.values()), config.training
+    adapted(model, config.lora)  # a ValueError for adapters that do not fit the model
+    _check_lengths(config, model)
+    _check_mixture(config, model)
+    mini_prompts = _divides(
+        "data.prompts_per_step",
+        config.data.prompts_per_step,
+        {"training.mini_batches": training.mini_batches},
+    )
+    if config.data.prompts_per_step < machine.processes:
+        raise ValueError(
+            f"data.prompts_per_step={config.data.prompts_per_step} leave some of the "
+            f"{machine.processes} processes without a prompt; use at least {machine.processes}"
+        )
+    pieces = math.lcm(*(m.pieces for m in meshes))
+    _check_pieces(config, pieces)
+    micro = _divides(
+        "training.micro_batch_rows",
+        training.micro_batch_rows or mesh.ranks,
+        {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
+    )
+    stages = [m.stage for m in meshes]
+    together = microbatches_of_stages(training.pipeline_microbatches, stages)
+    hosts = _sampler_hosts(config, machine)
+    dtype = training.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if machine.platform == "cpu" else "bfloat16"
+    return Sizes(
+        mesh=mesh,
+        role_meshes=roles,
+        rollout_tensor=config.mesh.rollout_tensor,
+        sampler_hosts=hosts,
+        packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
+        engine=_engine_config(config, model, machine, dtype, hosts),
+        forward=_forward_config(
+            training,
+            dtype,
+            machine.platform,
+            rows=micro * max((together // n for n in stages if n > 1), default=1),
+            vocab=model.vocab_size // mesh.tensor,
+            longest=_longest(config),
+            pieces=pieces,
+            microbatches=together,
+        ),
+        micro_rows=micro,
+        microbatches=together,
+        routed=_routed(model) if training.router_replay else None,
+    )
+
+
+def _divides(what: str, value: int, by: dict[str, int]) -> int:
+    """value / the product of `by` (name -> number), or an error with the nearest values that do."""
+    unit = math.prod(by.values())
+    if value % unit:
+        low, high = value // unit * unit, -(-value // unit) * unit
+        fix = f"use {low} or {high}" if low else f"use {high}"
+        parts = {name: number for name, number in by.items() if number > 1}
+        names, numbers = " x ".join(parts), " x ".join(map(str, parts.values()))
+        product = f"={unit}" if len(parts) > 1 else ""
+        raise ValueError(f"{what}={value} is not divisible by {names}={numbers}{product}; {fix}")
+    return value // unit
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response that is trained on."""
+    return config.data.max_prompt_length + config.rollout.max_response_length
+
+
+def _check_lengths(config: Config, model: DecoderConfig) -> None:
+    """ValueError unless the longest sequences fit the model's positions and a row."""
+    data, rollout, training = config.data, config.rollout, config.training
+    longest = _longest(config)
+    if longest > model.max_position:
+        raise ValueError(
+            f"data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
+            f"{rollout.max_response_length} exceed the model's {model.max_position} positions"
+        )
+    if longest > training.row_tokens:
+        unit = training.logp_chunk or 1
+        raise ValueError(
+            f"data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
+            f"{rollout.max_response_length} do not fit training.row_tokens={training.row_tokens}; "
+            f"use at least {-(-longest // unit) * unit}"
+        )
+    longest_eval = data.max_prompt_length + config.eval.max_response_length
+    if longest_eval > model.max_position:
+        raise ValueError(
+            f"data.max_prompt_length={data.max_prompt_length} + eval.max_response_length="
+            f"{config.eval.max_response_length} exceed the model's {model.max_position} positions"
+        )
+    if config.reward.overlong_tokens(rollout.max_response_length) > rollout.max_response_length:
+        raise ValueError(
+            f"reward.overlong_buffer={config.reward.overlong_buffer:g} is above "
+            f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
+        )
+
+
+def _check_mixture(config: Config, model: DecoderConfig) -> None:
+    """ValueError for settings of a mixture where the model is none."""
+    training = config.training
+    if training.balance_coef and not model.num_experts:
+        raise ValueError(
+            f"training.balance_coef={training.balance_coef} is for a mixture of experts, and "
+            f"{config.model.source} is none; use 0"
+        )
+    if training.router_replay and not model.num_experts:
+        raise ValueError(
+            "training.router_replay=True is for a mixture of experts, and "
+            f"{config.model.source} is none; use False"
+        )
+
+
+def _check_pieces(config: Config, pieces: int) -> None:
+    """ValueError unless rows can be cut into equal pieces for the devices that share one."""
+    training = config.training
+    if training.row_tokens % pieces == 0:
+        return
+    unit = math.lcm(pieces, training.logp_chunk or 1)
+    low = training.row_tokens // unit * unit
+    fits = [n for n in (low, low + unit) if n >= _longest(config)]
+    raise ValueError(
+        f"training.row_tokens={training.row_tokens} cannot be cut into {pieces} equal pieces "
+        f"(2 x mesh.context); use {' or '.join(map(str, fits))}"
+    )
+
+
+def _sampler_hosts(config: Config, machine: Machine) -> int:
+    """Processes that share one sampler. ValueError where what it talks to answers one alone."""
+    rollout, tensor = config.rollout, config.mesh.rollout_tensor
+    hosts = hosts_per_sampler(tensor, machine.local_devices)
+    if rollout.environment and hosts > 1:
+        raise ValueError(
+            f"rollout.environment={rollout.environment!r} answers one host, and "
+            f"mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
+            f"most {machine.local_devices}"
+        )
+    return hosts
+
+
+def _forward_config(
+    training: TrainingConfig,
+    dtype: str,
+    platform: str,
+    *,
+    rows: int,
+    vocab: int,
+    longest: int,
+    pieces: int,
+    microbatches: int,
+) -> ForwardConfig:
+    """How the trainer evaluates the network.
+
+    `rows` that a device works on at a time and entries of the vocabulary that it has; `longest`
+    sequence in tokens; rows are cut into `pieces`.
+    """
+    chunk, keep_logits = logits_in_memory(
+        training.logp_chunk, training.row_tokens, rows=rows, vocab=vocab, remat=training.remat
+    )
+    return ForwardConfig(
+        dtype,
+        chunk,
+        training.remat,
+        attention_block(
+            training.attention, training.row_tokens, platform, longest=longest, pieces=pieces
+        ),
+        keep_logits,
+        microbatches=microbatches,
+    )
+
+
+def _routed(model: DecoderConfig) -> TokenColumn:
+    """What is recorded of each token's way through a mixture; -1 where it is not known."""
+    shape = (model.num_layers, model.experts_per_token)
+    return TokenColumn(shape, recorded_dtype(model.num_experts).name, prompt=True, fill=-1)
+
+
+def _engine_config(
+    config: Config, model: DecoderConfig, machine: Machine, dtype: str, hosts: int
+) -> EngineConfig:
+    """Sizes of one sampler, with as many slots as asked for or as fit."""
+    data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
+    check_attention(rollout.attention, machine.platform)
+    samplers, ranks = machine.processes // hosts, machine.devices // tensor
+    response = max(rollout.max_response_length, config.eval.max_response_length)
+    engine = EngineConfig(
+        slots=0,
+        max_prompt=data.max_prompt_length,
+        max_response=response,
+        tokens_per_call=rollout.tokens_per_call,
+        speculative_tokens=rollout.speculative_tokens,
+        speculative_ngram=rollout.speculative_ngram,
+        page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
+        attention=rollout.attention,
+        cache_dtype=rollout.cache_dtype,
+        weights_dtype=rollout.weights_dtype,
+        cache_tokens=rollout.cache_tokens // samplers,
+        prefill_tokens=rollout.prefill_tokens,
+        prefix_tokens=rollout.prefix_tokens,
+        # after a long observation, all of a response but its last token may be read again
+        max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
+        group_size=max(rollout.num_samples, config.eval.num_samples),
+        dtype=dtype,
+        record_experts=config.training.router_replay,
+    )
+    check_speculation(engine)
+    check_prefix_cache(engine)
+    if rollout.num_slots:
+        _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
+        return dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+    if not machine.memory:
+        raise ValueError(
+            "rollout.num_slots=0 asks for as many slots as fit, and this "
+            f"{machine.platform} does not tell how much memory it has; give a number"
+        )
+    slots = fitting_slots(
+        model,
+        engine,
+        ranks=ranks // samplers,
+        tensor=tensor,
+        budget=int(machine.memory * rollout.cache_fraction),
+        useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
+    )
+    return dataclasses.replace(engine, slots=slots)
+
+
+def trains_on_pairs(graph: Graph) -> bool:
+    """Whether a loss of the graph compares two responses to a prompt: they must share a row."""
+    trainers = [node for node in graph.nodes if node.type == "MODEL_TRAIN"]
+    return any(
+        node.role == "REWARD" or node.options.get("objective") == "preference" for node in trainers
+    )
+
+
+def _packing(
+    config: Config,
+    graph: Graph | None,
+    mini_prompts: int,
+    micro: tuple[int, int],
+    mesh: MeshSizes,
+    roles: Mapping[str, MeshSizes],
+) -> PackingPlan:
+    """Static rows of every training mesh, for `mini_prompts` prompts per mini-batch.
+
+    `micro`: rows of a micro-batch per data rank, and how many go through stages together.
+    """
+    training, prompt = config.training, config.data.max_prompt_length
+    response = config.rollout.max_response_length
+    pairs = graph is not None and trains_on_pairs(graph)
+    answers = ANSWERS[graph.data] if graph is not None else None
+    size = 2 if pairs else answers or config.rollout.num_samples
+    limits = RowLimits(
+        tokens=training.row_tokens,
+        sequences=training.row_sequences or max(1, training.row_tokens // 4),
+        shared=training.share_prompts,
+        group_size=2 if pairs else 0,
+    )
+    longest_pair = prompt + 2 * response if limits.shared else 2 * (prompt + response)
+    if pairs and (longest_pair > limits.tokens or limits.sequences < 2):
+        raise ValueError(
+            f"a pair of responses must share a row, and the longest takes {longest_pair} tokens "
+            f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
+            f"training.row_tokens={limits.tokens} to that"
+        )
+    actor, together = roles.get("ACTOR", mesh), math.prod(micro)
+
+    def room(rows: int, ranks: int) -> int:
+        return -(-rows // (ranks * together)) * together
+
+    if pairs:
+        whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
+        needed = rows_bound(mini_prompts, longest_pair, whole)
+    else:
+        needed = rows_bound(mini_prompts * size, prompt + response, limits)
+    for sizes in (mesh, *roles.values()):
+        check_stages_are_filled(sizes, needed, *micro)
+    most = room(needed, actor.ranks)
+    # another layout takes the same rows, as they come, even where some are not filled well
+    rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
+    return PackingPlan(
+        limits=limits,
+        mini_batches=training.mini_batches,
+        prompts_per_step=config.data.prompts_per_step,
+        rows=rows | {actor.layout: most},
+        primary=actor.layout,
+        threshold=config.coordinator.balance_threshold,
+    )

@@ -1,0 +1,116 @@
+"""The sizes of a run as a table for people."""
+
+from distflow_jax.config import Config
+from distflow_jax.machine import Machine
+from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.parameters import num_active_params, num_params
+from distflow_jax.parallel.host_memory import HOST
+from distflow_jax.rollout.decode_state import num_pages
+from distflow_jax.rollout.sizing import cache_bytes, weight_bytes
+from distflow_jax.sizes import Sizes
+
+
+def describe_sizes(
+    sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine
+) -> list[tuple]:
+    """(name, value, meaning) for people."""
+    p, r = sizes.packing, config.rollout
+    rows = p.rows[p.primary] * sizes.mesh_of("ACTOR").ranks
+    samplers = machine.processes // sizes.sampler_hosts
+    hosts = f"of {sizes.sampler_hosts} hosts each" if sizes.sampler_hosts > 1 else "one per host"
+    others = [
+        (f"mesh of {name}", *mesh.describe()) for name, mesh in sorted(sizes.role_meshes.items())
+    ]
+    return [
+        ("parameters", f"{num_params(model):,}", _active(model)),
+        *_lora_rows(config.lora, model),
+        ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
+        ("training mesh", *sizes.mesh.describe()),
+        *others,
+        ("samplers", samplers, f"{hosts}, tensor {sizes.rollout_tensor}"),
+        ("sampler's weights", *_weights(sizes, model)),
+        ("decode slots", sizes.engine.slots * samplers, _slots(sizes, config, model, machine)),
+        ("compute dtype", sizes.forward.compute_dtype, "parameters are float32"),
+        ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
+        ("sequences per step", p.prompts_per_step * r.num_samples, ""),
+        (
+            "longest sequence",
+            config.data.max_prompt_length + r.max_response_length,
+            f"prompt {config.data.max_prompt_length} + response {r.max_response_length} tokens",
+        ),
+        ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
+        ("row", p.limits.tokens, _row(sizes)),
+        ("attention in rows", *_attention(sizes)),
+        ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
+        ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
+        *_pipeline_rows(sizes),
+        *_offload_rows(config.training.offload, machine),
+    ]
+
+
+def _active(model: DecoderConfig) -> str:
+    if not model.num_experts:
+        return "of the model"
+    return (
+        f"of the model; {num_active_params(model):,} for a token, by {model.experts_per_token} of "
+        f"{model.num_experts} experts"
+    )
+
+
+def _lora_rows(lora: LoraConfig, model: DecoderConfig) -> list[tuple]:
+    if not lora.rank:
+        return []
+    count = num_params(adapted(model, lora)) - num_params(model)
+    where = f"adapters of rank {lora.rank} at {', '.join(lora.targets)}"
+    return [("trained parameters", f"{count:,}", where)]
+
+
+def _weights(sizes: Sizes, model: DecoderConfig) -> tuple[str, str]:
+    engine = sizes.engine
+    kept = engine.dtype if engine.weights_dtype == "auto" else engine.weights_dtype
+    size = weight_bytes(model, engine, sizes.rollout_tensor)
+    return kept, f"{size / 2**20:,.1f} MiB of a device"
+
+
+def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine) -> str:
+    ranks = machine.devices // sizes.rollout_tensor * sizes.sampler_hosts // machine.processes
+    size = cache_bytes(model, sizes.engine, ranks=ranks, tensor=sizes.rollout_tensor)
+    pages = num_pages(sizes.engine, ranks)
+    chosen = ""
+    if not config.rollout.num_slots:
+        share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.4g} GiB"
+        chosen = f", the most of use that fit into {share}"
+    kept = "" if sizes.engine.cache_dtype == "auto" else f" of {sizes.engine.cache_dtype}"
+    return (
+        f"over all samplers; cache of a device {size / 2**20:,.0f} MiB{kept}: {pages} pages of "
+        f"{sizes.engine.page_size} tokens{chosen}"
+    )
+
+
+def _row(sizes: Sizes) -> str:
+    limits, parts = sizes.packing.limits, sizes.mesh.context
+    text = f"tokens, at most {limits.sequences} sequences"
+    return text if parts == 1 else f"{text}; {limits.tokens // parts} on each of {parts} devices"
+
+
+def _attention(sizes: Sizes) -> tuple[str, str]:
+    size = sizes.forward.attention_block
+    if not size:
+        return "masked", "all scores of a row at once"
+    return "blocks", f"of {size} tokens, without those that are masked"
+
+
+def _pipeline_rows(sizes: Sizes) -> list[tuple]:
+    if sizes.microbatches == 1:
+        return []
+    waits = f"{sizes.bubble_share:.0%} of its time a stage waits for others"
+    return [
+        ("pipeline", f"{sizes.stages} stages", f"x {sizes.microbatches} micro-batches; {waits}")
+    ]
+
+
+def _offload_rows(offload: str, machine: Machine) -> list[tuple]:
+    if offload == "none":
+        return []
+    same = "; a CPU's own, so nothing is saved" if machine.platform == "cpu" else ""
+    return [("unused models", "wait on the host", f"in {HOST} memory{same}")]

@@ -1,0 +1,38 @@
+"""Who looks after this process of a run: its watchdog, and whoever sends it SIGTERM."""
+
+import contextlib
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+
+from distflow_jax.observe.watchdog import HealthConfig, Watchdog
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.job import Job
+
+
+def watched(config: HealthConfig, job: Job) -> Watchdog:
+    """This process's watchdog, acquainted with those of the other processes. Collective."""
+    index, count = processes.process_index(), processes.process_count()
+    host = processes.reachable_host(job)
+    watchdog = Watchdog.start(config, index=index, count=count, host=host)
+    if count > 1:
+        told = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
+        addresses, tokens = zip(*(text.rsplit(" ", 1) for text in told), strict=True)
+        if config.enabled:
+            watchdog.connect(addresses, tokens[0])
+    return watchdog
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[threading.Event]:
+    """Yields an event that SIGTERM sets; never, outside the main thread (a notebook's worker)."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
