@@ -175,6 +175,8 @@ class Run:
                     metrics = self.run_step(prompts)
                 except EndOfData:
                     return self._end_early()
+                # before an evaluation, for which what waits on the host has to make way
+                planned = self._planned_metrics() if first else {}
                 if self.step == 1 and evaluates:
                     # the sampler still holds the untrained weights: their evaluation need not
                     # come before the first update
@@ -186,9 +188,7 @@ class Run:
                 received = self.machinery.coordinator.bytes_received()
                 seconds = time.perf_counter() - started
                 measured, stragglers = self.times.take(self.step, seconds, metrics, received)
-                metrics |= measured
-                if first:
-                    metrics |= self._planned_metrics()
+                metrics |= measured | planned
                 self.writer.stragglers(self.step, stragglers)
                 self.writer.metrics(self.step, metrics)
                 line.update(self.step, metrics)

@@ -248,17 +248,21 @@ def test_a_run_that_does_not_fit_ends_before_step_1(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_run_is_what_it_takes(tmp_path):
+@pytest.mark.parametrize("offload", ["none", "idle"])
+def test_the_plan_of_a_run_is_what_it_takes(offload, tmp_path):
     """configs/tiny.py: what lies on a device after step 1, and with the largest program's own
     figure what the plan said, within 15 %; and nothing compiles twice."""
-    config = override(tiny.get_config(), ["training.steps=2", "training.optimizer.moments=int8"])
+    overrides = ["training.steps=2", "training.optimizer.moments=int8", "algorithm.kl_coef=0.1"]
+    config = override(tiny.get_config(), [*overrides, f"training.offload={offload}"])
+    assert config.eval.dataset  # an evaluation before step 2 does not count
     assert run.train_here(from_config_dict(Config, config), tmp_path) == 0
     tree = json.loads((tmp_path / "memory.json").read_text())
     first, second = (r for r in read_metrics(tmp_path / "metrics.jsonl") if r["step"])
     live = first["perf/memory_live_gb"] * 2**30
     assert live == pytest.approx(tree["between_steps"], rel=0.15)
     largest = max(s["gradients"] + (s["temporaries"] or 0) for s in tree["segments"])
-    assert live + largest == pytest.approx(tree["fullest"]["total"], rel=0.15)
+    if offload == "none":  # else more is there while a node is at work than after a step
+        assert live + largest == pytest.approx(tree["fullest"]["total"], rel=0.15)
     assert first["perf/memory_live_planned_gb"] * 2**30 == tree["between_steps"]
     assert "perf/memory_live_gb" not in second and second["perf/compilations"] == 0
     assert "memory of a device" in (tmp_path / "plan.txt").read_text()
