@@ -56,11 +56,15 @@ def make_engine(
     source: ModelSource,
     change: Callable[[EngineConfig], EngineConfig] = lambda sizes: sizes,
 ) -> RolloutEngine:
-    """A sampler of the source's model; `change` may alter the sizes that follow from the config."""
+    """A sampler of the source's model; `change` may alter the sizes that follow from the config.
+
+    It records no experts, whatever the config: nobody trains on what it says.
+    """
     sizes = derive_sizes(config, source.config, Machine.current())
+    answers = dataclasses.replace(sizes.engine, record_experts=False)
     return RolloutEngine(
         source.config,
-        change(sizes.engine),
+        change(answers),
         mesh_lib.sampler_mesh(sizes.rollout_tensor),
         stop_ids=source.tokenizer.stop_ids,
         seed=config.seed,

@@ -8,14 +8,26 @@ from distflow_jax import run
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.inference import make_engine
+from distflow_jax.machine import Machine
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.writers import read_metrics
+from distflow_jax.sizes import derive_sizes
 
 SMALL = (
     "random:qwen3_moe?hidden=32&layers=2&heads=4&kv_heads=2&mlp=16&experts=4&active=2&vocab=512"
     "&max_position=512"
 )
+
+
+def test_who_only_answers_records_no_experts():
+    """evaluate.py, generate.py and serve.py with the config of a run that replays them."""
+    source = open_model(SMALL)
+    overrides = [f"model.source={SMALL}", "training.router_replay=True"]
+    config = from_config_dict(Config, override(tiny.get_config(), overrides))
+    assert derive_sizes(config, source.config, Machine.current()).engine.record_experts
+    assert not make_engine(config, source).config.record_experts
 
 
 @pytest.mark.slow

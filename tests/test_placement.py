@@ -26,6 +26,10 @@ from distflow_jax.observe.writers import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=192&vocab=512&max_position=1024"
+MIXTURE = (
+    "random:qwen3_moe?hidden=64&layers=2&heads=4&kv_heads=2&mlp=32&experts=4&active=2&vocab=512"
+    "&max_position=1024"
+)
 COMMON = [
     f"model.source={MODEL}",
     "dag=ppo",
@@ -139,6 +143,22 @@ def test_a_run_goes_on_with_other_parts_and_with_offload(together, tmp_path):
 
 def test_what_waits_on_the_host_changes_no_bit(together, tmp_path):
     check_same(train(tmp_path, "training.offload=idle"), together, 0)
+
+
+def test_what_waits_lies_as_its_mesh_says(tmp_path):
+    """Actor, critic and reference of a mixture, each over three axes, all six between them."""
+    axes = [
+        f"model.source={MIXTURE}",
+        "training.router_replay=True",
+        "mesh.expert=2",
+        "mesh.stage=2",
+        "mesh.context=2",
+        "mesh.roles={'CRITIC': {'tensor': 2, 'context': 2}, 'REFERENCE': {'tensor': 2, 'data': 2}}",
+    ]
+    folders = [
+        train(tmp_path / name, *axes, f"training.offload={name}") for name in ("idle", "none")
+    ]
+    check_same(*folders, 0)
 
 
 def test_a_graph_with_everything_waits_too(tmp_path):

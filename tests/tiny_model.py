@@ -16,8 +16,10 @@ from distflow_jax.batch import (
     RowShape,
     Samples,
     Sequences,
+    TokenColumn,
     from_token_field,
     to_rows,
+    token_field,
 )
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
@@ -38,6 +40,9 @@ TINY = DecoderConfig(
     head_dim=16,
     mlp_size=128,
     max_position=256,
+)
+MIXTURE = dataclasses.replace(
+    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
 )
 # every kind of layer, and a window shorter than prompts and responses
 WINDOWED = dataclasses.replace(
@@ -146,6 +151,57 @@ def rows_of(
     )
     placement: Placement = shares.placement(layout, 0)
     return to_rows(sequences_of(samples), placement), placement
+
+
+def padded(samples: Samples) -> tuple[np.ndarray, list[int], list[int]]:
+    """(tokens [N, T] of prompt + response, padded right, first place of the response, length)."""
+    whole = [
+        np.concatenate([p.tokens, r]) for p, r in zip(samples.prompt, samples.response, strict=True)
+    ]
+    longest = max(map(len, whole))
+    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
+    return tokens, [len(p.tokens) for p in samples.prompt], [len(x) for x in whole]
+
+
+def spread(samples: Samples, values: Sequence[np.ndarray]) -> np.ndarray:
+    """Values of each response's tokens in the places of `padded`, 0 elsewhere; [N, T]."""
+    tokens, starts, ends = padded(samples)
+    out = np.zeros(tokens.shape, np.asarray(values[0]).dtype)
+    for i, value in enumerate(values):
+        out[i, starts[i] : ends[i]] = value
+    return out
+
+
+def random_experts(samples: Samples, model: DecoderConfig) -> list[np.ndarray]:
+    """Recorded experts of each sample, int8 [tokens of prompt + response, layers, K].
+
+    Any of them, alike in all copies of a prompt. Of every eighth token none are known (-1), nor of
+    a response's last one.
+    """
+
+    def draw(seed, tokens):
+        rng = np.random.default_rng(seed)
+        noise = rng.random((tokens, model.num_layers, model.num_experts))
+        chosen = np.argsort(noise, -1)[..., : model.experts_per_token].astype(np.int8)
+        return np.where(rng.random((tokens, 1, 1)) < 1 / 8, np.int8(-1), chosen)
+
+    found = []
+    for prompt, sample, response in zip(
+        samples.prompt, samples.sample, samples.response, strict=True
+    ):
+        own = draw((prompt.counter, int(sample)), len(response))
+        own[-1] = -1
+        found.append(np.concatenate([draw(prompt.counter, len(prompt.tokens)), own]))
+    return found
+
+
+def with_experts(
+    rows: Rows, placement: Placement, samples: Samples, experts: Sequence[np.ndarray]
+) -> Rows:
+    """The rows of `samples` with the experts recorded for each of these."""
+    column = TokenColumn(experts[0].shape[1:], "int8", prompt=True, fill=-1)
+    field = token_field(sequences_of(samples), placement, experts, column)
+    return dataclasses.replace(rows, experts=field)
 
 
 def values_of(samples: Samples, placement: Placement, field: np.ndarray) -> list[np.ndarray]:

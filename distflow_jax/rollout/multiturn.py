@@ -56,14 +56,18 @@ def respond_in_turns(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
+    record: bool = True,
     on_response: Callable[[Response], None] | None = None,
 ) -> tuple[SamplerState, list[Episode], RolloutStats]:
     """`num_samples` responses to each prompt, in (prompt, sample) order.
 
-    `on_response` is called in this thread as soon as a response ends.
+    `record`: with the experts of their tokens, where the engine records them. `on_response` is
+    called in this thread as soon as a response ends.
     """
     requests = [
-        GroupRequest(p, num_samples, limits.turn, temperature, top_k, top_p, hold=True)
+        GroupRequest(
+            p, num_samples, limits.turn, temperature, top_k, top_p, hold=True, record=record
+        )
         for p in prompts
     ]
     scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)

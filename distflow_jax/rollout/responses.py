@@ -18,6 +18,7 @@ class GroupRequest:
     top_k: int = 0
     top_p: float = 1.0
     hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
+    record: bool = True  # its experts are wanted, where the engine records them
 
 
 @dataclasses.dataclass
@@ -33,7 +34,7 @@ class Response:
     version: np.ndarray  # int32: of the weights that each token was sampled by
     # int8 or int16 [prompt + all of the response, layers, experts of a token]: those that the
     # sampler sent each token through, -1 for the last one, which it has not read; None where they
-    # are not recorded (EngineConfig.record_experts)
+    # are not recorded (EngineConfig.record_experts) or not wanted (GroupRequest.record)
     routed_experts: np.ndarray | None = None
 
 

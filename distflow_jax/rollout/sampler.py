@@ -127,10 +127,17 @@ def respond(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
+    record: bool = True,
     on_response: Callable[[Response], None] | None = None,
 ) -> tuple[SamplerState, list[Response], RolloutStats]:
-    """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order."""
-    requests = [GroupRequest(p, num_samples, limit, temperature, top_k, top_p) for p in prompts]
+    """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order.
+
+    `record`: with the experts of their tokens, where the engine records them.
+    """
+    requests = [
+        GroupRequest(p, num_samples, limit, temperature, top_k, top_p, record=record)
+        for p in prompts
+    ]
     decode, responses, stats = run_requests(
         engine,
         state.params,

@@ -204,7 +204,7 @@ class Slots:
             slots.append(slot)
             members.append(member)
             # what is recorded of a response is read when it has ended: its pages have to stay
-            keep = partial.request.hold or self._engine.config.record_experts
+            keep = partial.request.hold or self._records(partial.request)
             requests.append(_slot_request(partial, keep))
             held = Slot(group, partial, resident, member, self._order, done, done)
             held.logits_by = group.logits_by if shared else None
@@ -340,8 +340,7 @@ class Slots:
         there = {s: held for s, held in call.slots.items() if self.running.get(s) is held}
         moved = set()
         ended = [slot for slot in there if not goes_on[slot]]
-        if self._engine.config.record_experts:
-            self._collect(ended)
+        self._collect([slot for slot in ended if self._records(there[slot].partial.request)])
         for slot, held in there.items():
             held.tokens += int(counts[slot])
             if counts[slot] or not goes_on[slot]:
@@ -356,6 +355,9 @@ class Slots:
             if waits and self.pages[rank] == 0:
                 stuck.append(max(waits)[1])
         return Call(result, call.version, there), sorted(stuck)
+
+    def _records(self, request: GroupRequest) -> bool:
+        return request.record and self._engine.config.record_experts
 
     def _collect(self, ended: Sequence[int]) -> None:
         """Has what was recorded of responses that have ended sent to the host, and frees the slots

@@ -97,6 +97,7 @@ def evaluate(
         "num_samples": config.num_samples,
         "temperature": config.temperature,
         "top_p": config.top_p,
+        "record": False,  # nobody trains on it
     }
     if environments is None:
         state, responses, _ = respond(engine, state, shifted, limit=limit, **sampling)

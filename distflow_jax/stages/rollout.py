@@ -27,7 +27,8 @@ def build_rollout(context: StageContext) -> Stage:
     environments = context.environments
     greedy = bool(node.options.get("greedy", False))
     limits = TurnLimits.of(config, config.max_response_length)
-    if ROUTED_EXPERTS in node.writes and not engine.config.record_experts:
+    record = ROUTED_EXPERTS in node.writes
+    if record and not engine.config.record_experts:
         raise ValueError(
             f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
             "training.router_replay alone: set that, or take it out of the node's writes"
@@ -38,13 +39,14 @@ def build_rollout(context: StageContext) -> Stage:
         unique = list({p.counter: p for p in prompts}.values())
         own = {p.counter for p in unique[own_part(len(unique), context.member, context.hosts)]}
         if greedy:
-            sampling = {"num_samples": 1, "temperature": 0.0}
+            sampling = {"num_samples": 1, "temperature": 0.0, "record": record}
         else:
             sampling = {
                 "num_samples": len(prompts) // len(unique),
                 "temperature": config.temperature,
                 "top_k": config.top_k,
                 "top_p": config.top_p,
+                "record": record,
                 "on_response": lambda r: (
                     context.on_response(r) if r.prompt.counter in own else None
                 ),

@@ -11,7 +11,7 @@ import pytest
 from family_models import CASES
 from model_files import hf_settings, tensors_of, write_hf
 from model_files import random_params as file_params
-from tiny_model import TINY, mesh_of, random_params
+from tiny_model import MIXTURE, TINY, mesh_of, random_params
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
@@ -26,9 +26,6 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.config import TrainingConfig
 
-MOE = dataclasses.replace(
-    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
-)
 WAYS = pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])
 SIZES = {
     "all": [5, 40, 0, 11, 1, 0],
@@ -160,7 +157,7 @@ def test_every_token_is_the_sum_over_its_experts(axes, count, norm_topk, ragged,
     """The last mesh has two experts on each pair of devices, to which all tokens go."""
     if ragged:
         monkeypatch.setattr(moe, "platform", lambda: "tpu")
-    config = dataclasses.replace(MOE, experts_per_token=count)
+    config = dataclasses.replace(MIXTURE, experts_per_token=count)
     fsdp, tensor, expert = axes
     params, mesh = random_params(config), mesh_of(fsdp, tensor, expert=expert)
     h = np.random.default_rng(1).normal(size=(4, 9, config.hidden_size)).astype(np.float32)
@@ -180,10 +177,10 @@ def test_every_token_is_the_sum_over_its_experts(axes, count, norm_topk, ragged,
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_a_samplers_layers_apart(dtype):
     """On 2 x 2 devices, of which each pair has half of every expert; routers are never rounded."""
-    params = random_params(MOE)
+    params = random_params(MIXTURE)
     mesh = mesh_of(2, 2, names=("data", "tensor"))
-    placed = jax.device_put(params, param_shardings(MOE, mesh))
-    kept = arrange(MOE, "apart", placed, dtype=dtype)["layers"][1]
+    placed = jax.device_put(params, param_shardings(MIXTURE, mesh))
+    kept = arrange(MIXTURE, "apart", placed, dtype=dtype)["layers"][1]
     np.testing.assert_array_equal(kept["router"], params["layers"]["router"][1])
     own = layer_of(params, 1)
     if dtype == "int8":
@@ -192,8 +189,8 @@ def test_a_samplers_layers_apart(dtype):
             values, scale = (np.asarray(x, np.float64) for x in kept[name])
             own[name] = (values * scale[..., None]).swapaxes(1, 2)
     half = kept["down"].values if dtype == "int8" else kept["down"]
-    assert half.addressable_shards[0].data.shape == (8, MOE.hidden_size, MOE.mlp_size // 2)
-    h = np.random.default_rng(1).normal(size=(4, 2, MOE.hidden_size)).astype(np.float32)
+    assert half.addressable_shards[0].data.shape == (8, MIXTURE.hidden_size, MIXTURE.mlp_size // 2)
+    h = np.random.default_rng(1).normal(size=(4, 2, MIXTURE.hidden_size)).astype(np.float32)
 
     @jax.jit
     def run(w, h):
@@ -216,8 +213,8 @@ def test_the_best_experts_and_their_weights():
 
 
 def test_a_route_chooses_and_the_router_weighs():
-    params = random_params(MOE)
-    h = np.random.default_rng(1).normal(size=(2, 5, MOE.hidden_size)).astype(np.float32)
+    params = random_params(MIXTURE)
+    h = np.random.default_rng(1).normal(size=(2, 5, MIXTURE.hidden_size)).astype(np.float32)
     w = layer_of(params)
     fixed = jnp.array([[[2, 0, 5]]], jnp.int32)
 
@@ -255,14 +252,14 @@ def test_impossible_numbers_of_experts(experts, active, message):
 
 def test_experts_have_no_adapters():
     with pytest.raises(ValueError, match=r"no adapters \(gate, up, down\); use query,key,value,o"):
-        adapted(MOE, LoraConfig(rank=4))
-    network = adapted(MOE, LoraConfig(4, targets=("query", "output")))
-    assert num_active_params(network) - num_active_params(MOE) > 0
+        adapted(MIXTURE, LoraConfig(rank=4))
+    network = adapted(MIXTURE, LoraConfig(4, targets=("query", "output")))
+    assert num_active_params(network) - num_active_params(MIXTURE) > 0
 
 
 def test_parameters_that_a_token_meets():
-    expert = 3 * MOE.hidden_size * MOE.mlp_size
-    assert num_params(MOE) - num_active_params(MOE) == MOE.num_layers * 5 * expert
+    expert = 3 * MIXTURE.hidden_size * MIXTURE.mlp_size
+    assert num_params(MIXTURE) - num_active_params(MIXTURE) == MIXTURE.num_layers * 5 * expert
     assert num_active_params(TINY) == num_params(TINY)
 
 
@@ -331,7 +328,7 @@ def test_what_files_cannot_say():
     for config, message in (
         (dataclasses.replace(CASES["mixtral untied"], norm_topk=False), "norm_topk=False has no"),
         (dataclasses.replace(TINY, family="qwen3_moe", qk_norm=True), "num_experts=0 has no form"),
-        (dataclasses.replace(MOE, family="qwen3"), "num_experts=8 has no form"),
+        (dataclasses.replace(MIXTURE, family="qwen3"), "num_experts=8 has no form"),
     ):
         with pytest.raises(ValueError, match=message):
             FAMILIES[config.family].config_to_hf(config)

@@ -31,7 +31,9 @@ from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
 from distflow_jax.setup import prepare
+from distflow_jax.stages.context import routed_rows
 from distflow_jax.states import States
+from distflow_jax.training.balance import balanced
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
@@ -86,8 +88,7 @@ def main():
             for i, p in enumerate(fields["prompt"])
         ]
         written = columns(wanted, 0)
-        del written["routed_experts"]  # of a mixture that is replayed
-        return state, written, {}
+        return state, {name: written[name] for name in sampler_node.writes}, {}
 
     def reward(state, fields, options):
         n = config.rollout.num_samples
@@ -96,9 +97,13 @@ def main():
 
     machinery.compile()
     units = {unit.name: unit for unit in setup.plan.units}
+    sampler_node = units["rollout"].tasks[0].node
     update = machinery.runners["actor_train"]
     rows = setup.sizes.rows_at_a_time(setup.sizes.mesh.layout)
     shape = UpdateShape(mesh, rows, 16)
+    objective = policy_objective(
+        setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
+    )
 
     @jax.jit
     def gradient(params, batch):
@@ -109,16 +114,14 @@ def main():
                 batch,
                 jnp.float32(1.0),
                 shape=shape,
-                objective=policy_objective(
-                    setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
-                ),
+                objective=balanced(objective, config.training.balance_coef),
             )[0]
 
     def train(states, values):
         edges = units["actor_train"].inputs
         fields = {edge.field: value for edge, value in zip(edges, values, strict=True)}
         batch = PolicyBatch(
-            fields["response"],
+            routed_rows(fields),
             fields["advantage"],
             fields["rollout_logp"],
             None,

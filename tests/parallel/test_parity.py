@@ -4,6 +4,7 @@ The tolerances and their reason: float32 sums in another order. 1e-5 of the norm
 roundings; a missing all-reduce, a doubled row or a denominator per device is off by 10 % and more.
 """
 
+import functools
 import json
 import pathlib
 import pickle
@@ -46,11 +47,24 @@ def load(out):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parity")
-    batch = folder / "batch.pkl"
-    return batch, run(folder / "single", batch)
+    """Of a model, by the overrides that name it: its batch, and what one device gives."""
+
+    @functools.cache
+    def of(*model):
+        folder = tmp_path_factory.mktemp("parity")
+        batch = folder / "batch.pkl"
+        return batch, run(folder / "single", batch, overrides=model)
+
+    return of
 
 
+# its update goes through the experts that the sampler recorded
+MIXTURE = (
+    "model.source=random:qwen3_moe?hidden=64&layers=2&heads=4&kv_heads=2&mlp=32&experts=8&active=3"
+    "&vocab=512&max_position=512",
+    "training.router_replay=True",
+    "training.balance_coef=0.01",
+)
 REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
 LAYOUTS = {
     "data 2 x fsdp 2 x tensor 2": dict(
@@ -101,6 +115,21 @@ SLOW = {
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
     "8 processes": dict(devices=8, processes=8),
+    "a mixture, 2 processes x 4 devices, experts over both": dict(
+        devices=8, processes=2, model=MIXTURE, overrides=["mesh.expert=8"]
+    ),
+    "a mixture, 2 processes x 4 devices, layers over both": dict(
+        devices=8,
+        processes=2,
+        model=MIXTURE,
+        overrides=["mesh.stage=2", "mesh.context=2", "mesh.tensor=2"],
+    ),
+    "a mixture, 2 processes x 4 devices, expert 2 x stage 2 x tensor 2": dict(
+        devices=8,
+        processes=2,
+        model=MIXTURE,
+        overrides=["mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"],
+    ),
 }
 
 
@@ -109,9 +138,11 @@ SLOW = {
     "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 )
 def test_one_step_agrees(single, layout, tmp_path):
-    batch, (grads, metrics, responses) = single
-    options = (LAYOUTS | SLOW)[layout]
-    new_grads, new_metrics, new_responses = run(tmp_path, batch, **options)
+    options = dict((LAYOUTS | SLOW)[layout])
+    model = options.pop("model", ())
+    overrides = [*model, *options.pop("overrides", ())]
+    batch, (grads, metrics, responses) = single(*model)
+    new_grads, new_metrics, new_responses = run(tmp_path, batch, overrides=overrides, **options)
 
     assert new_grads.keys() == grads.keys()
     difference = np.sqrt(sum(np.sum((new_grads[k] - grads[k]) ** 2.0) for k in grads))
@@ -120,6 +151,7 @@ def test_one_step_agrees(single, layout, tmp_path):
     assert difference / norm < 1e-5
 
     assert new_metrics.keys() == metrics.keys()
+    assert ("actor/router_mismatch" in metrics) == (model == MIXTURE)
     for name, value in metrics.items():
         if not name.startswith(("perf/", "timing", "global_seqlen/balanced")):  # ranks differ
             assert new_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_sampler import CompiledSampler
 from jetstream.engine import engine_api, token_utils, tokenizer_api
 from tiny_model import (
     TINY,
@@ -19,7 +20,6 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest
-from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.slot_requests import SlotRequest
 
 PARAMS = random_params(TINY, 2)
@@ -31,24 +31,10 @@ CONFIG = EngineConfig(
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 
 
-class Sampler:
-    """An engine with weights and slots, all compiled."""
-
+class Sampler(CompiledSampler):
     def __init__(self, axes=(1, 1), **changes):
         config = dataclasses.replace(CONFIG, **changes)
-        mesh = mesh_of(*axes, names=("data", "tensor"))
-        self.engine = RolloutEngine(
-            TINY, config, mesh, stop_ids=STOP_IDS, seed=3, tokenizer=TOKENIZER
-        )
-        self.params = self.engine.load_params(PARAMS)
-        self.engine.compile(self.params)
-        self.state = self.engine.init_decode_state()
-
-    def run(self, requests):
-        self.state, responses, self.stats = run_requests(
-            self.engine, self.params, self.state, requests
-        )
-        return responses
+        super().__init__(TINY, PARAMS, config, axes=axes, stop_ids=STOP_IDS, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")

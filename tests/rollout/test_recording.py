@@ -5,11 +5,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from compiled_sampler import CompiledSampler
 from exact_mixture import exact, same_sets
-from tiny_model import TINY, mesh_of, prompt_of, random_params
+from tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.environment import Turn
@@ -17,14 +19,12 @@ from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import turn_columns
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.responses import GroupRequest
-from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
 from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.sizing import page_bytes
+from distflow_jax.stages.evaluate import EvalConfig, evaluate
 
-MOE = dataclasses.replace(
-    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
-)
-PARAMS, OTHER = random_params(MOE, 2), random_params(MOE, 5)
+PARAMS, OTHER = random_params(MIXTURE, 2), random_params(MIXTURE, 5)
 STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
 CONFIG = EngineConfig(
     slots=8,
@@ -40,16 +40,12 @@ CONFIG = EngineConfig(
 )
 
 
-class Sampler:
-    """An engine that records, with weights and slots, all compiled."""
+class Sampler(CompiledSampler):
+    """Records; after a run nobody is left in its slots."""
 
     def __init__(self, axes=(1, 1), **changes):
-        mesh = mesh_of(*axes, names=("data", "tensor"))
         config = dataclasses.replace(CONFIG, **changes)
-        self.engine = RolloutEngine(MOE, config, mesh, stop_ids=STOP_IDS, seed=3)
-        self.params = self.engine.load_params(PARAMS)
-        self.engine.compile(self.params)
-        self.state = self.engine.init_decode_state()
+        super().__init__(MIXTURE, PARAMS, config, axes=axes, stop_ids=STOP_IDS)
 
     def scheduler(self):
         return Scheduler(self.engine, self.params, state=self.state)
@@ -79,10 +75,10 @@ def sampler():
 def make_requests():
     """Prompts of all lengths, of which some begin alike; four responses to each."""
     rng = np.random.default_rng(0)
-    common = rng.integers(0, MOE.vocab_size, 20)
+    common = rng.integers(0, MIXTURE.vocab_size, 20)
     requests = []
     for i, length in enumerate((3, 30, 17, 32, 1, 26)):
-        tokens = rng.integers(0, MOE.vocab_size, length)
+        tokens = rng.integers(0, MIXTURE.vocab_size, length)
         if length > 20:
             tokens[:20] = common
         requests.append(GroupRequest(prompt_of(i, tokens), 4, 20))
@@ -98,10 +94,10 @@ def assert_recorded(responses, params=PARAMS):
     for response in responses:
         tokens = np.concatenate([response.prompt.tokens, response.tokens])
         recorded = response.routed_experts
-        assert recorded.shape == (len(tokens), MOE.num_layers, MOE.experts_per_token)
+        assert recorded.shape == (len(tokens), MIXTURE.num_layers, MIXTURE.experts_per_token)
         assert recorded.dtype == np.int8
         assert (recorded[-1] == -1).all()  # nobody has read the last token
-        wanted = exact(MOE, params, tokens)
+        wanted = exact(MIXTURE, params, tokens)
         clear = (np.minimum.accumulate(wanted.lead, axis=1) > 1e-4)[:-1]
         same = same_sets(recorded[:-1], wanted.own[:-1])
         assert same[clear].all(), (response.prompt.counter, np.argwhere(clear & ~same))
@@ -115,6 +111,43 @@ def test_experts_are_those_of_one_forward_pass(sampler):
     assert_recorded(sampler.run(REQUESTS[:2]))
     assert counter.take() == 0, counter.names()
     counter.close()
+
+
+def test_what_nobody_wants_is_not_read(sampler):
+    """Of some requests: their responses are the same without."""
+    some = [dataclasses.replace(r, record=i % 2 == 0) for i, r in enumerate(REQUESTS)]
+    found, whole = sampler.run(some), sampler.run(REQUESTS)
+    by_uid = {(r.prompt.counter, r.sample): r for r in found}
+    for response in whole:
+        other = by_uid.pop((response.prompt.counter, response.sample))
+        np.testing.assert_array_equal(other.tokens, response.tokens)
+        assert (other.routed_experts is None) == (response.prompt.counter % 2 == 1)
+    assert not by_uid
+    assert_recorded([r for r in found if r.routed_experts is not None])
+
+
+def test_evaluations_read_none(sampler, monkeypatch):
+    """In one turn, and in several."""
+    monkeypatch.setattr(sampler.engine, "collect", None)
+    tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
+    state = SamplerState(sampler.params, 0, sampler.state)
+    config, rollout = EvalConfig(), RolloutConfig(max_response_length=20, max_turns=2)
+    with RewardPool(RewardConfig(function="zero")) as rewards:
+        for name in (None, f"{__name__}:Echo"):
+            environments = name and Environments(name, {}, tokenizer, seconds=60.0)
+            state, scored = evaluate(
+                sampler.engine,
+                state,
+                tokenizer,
+                rewards,
+                [REQUESTS[i].prompt for i in (0, 2)],
+                config,
+                limit=20,
+                environments=environments,
+                rollout=rollout,
+            )
+            assert [len(s.texts) for s in scored] == [1, 1]
+    sampler.state = state.decode
 
 
 EVERYTHING = dict(
@@ -199,7 +232,7 @@ class Echo:
 
 
 def test_conversations_are_recorded_with_all_that_was_said(sampler):
-    tokenizer = Tokenizer.byte_level(MOE.vocab_size)
+    tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
     environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=60.0)
     state, episodes, _ = respond_in_turns(
         sampler.engine,
@@ -231,7 +264,8 @@ def test_after_a_swap_they_are_of_the_weights_that_made_what_is_in_the_cache(sam
     assert set(response.version) == {0, 1}
     prompt = request.prompt.tokens
     own = {
-        name: exact(MOE, params, prompt).own for name, params in (("old", PARAMS), ("new", OTHER))
+        name: exact(MIXTURE, params, prompt).own
+        for name, params in (("old", PARAMS), ("new", OTHER))
     }
     share = {
         name: same_sets(response.routed_experts[: len(prompt)], experts).mean()
@@ -244,16 +278,16 @@ def test_after_a_swap_they_are_of_the_weights_that_made_what_is_in_the_cache(sam
 def test_what_is_recorded_takes_room():
     """A byte for each expert of a token in a layer; nothing where it is off."""
     off = dataclasses.replace(CONFIG, record_experts=False)
-    extra = page_bytes(MOE, CONFIG, 1) - page_bytes(MOE, off, 1)
-    assert extra == MOE.num_layers * MOE.experts_per_token * CONFIG.page_size
-    many = dataclasses.replace(MOE, num_experts=129)
+    extra = page_bytes(MIXTURE, CONFIG, 1) - page_bytes(MIXTURE, off, 1)
+    assert extra == MIXTURE.num_layers * MIXTURE.experts_per_token * CONFIG.page_size
+    many = dataclasses.replace(MIXTURE, num_experts=129)
     assert page_bytes(many, CONFIG, 1) - page_bytes(many, off, 1) == 2 * extra
 
 
 def test_an_engine_that_does_not_record_has_nothing_of_it():
     mesh = mesh_of(1, 1, names=("data", "tensor"))
     off = dataclasses.replace(CONFIG, record_experts=False)
-    engine = RolloutEngine(MOE, off, mesh, stop_ids=(), seed=0)
+    engine = RolloutEngine(MIXTURE, off, mesh, stop_ids=(), seed=0)
     state = engine.init_decode_state()
     assert state.cache.experts is None and engine.shapes.route is None
     with pytest.raises(ValueError, match=r"got \[0\] and record_experts=False"):

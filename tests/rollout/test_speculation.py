@@ -5,19 +5,19 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from compiled_sampler import CompiledSampler
 from test_engine import CONFIG, assert_agree, by_uid
 from test_scheduler import assert_all_free, drive
-from tiny_model import TINY, mesh_of, prompt_of, random_params
+from tiny_model import TINY, prompt_of, random_params
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import speculation
-from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.slot_requests import SlotRequest
 from distflow_jax.sizes import derive_sizes
 
@@ -27,8 +27,8 @@ STOP_IDS = (5, 17)
 MODEL_AND_MACHINE = DecoderConfig(max_position=2048), Machine(1, 1, 1, "cpu")
 
 
-class Sampler:
-    """An engine with d guesses a step, with weights and slots, all compiled."""
+class Sampler(CompiledSampler):
+    """With d guesses a step."""
 
     def __init__(
         self,
@@ -47,17 +47,7 @@ class Sampler:
             speculative_tokens=d,
             speculative_ngram=ngram,
         )
-        mesh = mesh_of(*axes, names=("data", "tensor"))
-        self.engine = RolloutEngine(model, config, mesh, stop_ids=stop_ids, seed=3)
-        self.params = self.engine.load_params(params)
-        self.engine.compile(self.params)
-        self.state = self.engine.init_decode_state()
-
-    def run(self, requests):
-        self.state, responses, self.stats = run_requests(
-            self.engine, self.params, self.state, requests
-        )
-        return responses
+        super().__init__(model, params, config, axes=axes, stop_ids=stop_ids)
 
 
 def make_requests():

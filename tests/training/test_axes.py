@@ -1,4 +1,4 @@
-"""Mesh axes, in combinations drawn at random, change nothing of loss and gradient."""
+"""Mesh axes, alone and in combinations drawn at random, change nothing of loss and gradient."""
 
 import math
 
@@ -28,6 +28,7 @@ def combination(seed: int) -> tuple[str, dict, dict]:
         remat=str(rng.choice(["none", "dots", "attention", "full"])),
         shared=bool(rng.integers(2)),
         keep=bool(rng.integers(2)),
+        replay=model == "mixture" and not rng.integers(2),
     )
     return model, axes, options
 
@@ -38,7 +39,8 @@ def named(seed: int) -> str:
     return ", ".join([model, sizes, *(f"{name} {value}" for name, value in options.items())])
 
 
-# in every test run: a dense model and a mixture, with all axes but data between them
+# in every test run: a dense model, and a mixture that is replayed, with all axes but data between
+# them
 QUICK = (14, 16)
 
 
@@ -52,8 +54,26 @@ QUICK = (14, 16)
 def test_loss_and_gradient_are_those_of_one_device(seed):
     model, axes, options = combination(seed)
     assert math.prod(axes.values()) == DEVICES
-    one = gradient(MODELS[model], fsdp=1, tensor=1, shared=options["shared"])
+    check(model, axes, options)
+
+
+def check(model, axes, options):
+    """Against one device, which has the same rows and nothing else of the options."""
+    rows = dict(shared=options["shared"], replay=options["replay"])
+    one = gradient(MODELS[model], fsdp=1, tensor=1, **rows)
     assert_same(gradient(MODELS[model], **options, **axes), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, axis",
+    [(m, axis) for m in ("dense", "mixture") for axis in AXES if (m, axis) != ("dense", "expert")],
+)
+def test_every_axis_alone(model, axis):
+    """As many devices as it takes; a mixture's tokens go through recorded experts."""
+    axes = dict.fromkeys(AXES, 1) | {axis: MOST.get(axis, DEVICES)}
+    options = dict(micro=axes["stage"], remat="full", shared=True, replay=model == "mixture")
+    check(model, axes, options)
 
 
 def test_every_axis_is_drawn():
@@ -62,3 +82,4 @@ def test_every_axis_is_drawn():
         assert sum(axes[axis] > 1 for _, axes, _ in drawn) >= 3
     assert {model for model, _, _ in drawn} == set(MODELS)
     assert len({tuple(axes.values()) for _, axes, _ in drawn}) >= 10
+    assert {options["replay"] for model, _, options in drawn if model == "mixture"} == {True, False}

@@ -5,7 +5,6 @@ N sequences, T tokens of the longest one. The yardstick has one sequence per row
 out. Tolerances as in test_forward.py.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -13,7 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from gradients import distance, likelihood_gradient
+from tiny_model import (
+    MIXTURE,
+    TINY,
+    mesh_of,
+    mini_batch,
+    padded,
+    random_params,
+    random_samples,
+    rows_of,
+    spread,
+)
 
 from distflow_jax.batch import RowShape
 from distflow_jax.models.attention import masked_attention
@@ -21,7 +31,6 @@ from distflow_jax.models.config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_logits, hidden_states
-from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective
@@ -29,60 +38,44 @@ from distflow_jax.training.objectives.value import ValueBatch, ValueConfig, valu
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from distflow_jax.types import flatten_dict
 
-MOE = dataclasses.replace(
-    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
-)
 COEF = 0.7
-PARAMS = random_params(MOE)
+PARAMS = random_params(MIXTURE)
 # two groups of responses to one prompt, and masked tokens, which are tokens all the same
 SAMPLES = random_samples(0, groups=3, size=3)
 FORWARD = ForwardConfig(logp_chunk=16, remat="none")
 
 
-def distance(a, b):
-    """|a - b| / |b| over all leaves."""
-    a, b = flatten_dict(a), flatten_dict(b)
-    assert a.keys() == b.keys()
-    gap = sum(np.sum((np.asarray(a[k], np.float64) - b[k]) ** 2) for k in a)
-    return np.sqrt(gap / sum(np.sum(np.asarray(b[k], np.float64) ** 2) for k in b))
-
-
 @functools.cache
 def plain():
     """(losses, gradient) of sequences one by one: {nll, balance [layers], load [layers, E]}."""
-    whole = [
-        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
-    ]
-    longest = max(map(len, whole))
-    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
-    real = np.stack([np.arange(longest) < len(x) for x in whole])
-    learned = np.zeros(tokens.shape, bool)
-    for row, prompt, mask in zip(learned, SAMPLES.prompt, SAMPLES.response_mask, strict=True):
-        row[len(prompt.tokens) :][: len(mask)] = mask
+    tokens, _, ends = padded(SAMPLES)
+    longest = tokens.shape[1]
+    real = np.arange(longest) < np.array(ends)[:, None]
+    learned = spread(SAMPLES, SAMPLES.response_mask)
     position = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), tokens.shape)
     causal = jnp.tril(jnp.ones((1, longest, longest), bool))
 
     def losses(params):
         def route(probability, _):
-            expert = best(probability, MOE.experts_per_token)
+            expert = best(probability, MIXTURE.experts_per_token)
             return expert, (probability, expert)
 
         hidden, (_, (probability, expert)) = hidden_states(
-            MOE,
+            MIXTURE,
             params,
             tokens,
             position,
             lambda q, k, v, _: (masked_attention(q, k, v, causal), None),
             route=route,
         )
-        logits = head_logits(MOE, params, hidden[:, :-1].reshape(-1, MOE.hidden_size))
+        logits = head_logits(MIXTURE, params, hidden[:, :-1].reshape(-1, MIXTURE.hidden_size))
         log_p = jax.nn.log_softmax(logits).reshape(len(tokens), longest - 1, -1)
         logp = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
         nll = -jnp.sum(jnp.where(learned[:, 1:], logp, 0.0)) / learned.sum().astype(np.float32)
         is_token = real.astype(np.float32)[None, :, :, None]
         count = is_token.sum(2)
-        chosen = jnp.sum(jax.nn.one_hot(expert, MOE.num_experts).sum(3) * is_token, axis=2)
-        f = MOE.num_experts / MOE.experts_per_token * chosen / count
+        chosen = jnp.sum(jax.nn.one_hot(expert, MIXTURE.num_experts).sum(3) * is_token, axis=2)
+        f = MIXTURE.num_experts / MIXTURE.experts_per_token * chosen / count
         mean = jnp.sum(probability * is_token, axis=2) / count
         balance = jnp.mean(jnp.sum(f * mean, axis=-1), axis=1)
         return nll + COEF * balance.sum(), {"nll": nll, "balance": balance, "load": chosen.sum(1)}
@@ -93,20 +86,8 @@ def plain():
 def packed(params, rows, coef=COEF, *, mesh, micro=2, remat="none"):
     """(gradient, metrics); what differs in numbers alone is one program."""
     rows = jax.tree.map(jnp.asarray, rows)
-    return _packed(params, rows, jnp.float32(coef), mesh=mesh, micro=micro, remat=remat)
-
-
-@functools.partial(jax.jit, static_argnames=("mesh", "micro", "remat"))
-def _packed(params, rows, coef, *, mesh, micro, remat):
-    objective = sft_objective(MOE, dataclasses.replace(FORWARD, remat=remat))
-    with use_mesh(mesh):
-        return accumulate_gradients(
-            params,
-            SftBatch(rows),
-            jnp.float32(1),
-            shape=UpdateShape(mesh, micro, 14),
-            objective=balanced(objective, coef),
-        )
+    options = dict(model=MIXTURE, mesh=mesh, micro=micro, remat=remat)
+    return likelihood_gradient(params, rows, jnp.float32(coef), **options)
 
 
 def assert_plain(grads, metrics):
@@ -154,7 +135,7 @@ def test_losses_and_gradients_are_those_of_plain_sequences(shared, axes, micro, 
     rows, _ = rows_of(SAMPLES, shape, shared=shared, ranks=ranks)
     assert shared == bool((rows.parent > shape.sequences).any())
     # on one device as they are: the program that other tests run too
-    params = jax.device_put(PARAMS, param_shardings(MOE, mesh)) if mesh.size > 1 else PARAMS
+    params = jax.device_put(PARAMS, param_shardings(MIXTURE, mesh)) if mesh.size > 1 else PARAMS
     grads, metrics = packed(params, mini_batch(rows), mesh=mesh, micro=micro, remat=remat)
     assert_plain(*jax.device_get((grads, metrics)))
 
@@ -175,7 +156,7 @@ def test_padding_does_not_matter():
     rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
     rows = jax.tree.map(np.array, mini_batch(rows))
     empty = rows.segment == 0
-    rows.tokens[empty] = np.random.default_rng(0).integers(0, MOE.vocab_size, empty.sum())
+    rows.tokens[empty] = np.random.default_rng(0).integers(0, MIXTURE.vocab_size, empty.sum())
     grads, metrics = packed(PARAMS, rows, mesh=mesh_of(1, 1))
     assert_plain(*jax.device_get((grads, metrics)))
 
@@ -198,7 +179,7 @@ def test_dense_models_are_left_alone():
 @pytest.mark.slow
 def test_adapters_learn_from_the_balance_too():
     """Experts and routers are frozen; what comes before them is moved by both losses."""
-    network = adapted(MOE, LoraConfig(4, targets=("query", "output")))
+    network = adapted(MIXTURE, LoraConfig(4, targets=("query", "output")))
     rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
     rows, mesh = mini_batch(rows), mesh_of(1, 1)
 
@@ -223,7 +204,7 @@ def test_adapters_learn_from_the_balance_too():
 
 @pytest.mark.slow
 def test_a_critic_has_a_balance_of_its_own():
-    critic = scalar_model(MOE, head_stddev=0.1)
+    critic = scalar_model(MIXTURE, head_stddev=0.1)
     objective = value_objective(critic, ValueConfig(), FORWARD, max_response=14)
     rows, _ = rows_of(SAMPLES, RowShape(1, 4, 128, 8), shared=True)
     rows, mesh = mini_batch(rows), mesh_of(1, 1)
@@ -240,5 +221,5 @@ def test_a_critic_has_a_balance_of_its_own():
         )[1]
 
     metrics = run(random_params(critic))
-    parts = metrics["critic/vf_loss"] + COEF * MOE.num_layers * metrics["critic/balance_loss"]
+    parts = metrics["critic/vf_loss"] + COEF * MIXTURE.num_layers * metrics["critic/balance_loss"]
     np.testing.assert_allclose(metrics["critic/loss"], parts, rtol=1e-5)

@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradients import assert_same, distance
 from tiny_model import (
     TINY,
     mesh_of,
     mini_batch,
+    padded,
     random_params,
     random_samples,
     rows_of,
     sequences_of,
+    spread,
     values_of,
 )
 
@@ -44,7 +47,6 @@ from distflow_jax.training.forward import (
 )
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
-from distflow_jax.types import flatten_dict
 
 PARAMS = random_params(TINY)
 SAMPLES = random_samples(0, groups=4, size=4)
@@ -54,14 +56,6 @@ ALGORITHM = AlgorithmConfig(
 )
 FORWARD = ForwardConfig(logp_chunk=16)
 WIDE, NARROW = RowShape(1, 8, 128, 8), RowShape(1, 16, 64, 4)
-
-
-def distance(a, b):
-    """|a - b| / |b| over all leaves."""
-    a, b = flatten_dict(a), flatten_dict(b)
-    assert a.keys() == b.keys()
-    gap = sum(np.sum((np.asarray(a[k], np.float64) - b[k]) ** 2) for k in a)
-    return np.sqrt(gap / sum(np.sum(np.asarray(b[k], np.float64) ** 2) for k in b))
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +75,6 @@ def fields():
 # -- one sequence per row --------------------------------------------------------------------------
 
 
-def pad_sequences():
-    """(tokens [N, T], first response position, length) of prompt + response, padded right."""
-    whole = [
-        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
-    ]
-    longest = max(map(len, whole))
-    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
-    return tokens, [len(p.tokens) for p in SAMPLES.prompt], [len(x) for x in whole]
-
-
 def log_softmax_all(params, tokens):
     """log_softmax(logits / temperature) of the next token, [N, T, V]."""
     count, length = tokens.shape
@@ -106,7 +90,7 @@ def log_softmax_all(params, tokens):
 
 def unpacked_logp():
     """Log-probs of the responses, one float32 array per sample."""
-    tokens, starts, ends = pad_sequences()
+    tokens, starts, ends = padded(SAMPLES)
     log_p = np.asarray(jax.jit(log_softmax_all)(PARAMS, tokens))
     return [
         np.array([log_p[i, t - 1, tokens[i, t]] for t in range(starts[i], ends[i])])
@@ -116,17 +100,10 @@ def unpacked_logp():
 
 def unpacked_gradient(fields):
     """Gradient of the objective, term by term from its definition."""
-    tokens, starts, ends = pad_sequences()
-    count, length = tokens.shape
-
-    def spread(values):
-        out = np.zeros((count, length), np.float32)
-        for i, value in enumerate(values):
-            out[i, starts[i] : ends[i]] = value
-        return out[:, 1:]
-
-    mask = spread(SAMPLES.response_mask)
-    old, ref, advantage = (spread(fields[k]) for k in ("old_logp", "ref_logp", "score"))
+    tokens, _, _ = padded(SAMPLES)
+    mask = spread(SAMPLES, SAMPLES.response_mask)[:, 1:].astype(np.float32)
+    names = ("old_logp", "ref_logp", "score")
+    old, ref, advantage = (spread(SAMPLES, fields[k])[:, 1:] for k in names)
     per_sequence = mask.sum(1, keepdims=True)
     sequences = np.float32((per_sequence > 0).sum())
     weight = mask / np.maximum(per_sequence, 1) / sequences
@@ -215,11 +192,7 @@ def test_gradient_of_the_objective(fields, narrow):
 )
 def test_gradient_does_not_depend_on_packing(fields, narrow, row_shape, shared):
     batch = packed_batch(fields, row_shape, shared=shared)
-    grads, metrics = packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=1)
-    assert distance(grads, narrow[1][0]) < 1e-5
-    assert metrics.keys() == narrow[1][1].keys()
-    for name, value in metrics.items():
-        np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert_same(packed_gradient(batch, PARAMS, mesh=mesh_of(1, 1), micro=1), narrow[1])
 
 
 @pytest.mark.parametrize(("axes", "remat"), [((1, 1), "none"), ((2, 4), "attention")])
@@ -227,10 +200,8 @@ def test_attention_tile_by_tile(fields, narrow, axes, remat, monkeypatch):
     """On 8 devices the 2 key/value heads do not divide over a tensor axis of 4."""
     monkeypatch.setattr(sys.modules[__name__], "FORWARD", ForwardConfig("float32", 16, remat))
     batch = packed_batch(fields, WIDE, shared=True)
-    grads, metrics = packed_gradient(batch, PARAMS, mesh=mesh_of(*axes), micro=2, block=32)
-    assert distance(grads, narrow[1][0]) < 1e-5
-    for name, value in metrics.items():
-        np.testing.assert_allclose(value, narrow[1][1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+    found = packed_gradient(batch, PARAMS, mesh=mesh_of(*axes), micro=2, block=32)
+    assert_same(found, narrow[1])
 
 
 @pytest.mark.parametrize(
@@ -299,11 +270,8 @@ def test_masked_response_tokens_teach_nothing():
 
 def test_gradient_does_not_depend_on_the_mesh(narrow):
     """With 2 key/value heads on a tensor axis of 4, every head's gradient is a sum over copies."""
-    batch, (grads, metrics) = narrow
-    other, more = packed_gradient(batch, PARAMS, mesh=mesh_of(2, 4), micro=1)
-    assert distance(other, grads) < 1e-5
-    for name, value in metrics.items():
-        np.testing.assert_allclose(more[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    batch, one = narrow
+    assert_same(packed_gradient(batch, PARAMS, mesh=mesh_of(2, 4), micro=1), one)
 
 
 @pytest.mark.parametrize(

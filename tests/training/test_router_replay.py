@@ -12,73 +12,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact_mixture import exact, same_sets
+from gradients import assert_same, likelihood_gradient
 from tiny_model import (
-    TINY,
+    MIXTURE,
     mesh_of,
     mini_batch,
+    random_experts,
     random_params,
     random_samples,
     rows_of,
-    sequences_of,
     values_of,
+    with_experts,
 )
 
-from distflow_jax.batch import RowShape, TokenColumn, token_field
+from distflow_jax.batch import RowShape, TokenColumn
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.setup import settle
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.training.balance import balanced
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
-from distflow_jax.training.update import UpdateShape, accumulate_gradients
-from distflow_jax.types import ROUTED_EXPERTS, flatten_dict
+from distflow_jax.types import ROUTED_EXPERTS
 
-MOE = dataclasses.replace(
-    TINY, family="qwen3_moe", qk_norm=True, mlp_size=32, num_experts=8, experts_per_token=3
-)
-COLUMN = TokenColumn((MOE.num_layers, MOE.experts_per_token), "int8", prompt=True, fill=-1)
-PARAMS = random_params(MOE)
+PARAMS = random_params(MIXTURE)
 SAMPLES = random_samples(0, groups=3, size=3)
 FORWARD = ForwardConfig(logp_chunk=16, remat="none")
 SHAPE = RowShape(1, 4, 128, 8)
 SHARED = pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "own prompts"])
-
-
-def some_experts(rng, tokens):
-    """Any of them, [tokens, layers, K]; of every eighth token none are known."""
-    noise = rng.random((tokens, MOE.num_layers, MOE.num_experts))
-    chosen = np.argsort(noise, -1)[..., : MOE.experts_per_token].astype(np.int8)
-    return np.where(rng.random((tokens, 1, 1)) < 1 / 8, np.int8(-1), chosen)
-
-
-def recorded_of(samples):
-    """Of each sample, alike in all copies of a prompt; of the last token none are known."""
-    found = []
-    for prompt, sample, response in zip(
-        samples.prompt, samples.sample, samples.response, strict=True
-    ):
-        of_prompt = some_experts(np.random.default_rng(prompt.counter), len(prompt.tokens))
-        rng = np.random.default_rng((prompt.counter, int(sample)))
-        own = some_experts(rng, len(response))
-        own[-1] = -1
-        found.append(np.concatenate([of_prompt, own]))
-    return found
-
-
-RECORDED = recorded_of(SAMPLES)
+RECORDED = random_experts(SAMPLES, MIXTURE)
+COEF = np.float32(0.7)  # of the balance
 
 
 @functools.cache
 def wanted():
     """What each sample gives through the recorded experts."""
     return [
-        exact(MOE, PARAMS, np.concatenate([prompt.tokens, response]), recorded)
+        exact(MIXTURE, PARAMS, np.concatenate([prompt.tokens, response]), recorded)
         for prompt, response, recorded in zip(
             SAMPLES.prompt, SAMPLES.response, RECORDED, strict=True
         )
@@ -89,15 +61,14 @@ def packed_rows(shared, recorded, *, ranks=1):
     rows, placement = rows_of(SAMPLES, SHAPE, shared=shared, ranks=ranks)
     assert shared == bool((rows.parent > SHAPE.sequences).any())
     if recorded is not None:
-        experts = token_field(sequences_of(SAMPLES), placement, recorded, COLUMN)
-        assert experts.dtype == np.int8 and (experts[rows.segment == 0] == -1).all()
-        rows = dataclasses.replace(rows, experts=experts)
+        rows = with_experts(rows, placement, SAMPLES, recorded)
+        assert rows.experts.dtype == np.int8 and (rows.experts[rows.segment == 0] == -1).all()
     return rows, placement
 
 
 @jax.jit
 def logp_of(params, rows):
-    return response_logp(params, MOE, rows, jnp.float32(1), FORWARD)[0]
+    return response_logp(params, MIXTURE, rows, jnp.float32(1), FORWARD)[0]
 
 
 def logp_of_samples(shared, recorded):
@@ -119,7 +90,7 @@ def test_log_probs_are_those_of_the_recorded_experts(shared):
 
 def test_the_routers_own_choice_changes_nothing():
     own = [
-        exact(MOE, PARAMS, np.concatenate([p.tokens, r])).own.astype(np.int8)
+        exact(MIXTURE, PARAMS, np.concatenate([p.tokens, r])).own.astype(np.int8)
         for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
     ]
     found, plain = (logp_of_samples(True, recorded) for recorded in (own, None))
@@ -127,52 +98,30 @@ def test_the_routers_own_choice_changes_nothing():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "micro", "remat"))
-def run(params, rows, *, mesh, micro=2, remat="none"):
-    objective = sft_objective(MOE, dataclasses.replace(FORWARD, remat=remat))
-    with use_mesh(mesh):
-        return accumulate_gradients(
-            params,
-            SftBatch(rows),
-            jnp.float32(1),
-            shape=UpdateShape(mesh, micro, 14),
-            objective=balanced(objective, 0.7),
-        )
-
-
 @functools.cache
 def losses(shared):
     """(gradient, metrics) on one device."""
     rows, _ = packed_rows(shared, RECORDED)
-    return jax.device_get(run(PARAMS, mini_batch(rows), mesh=mesh_of(1, 1)))
-
-
-def assert_same(got, want):
-    (grads, metrics), (others, more) = got, want
-    assert metrics.keys() == more.keys()
-    for name, value in more.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-    a, b = ({k: np.float64(x) for k, x in flatten_dict(g).items()} for g in (grads, others))
-    gap = sum(np.sum((a[k] - b[k]) ** 2) for k in b)
-    assert np.sqrt(gap / sum(np.sum(x**2) for x in b.values())) < 1e-5
-    return b
+    options = dict(model=MIXTURE, mesh=mesh_of(1, 1))
+    return jax.device_get(likelihood_gradient(PARAMS, mini_batch(rows), COEF, **options))
 
 
 def test_shared_prompts_give_what_own_prompts_give():
-    grads = assert_same(losses(True), losses(False))
-    assert np.abs(grads["layers/router"]).max() > 1e-3  # it weighs what it did not choose
+    assert_same(losses(True), losses(False))
+    router = losses(True)[0]["layers"]["router"]
+    assert np.abs(router).max() > 1e-3  # it weighs what it did not choose
 
 
 def test_the_share_of_what_routers_would_have_sent_elsewhere():
     """And the load is that of the experts which tokens went through."""
-    differs, load = [], np.zeros((MOE.num_layers, MOE.num_experts))
+    differs, load = [], np.zeros((MIXTURE.num_layers, MIXTURE.num_experts))
     nll, learned = 0.0, 0
     for i, of_sample in enumerate(wanted()):
         known = RECORDED[i][..., 0] >= 0
         went = np.where(known[..., None], RECORDED[i], of_sample.own)
         differs += (~same_sets(went, of_sample.own))[known].tolist()
-        for layer in range(MOE.num_layers):
-            load[layer] += np.bincount(went[:, layer].reshape(-1), minlength=MOE.num_experts)
+        for layer in range(MIXTURE.num_layers):
+            load[layer] += np.bincount(went[:, layer].reshape(-1), minlength=MIXTURE.num_experts)
         mask = SAMPLES.response_mask[i]
         nll -= of_sample.logp[len(SAMPLES.prompt[i].tokens) - 1 :][mask].sum()
         learned += mask.sum()
@@ -189,9 +138,10 @@ def test_the_share_of_what_routers_would_have_sent_elsewhere():
 def test_8_devices_that_share_rows_and_experts_widths():
     mesh = mesh_of(2, 2, context=2)
     rows, _ = packed_rows(True, RECORDED, ranks=2)
-    params = jax.device_put(PARAMS, param_shardings(MOE, mesh))
-    got = jax.device_get(run(params, mini_batch(rows), mesh=mesh, micro=1, remat="full"))
-    assert_same(got, losses(True))
+    params = jax.device_put(PARAMS, param_shardings(MIXTURE, mesh))
+    options = dict(model=MIXTURE, mesh=mesh, micro=1, remat="full")
+    got = likelihood_gradient(params, mini_batch(rows), COEF, **options)
+    assert_same(jax.device_get(got), losses(True))
 
 
 # -- config ----------------------------------------------------------------------------------------

@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradients import distance
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import (
     TINY,
     mesh_of,
+    padded,
     random_params,
     random_samples,
     sequences_of,
+    spread,
 )
 
 from distflow_jax.algorithms.value import ValueConfig
@@ -78,19 +81,8 @@ def packing(*, shared, seed):
     return to_rows(table, placement), placement, table
 
 
-@functools.cache
-def alone():
-    """(tokens [N, T], first place of the response, length), one sequence per row."""
-    whole = [
-        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
-    ]
-    longest = max(map(len, whole))
-    tokens = np.stack([np.pad(x, (0, longest - len(x))) for x in whole])
-    return tokens, [len(p.tokens) for p in SAMPLES.prompt], [len(x) for x in whole]
-
-
 def hidden_alone(params, decoder):
-    tokens = alone()[0]
+    tokens, _, _ = padded(SAMPLES)
     count, length = tokens.shape
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length))
     causal = jnp.tril(jnp.ones((1, length, length), bool))
@@ -101,23 +93,6 @@ def hidden_alone(params, decoder):
     return hidden, network.head_weight()
 
 
-def masks_alone():
-    """bool [N, T]: response tokens that the policy chose."""
-    tokens, starts, ends = alone()
-    out = np.zeros(tokens.shape, bool)
-    for i, mask in enumerate(SAMPLES.response_mask):
-        out[i, starts[i] : ends[i]] = mask
-    return out
-
-
-def spread_alone(values):
-    tokens, starts, ends = alone()
-    out = np.zeros(tokens.shape, np.float32)
-    for i, value in enumerate(values):
-        out[i, starts[i] : ends[i]] = value
-    return out
-
-
 def shifted(x):
     """What stands before each token: [N, T, ...] moved by one."""
     return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
@@ -125,12 +100,12 @@ def shifted(x):
 
 def values_alone(params):
     hidden, _ = hidden_alone(params["trunk"], TINY)
-    return jnp.where(masks_alone(), shifted(hidden @ params["head"]), 0.0)
+    return jnp.where(spread(SAMPLES, SAMPLES.response_mask), shifted(hidden @ params["head"]), 0.0)
 
 
 def scores_alone(params):
     hidden, _ = hidden_alone(params["trunk"], TINY)
-    last = np.array(alone()[2]) - 1
+    last = np.array(padded(SAMPLES)[2]) - 1
     return (hidden @ params["head"])[np.arange(COUNT), last]
 
 
@@ -140,8 +115,9 @@ RETURNS = [RNG.normal(0, 1, len(r)).astype(np.float32) for r in SAMPLES.response
 
 
 def value_loss_alone(params):
-    v, mask = values_alone(params), masks_alone()
-    old, target = spread_alone(OLD_VALUE), spread_alone(RETURNS)
+    v = values_alone(params)
+    values = (SAMPLES.response_mask, OLD_VALUE, RETURNS)
+    mask, old, target = (spread(SAMPLES, x) for x in values)
     near = jnp.clip(v, old - 0.2, old + 0.2)
     loss = jnp.where(mask, 0.5 * jnp.maximum((v - target) ** 2, (near - target) ** 2), 0.0)
     return loss.sum() / np.float32(mask.sum())
@@ -164,14 +140,6 @@ def gradient(params, batch, *, mesh, micro):
         return accumulate_gradients(params, batch, TEMPERATURE, shape=shape, objective=OBJECTIVE)
 
 
-def distance(a, b):
-    """|a - b| / |b| over all leaves."""
-    a, b = flatten_dict(a), flatten_dict(b)
-    assert a.keys() == b.keys()
-    gap = sum(np.sum((np.asarray(a[k], np.float64) - b[k]) ** 2) for k in a)
-    return np.sqrt(gap / sum(np.sum(np.asarray(b[k], np.float64) ** 2) for k in b))
-
-
 def test_gradient_matches_the_definition():
     """The head's and the trunk's: packed, prompts shared, rows and heads divided, in parts."""
     loss, slope = jax.jit(jax.value_and_grad(value_loss_alone))(SCALAR_PARAMS)
@@ -191,7 +159,7 @@ def test_values_and_scores_are_those_of_sequences_alone():
     assert values.dtype == scores.dtype == jnp.float32
     expected = np.asarray(jax.jit(values_alone)(SCALAR_PARAMS))
     found = from_token_field(table, placement, np.asarray(values))
-    _, starts, ends = alone()
+    _, starts, ends = padded(SAMPLES)
     for i in range(COUNT):
         np.testing.assert_allclose(found[i], expected[i, starts[i] : ends[i]], atol=1e-4)
     assert (np.asarray(values)[~rows.response_mask] == 0).all()

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_forward import distance
+from gradients import distance
 from tiny_model import (
     WINDOWED,
     mesh_of,
     mini_batch,
+    padded,
     random_params,
     random_samples,
     rows_of,
+    spread,
     values_of,
 )
 
@@ -41,16 +43,9 @@ def weight_of(token, position):
 def apart():
     """(log-probs by sample, gradient) of whole sequences, one per row, with full attention's mask
     and the window's."""
-    whole = [
-        np.concatenate([p.tokens, r]) for p, r in zip(SAMPLES.prompt, SAMPLES.response, strict=True)
-    ]
-    length = max(map(len, whole))
-    tokens = jnp.asarray(np.stack([np.pad(x, (0, length - len(x))) for x in whole]))
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    mask = np.zeros(tokens.shape, bool)
-    for row, prompt, response in zip(mask, SAMPLES.prompt, SAMPLES.response_mask, strict=True):
-        start = len(prompt.tokens)
-        row[start : start + len(response)] = response
+    tokens, starts, ends = padded(SAMPLES)
+    mask = spread(SAMPLES, SAMPLES.response_mask)
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def loss(params):
         hidden, _ = hidden_states(
@@ -67,10 +62,9 @@ def apart():
         return jnp.sum(weight * logp), logp
 
     (_, logp), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS)
-    starts = [len(p.tokens) for p in SAMPLES.prompt]
     return [
-        np.asarray(row)[start - 1 : len(x) - 1]
-        for row, start, x in zip(logp, starts, whole, strict=True)
+        np.asarray(row)[start - 1 : end - 1]
+        for row, start, end in zip(logp, starts, ends, strict=True)
     ], gradient
 
 
