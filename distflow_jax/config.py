@@ -49,7 +49,11 @@ from distflow_jax.rollout.sizing import cache_bytes, fitting_slots, weight_bytes
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
-from distflow_jax.training.microbatch import check_stages_are_filled, microbatches_of_stages
+from distflow_jax.training.microbatch import (
+    check_rounds_of_stages,
+    check_stages_are_filled,
+    microbatches_of_stages,
+)
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.types import Layout
 
@@ -177,14 +181,17 @@ class Sizes:
         """The share of a step's compute time that a device waits for other stages, of the mesh
         with the most of them."""
         stages = max(m.stage for m in (self.mesh, *self.role_meshes.values()))
-        return bubble_share(stages, self.microbatches)
+        return bubble_share(stages, self.microbatches, self.forward.repeats)
 
     def _pipeline(self) -> list[tuple]:
         if self.microbatches == 1:
             return []
         stages = max(m.stage for m in (self.mesh, *self.role_meshes.values()))
         waits = f"{self.bubble_share:.0%} of its time a stage waits for others"
-        return [("pipeline", f"{stages} stages", f"x {self.microbatches} micro-batches; {waits}")]
+        repeats = self.forward.repeats
+        turns = f", {repeats} times round" if repeats > 1 else ""
+        text = f"x {self.microbatches} micro-batches{turns}; {waits}"
+        return [("pipeline", f"{stages} stages", text)]
 
     def _slots(self, config: Config, model: DecoderConfig, machine: Machine) -> str:
         ranks = machine.devices // self.rollout_tensor * self.sampler_hosts // machine.processes
@@ -364,6 +371,7 @@ def derive_sizes(
     )
     stages = [m.stage for m in (mesh, *roles.values())]
     together = microbatches_of_stages(training.pipeline_microbatches, stages)
+    check_rounds_of_stages(training.pipeline_repeats, stages, model.num_layers)
     hosts = hosts_per_sampler(config.mesh.rollout_tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
         raise ValueError(
@@ -401,6 +409,7 @@ def derive_sizes(
             ),
             keep_logits,
             microbatches=together,
+            repeats=training.pipeline_repeats,
         ),
         micro_rows=micro,
         microbatches=together,
