@@ -131,7 +131,8 @@ def _recomputed(size: int, planned: Planned) -> float:
     logits = min(size, 3 * 4 * of_head * forward.logp_chunk * model.vocab_size // mesh.tensor)
     tokens = rows * sizes.packing.limits.tokens // mesh.context
     # in a pipeline a layer has as many inputs as its stage has ticks
-    layers, ticks = model.num_layers // mesh.stage, together + mesh.stage - 1
+    repeats = forward.repeats if mesh.stage > 1 else 1
+    layers, ticks = model.num_layers // mesh.stage // repeats, repeats * together + mesh.stage - 1
     inputs = tokens * model.hidden_size * item * layers * ticks
     return logits + (size - logits) / (layers * ticks) + inputs
 

@@ -21,7 +21,11 @@ from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sizing import fitting_slots
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
-from distflow_jax.training.microbatch import check_stages_are_filled, microbatches_of_stages
+from distflow_jax.training.microbatch import (
+    check_rounds_of_stages,
+    check_stages_are_filled,
+    microbatches_of_stages,
+)
 from distflow_jax.types import Layout
 
 
@@ -59,7 +63,7 @@ class Sizes:
     def bubble_share(self) -> float:
         """The share of a step's compute time that a device waits for other stages, of the mesh
         with the most of them."""
-        return bubble_share(self.stages, self.microbatches)
+        return bubble_share(self.stages, self.microbatches, self.forward.repeats)
 
 
 def derive_sizes(
@@ -93,6 +97,7 @@ def derive_sizes(
     )
     stages = [m.stage for m in meshes]
     together = microbatches_of_stages(training.pipeline_microbatches, stages)
+    check_rounds_of_stages(training.pipeline_repeats, stages, model.num_layers)
     hosts = _sampler_hosts(config, machine)
     dtype = training.compute_dtype
     if dtype == "auto":
@@ -237,6 +242,7 @@ def _forward_config(
         ),
         keep_logits,
         microbatches=microbatches,
+        repeats=training.pipeline_repeats,
     )
 
 

@@ -104,9 +104,10 @@ def _pipeline_rows(sizes: Sizes) -> list[tuple]:
     if sizes.microbatches == 1:
         return []
     waits = f"{sizes.bubble_share:.0%} of its time a stage waits for others"
-    return [
-        ("pipeline", f"{sizes.stages} stages", f"x {sizes.microbatches} micro-batches; {waits}")
-    ]
+    repeats = sizes.forward.repeats
+    turns = f", {repeats} times round" if repeats > 1 else ""
+    text = f"x {sizes.microbatches} micro-batches{turns}; {waits}"
+    return [("pipeline", f"{sizes.stages} stages", text)]
 
 
 def _offload_rows(offload: str, machine: Machine) -> list[tuple]:

@@ -76,6 +76,7 @@ def gradient(
     keep: bool = False,
     microbatches: int = 0,
     dtype: str = "float32",
+    repeats: int = 1,
     **axes: int,
 ):
     """(gradient of what is trained, metrics with the loss among them) on the host.
@@ -85,7 +86,7 @@ def gradient(
     experts that were recorded. `axes` are mesh_of's.
     """
     mesh = mesh_of(**axes)
-    forward = ForwardConfig(dtype, 16, remat, block, keep, microbatches)
+    forward = ForwardConfig(dtype, 16, remat, block, keep, microbatches, repeats)
     objective = policy_objective(model, ALGORITHM, forward, max_response=40)
     objective = balanced(objective, 0.1 if model.num_experts else 0.0)
     params = jax.device_put(params_of(model), param_shardings(model, mesh))

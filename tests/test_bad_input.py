@@ -322,6 +322,20 @@ SIZES = [
         "training.pipeline_microbatches=4",
         "is for a mesh with stages, and mesh.stage is 1; use 0, or mesh.stage above 1",
     ),
+    ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
+    (
+        "training.pipeline_repeats=2 ; training.remat=full",
+        "training.pipeline_repeats=2 is for a mesh with stages, and mesh.stage is 1; use 1, or",
+    ),
+    (
+        "mesh.stage=2 ; training.pipeline_repeats=3 ; training.remat=full",
+        "training.pipeline_repeats=3 does not divide the 2 layers of each stage (4 over stage=2); "
+        "use one of [1, 2]",
+    ),
+    (
+        "mesh.stage=2 ; training.pipeline_repeats=2",
+        "training.pipeline_repeats=2 needs training.remat other than 'none'",
+    ),
     (
         "mesh.stage=2 ; training.pipeline_microbatches=64",
         "mesh.stage=2 works on 64 micro-batches of 4 rows at once, and an optimizer step fills at",

@@ -210,6 +210,15 @@ def test_stages_share_the_layers():
     assert table["pipeline"] == ("4 stages", waits)
 
 
+def test_stages_take_turns():
+    config = config_of("tiny", "mesh.stage=2", "training.pipeline_repeats=2", "training.remat=dots")
+    sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
+    assert sizes.forward.repeats == 2 and sizes.bubble_share == 1 / 5
+    table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
+    waits = "x 2 micro-batches, 2 times round; 20% of its time a stage waits for others"
+    assert table["pipeline"] == ("2 stages", waits)
+
+
 def test_a_role_without_stages_takes_its_rows_as_ever():
     roles = "mesh.roles={'REFERENCE': {'data': 8}, 'CRITIC': {'stage': 2}}"
     sizes = derive_sizes(config_of("tiny", "mesh.stage=4", roles), FOUR_LAYERS, EIGHT)

@@ -20,6 +20,15 @@ def train(folder, *settings):
     return read_metrics(folder / "metrics.jsonl")
 
 
+def check(rows):
+    assert rows[1]["perf/compilations"] == 0
+    for row in rows:
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+        assert row["training/nonfinite"] == 0
+        # the sampler has the layers of all stages
+        assert row["training/rollout_probs_diff_max"] < 1e-3
+
+
 @pytest.mark.slow
 def test_a_run_with_stages(tmp_path):
     """Actor, critic and reference, of which one has other stages; then all without."""
@@ -27,11 +36,14 @@ def test_a_run_with_stages(tmp_path):
     folder = tmp_path / "run"
     rows = train(folder, "mesh.stage=2", "mesh.context=2", roles, "training.steps=2")
     assert rows[0]["perf/pipeline_bubble"] == 3 / 7  # 4 micro-batches through 4 stages
-    assert rows[1]["perf/compilations"] == 0
-    for row in rows:
-        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
-        assert row["training/nonfinite"] == 0
-        # the sampler has the layers of all stages
-        assert row["training/rollout_probs_diff_max"] < 1e-3
+    check(rows)
     rows = train(folder, "training.steps=3")
     assert len(rows) == 3 and rows[2]["training/rollout_probs_diff_max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_twice_round_the_stages(tmp_path):
+    rounds = ("training.pipeline_repeats=2", "training.remat=full")
+    rows = train(tmp_path / "run", "mesh.stage=2", *rounds, "training.steps=2")
+    assert rows[0]["perf/pipeline_bubble"] == 1 / 5  # 2 micro-batches, twice through 2 stages
+    check(rows)

@@ -22,7 +22,8 @@ from distflow_jax.models.layer_weights import by_input, by_output
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
-from distflow_jax.parallel.pipeline import Body, scan_layers
+from distflow_jax.parallel.dealing import Body
+from distflow_jax.parallel.pipeline import scan_layers
 from distflow_jax.parallel.rules import constrain
 
 # (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Of a model with a sliding
@@ -103,6 +104,7 @@ def hidden_states(
     remat: str = "none",
     route: Route | None = None,
     microbatches: int = 0,
+    repeats: int = 1,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
 
@@ -113,7 +115,7 @@ def hidden_states(
     what `route` gave beside its choice. Where the mesh has stages (parallel/pipeline.py), `attend`
     and `route` are `jax.tree_util.Partial`s of arrays with rows in front, layer inputs have rows
     behind the layers, layer outputs are sums over rows, and `microbatches` is the number of those
-    that go through the stages one by one.
+    that go through the stages one by one, `repeats` times.
     """
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     if c.embed_scale:
@@ -123,12 +125,12 @@ def hidden_states(
 
     def body_of(rows: tuple[jax.Array, Attend, Route | None]) -> Body:
         position, attend, route = rows
-        layer = _Layer(c, attend, _rotations(c, position), apart, route)
-        return rematerialised(layer.apply, remat)
+        return _Layer(c, attend, _rotations(c, position), apart, route).apply
 
     rows, windows = (position_BT, attend, route), layer_windows(c)
+    again = functools.partial(rematerialised, remat=remat)
     if apart:
-        body, outputs = body_of(rows), []
+        body, outputs = again(body_of(rows)), []
         for number, weights in enumerate(params["layers"]):
             inputs = (windows, layer_inputs)
             window, extra = jax.tree.map(lambda x, number=number: x[number], inputs)
@@ -136,8 +138,16 @@ def hidden_states(
             outputs.append(kept)
         kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
     else:
-        layers = params["layers"], windows
-        x, kept = scan_layers(body_of, x, rows, layers, layer_inputs, microbatches=microbatches)
+        x, kept = scan_layers(
+            body_of,
+            x,
+            rows,
+            (params["layers"], windows),
+            layer_inputs,
+            remat=again,
+            microbatches=microbatches,
+            repeats=repeats,
+        )
     return rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset), kept
 
 

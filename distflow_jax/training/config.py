@@ -19,6 +19,10 @@ class TrainingConfig:
     # micro-batches of micro_batch_rows that follow each other through the stages of mesh.stage, a
     # multiple of these: stages wait less the more there are; 0: as many as stages
     pipeline_microbatches: int = 0
+    # times that a micro-batch goes round the stages, each of which then has that many parts of the
+    # layers: stages wait less, at the price of their weights dealt out in every pass. It divides
+    # the layers of a stage, and needs a remat other than none
+    pipeline_repeats: int = 1
     share_prompts: bool = True  # a prompt stands once in a row for all its responses there
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
     # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
@@ -46,7 +50,7 @@ class TrainingConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        for name in ("steps", "mini_batches", "epochs", "row_tokens"):
+        for name in ("steps", "mini_batches", "epochs", "row_tokens", "pipeline_repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
         for name in (
@@ -60,6 +64,11 @@ class TrainingConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        if self.pipeline_repeats > 1 and self.remat == "none":
+            raise ValueError(
+                f"training.pipeline_repeats={self.pipeline_repeats} needs training.remat other "
+                "than 'none', which would keep the weights of every tick; use training.remat='dots'"
+            )
         if self.row_sequences > self.row_tokens // 2:
             raise ValueError(
                 f"training.row_sequences={self.row_sequences} are more than fit "

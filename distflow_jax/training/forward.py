@@ -35,6 +35,7 @@ class ForwardConfig:
     attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
     keep_logits: bool = False  # for the backward pass, which computes them again otherwise
     microbatches: int = 0  # that follow each other through the stages; 0: as many as stages
+    repeats: int = 1  # times that they go round the stages
 
 
 # sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
@@ -181,6 +182,7 @@ def packed_hidden(
         remat=config.remat,
         route=route,
         microbatches=config.microbatches,
+        repeats=config.repeats,
     )
     if found is not None:
         found.append(kept[1])

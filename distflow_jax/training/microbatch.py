@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.parallel.mesh import MeshSizes
+from distflow_jax.parallel.pipeline import check_repeats
 from distflow_jax.parallel.rules import constrain
 
 
@@ -35,6 +36,18 @@ def microbatches_of_stages(asked: int, stages: Sequence[int]) -> int:
             f"{f'{low} or {high}' if low else high}"
         )
     return asked or unit
+
+
+def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> None:
+    """ValueError unless training.pipeline_repeats suits the stages of every training mesh."""
+    if repeats > 1 and max(stages) == 1:
+        raise ValueError(
+            f"training.pipeline_repeats={repeats} is for a mesh with stages, and mesh.stage is 1; "
+            "use 1, or mesh.stage above 1"
+        )
+    for count in stages:
+        if count > 1:
+            check_repeats(repeats, count, layers)
 
 
 def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:

@@ -30,6 +30,8 @@ def combination(seed: int) -> tuple[str, dict, dict]:
         keep=bool(rng.integers(2)),
         replay=model == "mixture" and not rng.integers(2),
     )
+    rounds = [n for n in (1, 2) if 1 < stages <= 4 // n and options["remat"] != "none"]
+    options["repeats"] = int(rng.choice(rounds or [1]))  # of 4 layers
     return model, axes, options
 
 

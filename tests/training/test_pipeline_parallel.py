@@ -3,11 +3,13 @@
 More combinations of axes: test_axes.py; other objectives: test_mesh_of_objectives.py.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
-from tiny_model import mesh_of
+from tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.models.config import scalar_model
@@ -21,7 +23,7 @@ from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape
 from distflow_jax.types import flatten_dict
 
-DENSE = MODELS["dense"]
+DENSE, WINDOWS = MODELS["dense"], dataclasses.replace(WINDOWED, num_layers=4)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 1)
 MESHES = {
     "stage 2": dict(fsdp=1, tensor=1, stage=2),
@@ -52,11 +54,19 @@ def slow(*case):
         slow("adapters", "stage 2", dict(micro=2, remat="full")),
         slow("adapters", "fsdp 2 x stage 2 x tensor 2", dict(micro=4, block=32)),
         slow("adapters", "fsdp 2 x stage 2 x context 2", dict(micro=2)),
+        ("dense", "fsdp 2 x stage 2", dict(micro=4, block=32, remat="dots", repeats=2)),
+        slow("mixture", "stage 2", dict(micro=4, microbatches=4, remat="full", repeats=2)),
+        slow("dense", "fsdp 2 x stage 2 x tensor 2", dict(micro=2, remat="full", repeats=2)),
+        slow("dense", "stage 2 x context 2", dict(micro=8, repeats=2)),
+        slow("windows", "stage 2", dict(micro=4, block=32, remat="attention", repeats=2)),
+        slow("mixture", "fsdp 2 x stage 2 x tensor 2", dict(micro=2, remat="dots", repeats=2)),
+        slow("adapters", "fsdp 2 x stage 2 x context 2", dict(micro=2, remat="full", repeats=2)),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(model, mesh, options):
-    one = gradient(MODELS[model], fsdp=1, tensor=1, shared=options.get("shared", True))
-    assert_same(gradient(MODELS[model], **options, **MESHES[mesh]), one)
+    network = WINDOWS if model == "windows" else MODELS[model]
+    one = gradient(network, fsdp=1, tensor=1, shared=options.get("shared", True))
+    assert_same(gradient(network, **options, **MESHES[mesh]), one)
 
 
 @pytest.mark.slow
