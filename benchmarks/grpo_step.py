@@ -56,8 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
         "eos_frac": 0.0,
         "slots": 64,
         "tokens_per_call": 64,
-        "row_tokens": 160,
-        "micro_batch_rows": 8,
+        "row_tokens": 544,  # a prompt and its 8 responses
+        "micro_batch_rows": 2,
     },
     "early": {
         "new_tokens": 256,
@@ -133,7 +133,6 @@ def make_config(args: argparse.Namespace) -> Config:
             steps=args.steps,
             row_tokens=args.row_tokens,
             micro_batch_rows=args.micro_batch_rows,
-            logp_chunk=args.row_tokens // 2,
             optimizer=OptimizerConfig(lr=args.lr, b2=0.999, weight_decay=1e-4, clip_norm=0.0),
         ),
     )

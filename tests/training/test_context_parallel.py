@@ -98,13 +98,13 @@ def collective_sizes(text):
 
 
 def test_tiles_end_within_a_piece():
-    assert attention_block("auto", 1024, "cpu", longest=512) == 64
-    assert attention_block("auto", 1024, "cpu", longest=512, pieces=8) == 64
-    assert attention_block("auto", 640, "cpu", longest=512, pieces=16) == 40
-    assert attention_block("auto", 256, "cpu", longest=512, pieces=16) == 0  # too short
+    assert attention_block("auto", 1024, "cpu", longest=320) == 64
+    assert attention_block("auto", 1024, "cpu", longest=320, pieces=8) == 64
+    assert attention_block("auto", 640, "cpu", longest=320, pieces=16) == 40
+    assert attention_block("auto", 256, "cpu", longest=320, pieces=16) == 0  # too short
     message = r"blocks' needs rows in 16 pieces \(2 x mesh.context\) .*row_tokens=256; use 1024"
     with pytest.raises(ValueError, match=message):
-        attention_block("blocks", 256, "gpu", longest=512, pieces=16)
+        attention_block("blocks", 256, "gpu", longest=320, pieces=16)
 
 
 LONG = 32768

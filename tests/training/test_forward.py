@@ -207,14 +207,14 @@ def test_attention_tile_by_tile(fields, narrow, axes, remat, monkeypatch):
 @pytest.mark.parametrize(
     ("attention", "tokens", "platform", "longest", "side"),
     [
-        ("auto", 576, "cpu", 512, 64),
+        ("auto", 576, "cpu", 320, 64),
         ("auto", 576, "cpu", 96, 32),
         ("auto", 2048, "cpu", 2048, 128),
-        ("auto", 160, "cpu", 512, 80),
-        ("auto", 262, "cpu", 512, 0),  # 2 x 131
-        ("auto", 576, "gpu", 512, 0),
-        ("blocks", 576, "gpu", 512, 64),
-        ("masked", 576, "cpu", 512, 0),
+        ("auto", 160, "cpu", 320, 80),
+        ("auto", 262, "cpu", 320, 0),  # 2 x 131
+        ("auto", 576, "gpu", 320, 0),
+        ("blocks", 576, "gpu", 320, 64),
+        ("masked", 576, "cpu", 320, 0),
     ],
 )
 def test_side_of_a_tile(attention, tokens, platform, longest, side):
@@ -223,7 +223,7 @@ def test_side_of_a_tile(attention, tokens, platform, longest, side):
 
 def test_rows_without_a_fitting_side_are_refused():
     with pytest.raises(ValueError, match="row_tokens=262; use 320, or attention='masked'"):
-        attention_block("blocks", 262, "cpu", longest=512)
+        attention_block("blocks", 262, "cpu", longest=320)
 
 
 def test_micro_batch_changes_rounding_only(narrow):
