@@ -308,7 +308,7 @@ SIZES = [
     ),
     (
         "mesh.context=8 ; training.attention=blocks",
-        "row_tokens=256; use 1024, or attention='masked'",
+        "row_tokens=256; use 512, or attention='masked'",
     ),
     (
         "mesh.stage=8",

@@ -40,7 +40,7 @@ class ForwardConfig:
 
 # sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
 _BLOCKS = range(32, 129)
-_BLOCKS_OF_SEQUENCE = 8  # the shorter the sequences, the more of a large tile is masked
+_BLOCKS_OF_SEQUENCE = 5  # the shorter the sequences, the more of a large tile is masked
 
 
 def attention_block(
