@@ -65,7 +65,7 @@ class Machinery:
 def build(setup: Setup, spans: Spans) -> Machinery:
     """Meshes, engine, programs to be compiled, and the coordinator; what they do is timed in
     `spans`."""
-    config, sizes, model = setup.config, setup.sizes, setup.source.config
+    config, sizes = setup.config, setup.sizes
     meshes = make_meshes(sizes)
     engine = make_engine(setup.source, config, sizes) if setup.samplers else None
     member = processes.process_index() % sizes.sampler_hosts
@@ -78,13 +78,7 @@ def build(setup: Setup, spans: Spans) -> Machinery:
         member=member,
         record=spans.add,
     )
-    sync = None
-    if engine is not None:
-        replicas = param_shardings(model, mesh_lib.replica_mesh(sizes.rollout_tensor))
-        kept = sizes.engine.weights_dtype
-        held = functools.partial(arrange, model, sizes.engine.weights, dtype=kept)
-        merge = functools.partial(lora.merged, scale=config.lora.scale)
-        sync = WeightSync(replicas, engine.mesh, sizes.engine.dtype, held, merge)
+    sync = None if engine is None else make_sync(setup, engine.mesh)
     stages, first = contexts.stages(setup.plan.tasks)
     programs = _trace(setup, stages, first, meshes)
     units = {unit.name: unit for unit in setup.plan.units}
@@ -197,18 +191,20 @@ class _Contexts:
         )
 
 
-def make_meshes(sizes: Sizes) -> dict[Layout, jax.sharding.Mesh]:
-    """The meshes of the training roles."""
+def make_meshes(
+    sizes: Sizes, devices: Sequence[jax.Device] | None = None
+) -> dict[Layout, jax.sharding.Mesh]:
+    """The meshes of the training roles: on the `devices` of a planned pod, or the job's."""
     all_sizes = {m.layout: m for m in (sizes.mesh, *sizes.role_meshes.values())}
-    return {layout: mesh_lib.role_mesh(m) for layout, m in all_sizes.items()}
+    return {layout: mesh_lib.role_mesh(m, devices) for layout, m in all_sizes.items()}
 
 
 def trace(planned: Planned) -> dict[str, Program]:
     """The programs of a plan's units on meshes, not compiled yet; see tracing.trace_plan.
 
-    This process must have the devices that are planned for.
+    The plan must have devices, or this process those that are planned for.
     """
-    meshes = make_meshes(planned.sizes)
+    meshes = make_meshes(planned.sizes, planned.devices)
     tasks = [task for task in planned.plan.tasks if task.layout.kind == "mesh"]
     return _trace(planned, *_Contexts(planned, meshes).stages(tasks), meshes)
 
@@ -247,12 +243,28 @@ def _coordinator(
     return Coordinator(setup.sizes.packing, meshes, writers, packs, per_token, span=span)
 
 
-def make_engine(source: ModelSource, config: Config, sizes: Sizes) -> RolloutEngine:
-    """This process's sampler engine."""
+def make_sync(planned: Planned, local_mesh: jax.sharding.Mesh) -> WeightSync:
+    """What brings a policy's weights to the samplers; this process's lies on `local_mesh`."""
+    config, sizes, model = planned.config, planned.sizes, planned.source.config
+    replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, planned.devices)
+    replicas = param_shardings(model, replica_mesh)
+    kept = sizes.engine.weights_dtype
+    held = functools.partial(arrange, model, sizes.engine.weights, dtype=kept)
+    merge = functools.partial(lora.merged, scale=config.lora.scale)
+    return WeightSync(replicas, local_mesh, sizes.engine.dtype, held, merge)
+
+
+def make_engine(
+    source: ModelSource,
+    config: Config,
+    sizes: Sizes,
+    devices: Sequence[jax.Device] | None = None,
+) -> RolloutEngine:
+    """This process's sampler engine; of `devices` that are planned for, the first host's."""
     return RolloutEngine(
         source.config,
         sizes.engine,
-        mesh_lib.sampler_mesh(sizes.rollout_tensor),
+        mesh_lib.sampler_mesh(sizes.rollout_tensor, devices),
         stop_ids=source.tokenizer.stop_ids,
         seed=config.seed,
         tokenizer=source.tokenizer,

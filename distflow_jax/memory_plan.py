@@ -126,7 +126,7 @@ def plan_memory(
     costs: Mapping[str, Costs],
     stays: Mapping[str, Stay] | None = None,
 ) -> MemoryPlan:
-    """The memory of a plan on this process's devices; allocates nothing.
+    """The memory of a plan on its devices, or this process's; allocates nothing.
 
     `costs` are those of `programs`, by the unit's name: compiled, or there are no temporaries.
     `stays`: what waits on the host, where it is not as the config says.
@@ -192,7 +192,7 @@ def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held
     if planned.samplers:
         model, sizes = planned.source.config, planned.sizes
         weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
-        mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor)
+        mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices)
         slots = StateShapes(model, sizes.engine, mesh).specs()
         for key in planned.samplers:
             found[key, "params"] = Held("sampler_weights", weights, _EVERYWHERE)

@@ -7,7 +7,9 @@ that.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import jax
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config
@@ -122,6 +124,8 @@ class Planned:
     sizes: Sizes
     plan: Plan
     models: dict[str, ModelOfRun]
+    # of a pod that is planned for, in the canonical order; None: those of this job
+    devices: Sequence[jax.Device] | None = dataclasses.field(default=None, kw_only=True)
 
     def table(self) -> list[tuple]:
         """The sizes, (name, value, meaning) each."""
@@ -162,11 +166,17 @@ class Setup(Planned):
     environments: Environments | None  # None: a response is one turn
 
 
-def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> Planned:
+def plan_run(
+    config: Config,
+    machine: Machine,
+    chosen: Collection[str] = (),
+    *,
+    open_source: Callable[..., ModelSource] = open_model,
+) -> Planned:
     """Settles and plans a run for a machine, this one or another; opens the model and no data.
 
-    `chosen` are the config keys that the command line gives; see `settle`. Raises ValueError or
-    FileNotFoundError.
+    `chosen` are the config keys that the command line gives; see `settle`. `open_source`:
+    `open_shapes` where the plan is all there will be. Raises ValueError or FileNotFoundError.
     """
     config, graph = settle(config, chosen)
     if config.training.device_memory_gib:
@@ -174,7 +184,7 @@ def plan_run(config: Config, machine: Machine, chosen: Collection[str] = ()) -> 
         machine = dataclasses.replace(machine, memory=limit)
     if config.rollout.environment:
         load_environment(config.rollout.environment)
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    source = open_source(config.model.source, cache_dir=config.model.cache_dir or None)
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)
     return Planned(config, graph, machine, source, sizes, the_plan, models_of(the_plan))

@@ -155,6 +155,11 @@ class Program:
         self._compiled: dict[tuple[str, ...], Any] = {}
 
     @property
+    def mesh(self) -> Mesh:
+        """What it is compiled for."""
+        return self._specs.meshes[self.unit.layout]
+
+    @property
     def traced(self) -> Any:
         """The jax.stages.Traced of the program that most steps run."""
         return list(self._traced.values())[-1]
@@ -164,8 +169,7 @@ class Program:
         run."""
         for absent, traced in self._traced.items():
             if absent not in self._compiled:
-                mesh = self._specs.meshes[self.unit.layout]
-                options = compiler_options(mesh.devices.flat[0].platform)
+                options = compiler_options(self.mesh.devices.flat[0].platform)
                 self._compiled[absent] = traced.lower().compile(compiler_options=options)
         return list(self._compiled.values())[-1]
 
@@ -210,8 +214,7 @@ class Program:
         new, written, metrics = jax.eval_shape(watched, whole_states, self.inputs)
         self._check_states(states, new)
         self._check_metrics(metrics)
-        mesh = self._specs.meshes[self.unit.layout]
-        whole = NamedSharding(mesh, PartitionSpec())
+        whole = NamedSharding(self.mesh, PartitionSpec())
         of_states = {
             key: jax.tree.map(lambda x: whole, state)
             if states[key] is None

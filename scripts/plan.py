@@ -3,9 +3,11 @@
 Examples:
   python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04
   python scripts/plan.py --config=configs/grpo_smollm2.py --out=plan --mermaid
+  python scripts/plan.py --config=configs/tiny.py --topology=v5e:4x4 --out=plan
 
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
---nocompile traces them only. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
+--nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
+seconds: see docs/scaling.md. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
 and plan.mmd, a Mermaid flowchart.
 
 Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
@@ -34,17 +36,26 @@ from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.memory_advice import shortage
 from distflow_jax.memory_plan import plan_memory
+from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
+from distflow_jax.pods.plan import plan_on
+from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.setup import plan_run
+from distflow_jax.setup import Planned, plan_run
 from distflow_jax.tracing import Value
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
     "devices", 0, "Plan for so many devices, whatever this machine has; 0: this machine's.", 0
+)
+TOPOLOGY = flags.DEFINE_string(
+    "topology", "", "Plan for a pod: v5p:8x8x16, v5e:16x16, v6e:16x16, gpu:64x8 (h100, h200)."
+)
+MEAN_RESPONSE = flags.DEFINE_integer(
+    "mean_response", 0, "Tokens of a mean response, for --topology's estimate; 0: the longest.", 0
 )
 PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
 COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs, for their memory and bytes.")
@@ -56,10 +67,20 @@ flags.mark_flag_as_required("config")
 def main(argv: list[str]) -> int:
     """Checks the config as a run does, prints the plan and its programs, and draws it."""
     config = from_config_dict(Config, CONFIG.value)
-    machine = wanted_machine()
+    if TOPOLOGY.value and DEVICES.value:
+        raise ValueError(
+            f"--topology={TOPOLOGY.value} has a number of devices: leave --devices={DEVICES.value} "
+            "out"
+        )
+    pod = open_topology(TOPOLOGY.value) if TOPOLOGY.value else None
+    machine = pod.machine if pod else wanted_machine()
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
-    planned = plan_run(config, machine, chosen)
+    planned = plan_run(config, machine, chosen, open_source=open_shapes)
+    if pod:
+        planned = dataclasses.replace(planned, devices=pod.devices)
     progress.table(planned.source.spec, planned.table())
+    if pod:
+        return plan_pod(pod, planned)
     text, fields, costs, memory, missing = planned.text(), [], {}, None, ""
     if jax.device_count() != machine.devices or machine.processes != jax.process_count():
         here = f"{jax.device_count()} devices in {jax.process_count()} process"
@@ -82,6 +103,23 @@ def main(argv: list[str]) -> int:
         write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(OUT.value))
     if missing:
         print(f"error: a run would end before step 1: {missing}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def plan_pod(pod: Pod, planned: Planned) -> int:
+    """Compiles the plan for a pod and shows what it takes there."""
+    found = plan_on(
+        pod, planned, mean_response=MEAN_RESPONSE.value, compiled=COMPILE.value and pod.compiles
+    )
+    text = f"{planned.text()}\n{found.describe()}"
+    print(text)
+    if MERMAID.value:
+        print(to_mermaid(planned.plan))
+    if OUT.value:
+        write_files(planned.plan, text, found.to_tree(), {}, pathlib.Path(OUT.value))
+    if found.problem:
+        print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 

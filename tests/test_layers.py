@@ -21,6 +21,7 @@ LAYERS = [
         "program_table",
         "memory_plan",
         "memory_advice",
+        "pods",
         "offload",
         "settings",
         "inference",

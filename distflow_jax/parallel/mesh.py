@@ -8,7 +8,7 @@ that every process has devices in every mesh, and none is left out of a computat
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
@@ -132,9 +132,19 @@ def resolve_part(where: str, text: str, local_devices: int) -> Part | None:
     return None if part == (0, local_devices) else part
 
 
-def canonical_devices(part: Part | None = None) -> np.ndarray:
-    """The job's devices, or a part of every process's, by process and then by id. [devices]."""
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+def canonical_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
+    """Devices by process and then by id."""
+    return sorted(devices, key=lambda d: (d.process_index, d.id))
+
+
+def canonical_devices(
+    part: Part | None = None, devices: Iterable[jax.Device] | None = None
+) -> np.ndarray:
+    """All devices, or a part of every process's, in the canonical order. [devices].
+
+    `devices` are those of a pod that is planned for; None: the job's.
+    """
+    devices = canonical_order(jax.devices() if devices is None else devices)
     if part is not None:
         hosts = itertools.groupby(devices, key=lambda d: d.process_index)
         devices = [d for _, of_host in hosts for d in list(of_host)[slice(*part)]]
@@ -202,26 +212,30 @@ def processes_of_rank(ranks: int, processes: int, rank: int) -> range:
     return range(rank * processes // ranks, (rank + 1) * processes // ranks)
 
 
-def role_mesh(sizes: MeshSizes) -> Mesh:
+def role_mesh(sizes: MeshSizes, devices: Iterable[jax.Device] | None = None) -> Mesh:
     """The axes of its layout over a role's devices, those of a data rank next to each other.
 
-    Axes are Auto: XLA propagates shardings.
+    Axes are Auto: XLA propagates shardings. `devices`: see canonical_devices.
     """
     names, shape = zip(*sizes.layout.axes, strict=True)
-    return Mesh(canonical_devices(sizes.part).reshape(shape), names)
+    return Mesh(canonical_devices(sizes.part, devices).reshape(shape), names)
 
 
-def replica_mesh(rollout_tensor: int) -> Mesh:
+def replica_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
     """(replica, tensor) over all devices: the layout in which weights go to the samplers."""
-    return Mesh(canonical_devices().reshape(-1, rollout_tensor), ("replica", "tensor"))
+    all_devices = canonical_devices(devices=devices)
+    return Mesh(all_devices.reshape(-1, rollout_tensor), ("replica", "tensor"))
 
 
-def sampler_mesh(rollout_tensor: int) -> Mesh:
+def sampler_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
     """(data, tensor) over the devices of this process's sampler: what decodes needing nobody else.
 
     These are the process's own devices, or those of the hosts that share a copy of the weights.
+    Of a pod that is planned for they are the first process's.
     """
-    hosts = hosts_per_sampler(rollout_tensor, jax.local_device_count())
-    group = jax.process_index() // hosts
-    ours = [d for d in canonical_devices() if d.process_index // hosts == group]
+    all_devices = canonical_devices(devices=devices)
+    process = jax.process_index() if devices is None else all_devices[0].process_index
+    local = sum(d.process_index == process for d in all_devices)
+    hosts = hosts_per_sampler(rollout_tensor, local)
+    ours = [d for d in all_devices if d.process_index // hosts == process // hosts]
     return Mesh(np.array(ours, dtype=object).reshape(-1, rollout_tensor), ("data", "tensor"))

@@ -69,6 +69,10 @@ class PartSync:
             sources.append((device, piece, source))
         return sources
 
+    def trace(self, params: Any) -> jax.stages.Traced:
+        """The resharding program, to the part's own devices."""
+        return self._reshard.trace(params)
+
     def __call__(self, params: Any) -> Any:
         """Parameters on this process's own devices."""
         staged, structure = jax.tree.flatten(self._reshard(params))

@@ -47,6 +47,13 @@ class WeightSync:
         )
         self._local = jax.tree.map(lambda s: NamedSharding(local_mesh, s.spec), shardings)
 
+    def trace(self, params: Any) -> jax.stages.Traced:
+        """The resharding program for parameters, or ShapeDtypeStructs with shardings."""
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        if mesh.size < self._devices:
+            return self._from_part(mesh).trace(params)
+        return self._reshard.trace(params)
+
     def __call__(self, params: Any) -> Any:
         """Parameters on this process's own devices."""
         mesh = jax.tree.leaves(params)[0].sharding.mesh

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from distflow_jax.programs import hlo
 from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.traffic import Traffic, bytes_by_axes, traffic_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Costs:
     # on each device:
     bytes_accessed: float | None = None  # read and written
     collective_bytes: Mapping[str, float] | None = None  # by kind, of those there are
+    traffic: tuple[Traffic, ...] = ()  # the same collectives, by the axes they go over
     argument_bytes: int | None = None
     output_bytes: int | None = None
     temp_bytes: int | None = None
@@ -39,12 +42,23 @@ class Costs:
 
     def to_tree(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts, as JSON has them."""
-        tree = dataclasses.asdict(self) | {"peak_bytes": self.peak_bytes}
-        return tree | {"unbounded": list(self.unbounded)}
+        tree = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del tree["traffic"]
+        more = {"peak_bytes": self.peak_bytes, "bytes_by_axes": bytes_by_axes(self.traffic)}
+        return tree | {"unbounded": list(self.unbounded)} | more
 
 
-def costs_of(traced: jax.stages.Traced, compiled: jax.stages.Compiled | None) -> Costs:
-    """All costs of `traced`, of which `compiled` was made; without that, what the jaxpr tells."""
+def costs_of(
+    traced: jax.stages.Traced,
+    compiled: jax.stages.Compiled | None,
+    mesh: Mapping[str, int] | None = None,
+    numbers: np.ndarray | None = None,
+) -> Costs:
+    """All costs of `traced`, of which `compiled` was made; without that, what the jaxpr tells.
+
+    `mesh` (axis -> size) is what it was compiled for, and `numbers` its devices, as traffic_of
+    takes them; None: no traffic by axes.
+    """
     found = matmul_flops(traced.jaxpr)
     costs = Costs(found.total, found.unbounded)
     if compiled is None:
@@ -58,6 +72,7 @@ def costs_of(traced: jax.stages.Traced, compiled: jax.stages.Compiled | None) ->
             unbounded=tuple(dict.fromkeys(costs.unbounded + module.unbounded)),
             bytes_accessed=module.bytes_accessed,
             collective_bytes={kind: module.bytes_by(kind) for kind in kinds},
+            traffic=() if mesh is None else tuple(traffic_of(module.collectives, mesh, numbers)),
             unread=module.unread,
         )
     if memory is not None:

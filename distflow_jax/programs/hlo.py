@@ -27,26 +27,32 @@ _FREE = {
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
-    r"(mesh\[[^\]]*\] ?\{[^}]*\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
+    r"(mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}|"
+    r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
 )
+# A TPU's asynchronous collective stands in several fusions: in the one that starts it (-1), in
+# those that go on with it beside work of their own, and in the one that waits for its end.
+_PIECE = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction. `bytes` on each device, each time: of what it gives for an
-    all-gather, of what it takes for all others."""
+    """One collective instruction, or the pair of an asynchronous one. `bytes` on each device, each
+    time: of what it gives for an all-gather, of what it takes for all others."""
 
     kind: str  # of COLLECTIVES
     bytes: float
     times: int
-    groups: str  # replica groups (of a permutation its pairs), as the text writes them
+    groups: str  # replica groups (of a permutation its pairs), as the text writes them; "": unread
+    overlapped: bool = False  # asynchronous: other instructions run meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
     """Per device; loops multiplied."""
 
-    bytes_accessed: float = 0.0  # read and written by each instruction; inside a fusion nothing is
+    # of the device's main memory, read and written by each instruction; inside a fusion nothing is
+    bytes_accessed: float = 0.0
     flops: float = 0.0  # of matrix products, as far as the text says their sizes
     collectives: tuple[Collective, ...] = ()
     unbounded: tuple[str, ...] = ()  # op_names of loops that do not say how often: counted once
@@ -63,6 +69,16 @@ class Module:
             self.collectives + other.collectives,
             self.unbounded + other.unbounded,
         )
+
+    def renamed(self, kind: str, to: str) -> "Module":
+        """The same with collectives of one kind taken for another."""
+        found = (dataclasses.replace(c, kind=to) if c.kind == kind else c for c in self.collectives)
+        return dataclasses.replace(self, collectives=tuple(found))
+
+    def overlapped(self) -> "Module":
+        """The same, whose collectives run beside other work."""
+        beside = tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
+        return dataclasses.replace(self, collectives=beside)
 
     def times(self, trips: int) -> "Module":
         """All of it, `trips` times over."""
@@ -112,12 +128,14 @@ class _Reader:
             return dataclasses.replace(dearest, unbounded=sum((b.unbounded for b in branches), ()))
         if opcode in ("call", "async"):
             names = called.get("to_apply", called.get("calls", ()))
-            return sum((self.computation(name) for name in names), Module())
+            found = sum((self.computation(name) for name in names), Module())
+            return found if opcode == "call" else found.overlapped()
         if opcode == "fusion":
             return self._fusion(inside, one)
         accessed = _bytes_accessed(inside, one)
         if opcode in COLLECTIVES:
-            return Module(accessed, 0.0, (_collective(inside, one),))
+            goes_on = _goes_on(one)
+            return Module(accessed, 0.0, () if goes_on else (_collective(inside, one),))
         return Module(accessed, product_flops(inside, one))
 
     def _loop(self, one: Instruction) -> Module:
@@ -150,19 +168,26 @@ class _Reader:
         total = sum((self.computation(name) for name in names), Module())
         fused = self.text.computations[names[0]] if names else None
         if fused is None or fused.root is None:
-            moved = one.bytes + sum(i.bytes for i in inside.operands(one))
+            moved = one.memory_bytes + sum(i.memory_bytes for i in inside.operands(one))
         else:
-            moved = self._written(fused, fused.root)
+            aliased = "output_to_operand_aliasing" in one.attributes
+            moved = self._written(fused, fused.root, aliased)
             moved += sum(self._read(fused, p) for p in fused.parameters.values())
+            if _scatters(fused):
+                total = total.renamed("all-reduce", "reduce-scatter")
         return dataclasses.replace(total, bytes_accessed=moved)
 
     def _read(self, fused: Computation, value: Instruction) -> float:
         """Bytes of a fused parameter (or a view of it) that are read."""
+        if not value.memory_bytes:
+            return 0.0
         total = 0.0
         for user in fused.users[value.name]:
             places = [i for i, name in enumerate(user.operands) if name == value.name]
             if user.opcode == "bitcast":
                 total += self._read(fused, user)
+            elif _goes_on(user):
+                continue
             elif user.opcode == "fusion" and user.called.get("calls"):
                 inner = self.text.computations[user.called["calls"][0]]
                 known = [inner.parameters[i] for i in places if i in inner.parameters]
@@ -175,17 +200,19 @@ class _Reader:
                 return value.bytes
         return min(total, value.bytes)
 
-    def _written(self, fused: Computation, value: Instruction) -> float:
-        """Bytes that a fusion's root writes."""
+    def _written(self, fused: Computation, value: Instruction, aliased: bool) -> float:
+        """Bytes that a fusion's root writes. `aliased`: parameters that it gives are not copies."""
         if value.opcode == "tuple":
-            return sum(self._written(fused, part) for part in fused.operands(value))
+            return sum(self._written(fused, part, aliased) for part in fused.operands(value))
         if value.opcode == "bitcast" and (source := fused.operand(value, 0)) is not None:
-            return self._written(fused, source)
+            return self._written(fused, source, aliased)
+        if _goes_on(value):
+            return 0.0
         if value.opcode == "parameter":
-            return 0.0 if value.is_root else value.bytes
-        if value.opcode in ("dynamic-update-slice", "scatter"):
+            return 0.0 if value.is_root or aliased else value.memory_bytes
+        if value.opcode in ("dynamic-update-slice", "scatter") and value.memory_bytes:
             return _update_bytes(fused, value)
-        return value.bytes
+        return value.memory_bytes
 
 
 def _updates(inside: Computation, one: Instruction) -> list[Instruction]:
@@ -208,28 +235,43 @@ def _target_bytes(inside: Computation, one: Instruction) -> float:
 def _bytes_accessed(inside: Computation, one: Instruction) -> float:
     """Operands and result of an instruction outside a fusion, or the slices that it touches."""
     operands = inside.operands(one)
-    taken = sum(i.bytes for i in operands)
+    taken = sum(i.memory_bytes for i in operands)
     if one.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * one.bytes + sum(i.bytes for i in operands[1:])
+        read = one.bytes if operands and operands[0].memory_bytes else 0.0
+        return read + one.memory_bytes + sum(i.memory_bytes for i in operands[1:])
     if one.opcode in ("dynamic-update-slice", "scatter"):
-        update = _update_bytes(inside, one)
         targets = 1 if one.opcode == "dynamic-update-slice" else len(one.operands) // 2
-        return update + _target_bytes(inside, one) + sum(i.bytes for i in operands[targets:])
-    return taken + _given_bytes(one, taken)
+        given = sum(i.memory_bytes for i in operands[targets:])
+        if not one.memory_bytes:
+            return given
+        return given + _update_bytes(inside, one) + _target_bytes(inside, one)
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        # the first half of an asynchronous pair returns its operands with the result
+        return taken + max(one.memory_bytes - taken, 0.0)
+    return taken + one.memory_bytes
 
 
-def _given_bytes(one: Instruction, taken: float) -> float:
-    """Size of the result; the first half of an asynchronous pair returns its operands with it."""
-    if not one.opcode.endswith("-start") or one.opcode == "all-reduce-start":
-        return one.bytes
-    if one.opcode == "copy-start":
-        return taken
-    return max(one.bytes - taken, 0.0)
+def _goes_on(one: Instruction) -> bool:
+    """Whether it is a later piece of a collective that was started elsewhere, or its end."""
+    piece = _PIECE.search(one.attributes)
+    ends = '"AsyncCollectiveDone"' in one.attributes
+    return ends or (piece is not None and piece[1] != "-1")
+
+
+def _scatters(fused: Computation) -> bool:
+    """Whether a fusion sums over devices and keeps this one's share: a TPU's reduce-scatter."""
+    if fused.root is None or fused.root.opcode != "dynamic-slice":
+        return False
+    source = fused.operand(fused.root, 0)
+    return source is not None and source.opcode == "all-reduce"
 
 
 def _collective(inside: Computation, one: Instruction) -> Collective:
     kind, groups = one.opcode.removesuffix("-start"), _GROUPS.search(one.attributes)
     size = sum(i.bytes for i in inside.operands(one))
+    asynchronous = one.opcode.endswith("-start")
     if kind == "all-gather":
-        size = _given_bytes(one, size)
-    return Collective(kind, size, 1, groups[1] if groups else "")
+        # the first half of an asynchronous pair returns its operands with the result
+        size = max(one.bytes - size, 0.0) if asynchronous else one.bytes
+    asynchronous = asynchronous or _PIECE.search(one.attributes) is not None
+    return Collective(kind, size, 1, groups[1] if groups else "", asynchronous)

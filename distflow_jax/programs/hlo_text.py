@@ -1,7 +1,7 @@
 """HLO text, as `compiled.as_text()` prints it, into instructions.
 
-Only what costs are counted from is read; whatever the platform adds (layouts with tilings and
-memory spaces, schedules, comments) is passed over.
+Only what costs are counted from is read; whatever the platform adds (tilings, schedules, comments)
+is passed over.
 """
 
 import dataclasses
@@ -9,7 +9,9 @@ import functools
 import math
 import re
 
-_LEAF = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
+_LEAF = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\](\{[^}]*\})?")
+# of a layout: S(1) is a TPU's own memory beside its cores, S(5) the host's
+_ELSEWHERE = re.compile(r"S\([1-9]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 _ASSIGNED = re.compile(r"(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
@@ -38,6 +40,13 @@ class Instruction:
     def bytes(self) -> float:
         """Size of the result, all parts of a tuple together."""
         return sum(math.prod(dims) * bits / 8 for bits, dims in leaves(self.shape))
+
+    @functools.cached_property
+    def memory_bytes(self) -> float:
+        """Of these, what lies in the device's main memory."""
+        there = zip(leaves(self.shape), _LEAF.findall(self.shape), strict=True)
+        parts = (leaf for leaf, (*_, layout) in there if not _ELSEWHERE.search(layout))
+        return sum(math.prod(dims) * bits / 8 for bits, dims in parts)
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -100,7 +109,7 @@ class Text:
 def leaves(shape: str) -> list[tuple[int, tuple[int, ...]]]:
     """(bits per element, dims) of an array's shape, or of each part of a tuple's."""
     found = []
-    for dtype, dims in _LEAF.findall(shape):
+    for dtype, dims, _ in _LEAF.findall(shape):
         width = re.search(r"\d+", dtype)  # f32, bf16, f8e4m3fn, s4
         bits = 8 if dtype == "pred" else int(width[0]) if width else 0  # token, opaque: nothing
         found.append((bits, tuple(int(d) for d in re.findall(r"\d+", dims))))

@@ -24,6 +24,14 @@ def bounded_loop(
         return jax.lax.fori_loop(0, trips, body, init)
 
 
+def bounded_while(
+    cond: Callable[[Carry], jax.Array], body: Callable[[Carry], Carry], init: Carry, *, most: int
+) -> Carry:
+    """`while_loop(cond, body, init)` that runs at most `most` times; see `bounded_loop`."""
+    with jax.named_scope(f"at_most_{most}"):
+        return jax.lax.while_loop(cond, body, init)
+
+
 def bound_of(name: str) -> int | None:
     """How often a while loop runs at most, by its name; None where that does not say.
 

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.programs.loops import bounded_while
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, paged_attention, speculation
 from distflow_jax.rollout.decode_state import (
@@ -384,7 +385,7 @@ def generate(
         floats = jnp.zeros((slots, most), jnp.float32)
         guesses = jnp.zeros((slots, 2), jnp.int32)
         start = (jnp.int32(0), state, none, (ints, floats, floats), guesses)
-        _, state, count, (tokens, logp, margin), guesses = jax.lax.while_loop(go_on, body, start)
+        _, state, count, (tokens, logp, margin), guesses = bounded_while(go_on, body, start, most=k)
 
         def bits(x):
             return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -324,9 +324,14 @@ class RolloutEngine(engine_api.Engine):
 
         After `compile` with the same weights nothing is compiled for it.
         """
-        programs = (
-            self._prompts.lower_longest_row(params),
-            self._generate.lower(params, self.shapes.specs()),
-        )
-        found = [program.compile().memory_analysis() for program in programs]
+        programs = self.traced(params).values()
+        found = [program.lower().compile().memory_analysis() for program in programs]
         return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
+
+    def traced(self, params: Any) -> dict[str, jax.stages.Traced]:
+        """The programs that take the most: "prefill" of the longest row of prompts, and "decode" of
+        k steps of all slots. `params` may be ShapeDtypeStructs with shardings."""
+        return {
+            "prefill": self._prompts.trace_longest_row(params),
+            "decode": self._generate.trace(params, self.shapes.specs()),
+        }

@@ -92,10 +92,10 @@ class PrefillPrograms:
         if self._config.prefix_tokens:
             yield from self._every_shape_after_beginnings(params)
 
-    def lower_longest_row(self, params: Any) -> jax.stages.Lowered:
+    def trace_longest_row(self, params: Any) -> jax.stages.Traced:
         """The program that reads the longest row."""
         row = prefill.pack([np.zeros(self.buckets[-1], np.int32)], self._config)
-        return self._row.lower(params, row.tokens, row.segment, row.position, row.last)
+        return self._row.trace(params, row.tokens, row.segment, row.position, row.last)
 
     @property
     def _takes_pieces(self) -> bool:

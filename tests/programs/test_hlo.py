@@ -234,8 +234,8 @@ ENTRY %main (p: f32[8,128], q: bf16[3,8,128]) -> f32[8,16] {
 def test_texts_of_other_platforms():
     found = read(ACCELERATOR)
     row = 4 * 8 * 128
-    copy = 2 * 2 * 3 * 8 * 128
-    fusion = 2 * 8 * 128 + 4 + row + row  # the slice, its index, x, the result
+    copy = 2 * 3 * 8 * 128  # into S(1), a memory of its own, which is read for nothing
+    fusion = 4 + row + row  # the slice's index, x, the result
     gathered, scattered = row + 4 * row, row + row // 4
     compare = 4 + 4 + 1
     gemm = row + 4 * 128 * 16 + 4 * 8 * 16 + 64
@@ -246,7 +246,73 @@ def test_texts_of_other_platforms():
     assert found.bytes_by("reduce-scatter") == 3 * row
     assert [c.groups for c in found.collectives] == ["{{0,1,2,3},{4,5,6,7}}", "[1,4]<=[4]"]
     assert found.unbounded == ()
+    assert [c.overlapped for c in found.collectives] == [True, True]
     assert found.unread == 1  # %sum, which is not there
+
+
+# A TPU's all-gather that goes on while two products are computed, and its reduce-scatter
+PIECES = """HloModule jit_f, is_scheduled=true
+
+%start (p.0: bf16[32,256]) -> (bf16[32,256], bf16[256,256], u32[]) {
+  %p.0 = bf16[32,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %ag.0 = bf16[256,256]{1,0:T(8,128)(2,1)} all-gather(%p.0), channel_id=9, replica_groups=[2,8]<=[8,2]T(1,0), dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %begin = (bf16[32,256]{1,0:T(8,128)(2,1)}, bf16[256,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) custom-call(%ag.0), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (p.1: bf16[32,256], q.1: bf16[256,256], x.1: bf16[128,256], y.1: bf16[256,64]) -> (f32[128,64], bf16[32,256], bf16[256,256]) {
+  %x.1 = bf16[128,256]{1,0:T(8,128)(2,1)} parameter(2)
+  %y.1 = bf16[256,64]{1,0:T(8,128)(2,1)} parameter(3)
+  %dot.1 = f32[128,64]{1,0:T(8,128)} convolution(%x.1, %y.1), dim_labels=bf_io->bf
+  %p.1 = bf16[32,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %q.1 = bf16[256,256]{1,0:T(8,128)(2,1)} parameter(1)
+  %ag.1 = bf16[256,256]{1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=9, replica_groups=[2,8]<=[8,2]T(1,0), dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %t.1 = (f32[128,64]{1,0:T(8,128)}, bf16[32,256]{1,0:T(8,128)(2,1)}, bf16[256,256]{1,0:T(8,128)(2,1)}) tuple(%dot.1, %p.1, %ag.1)
+}
+
+%end (p.2: bf16[32,256], q.2: bf16[256,256]) -> bf16[256,256] {
+  %p.2 = bf16[32,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %q.2 = bf16[256,256]{1,0:T(8,128)(2,1)} parameter(1)
+  %ag.2 = bf16[256,256]{1,0:T(8,128)(2,1)} all-gather(%p.2), channel_id=9, replica_groups=[2,8]<=[8,2]T(1,0), dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %finish = bf16[256,256]{1,0:T(8,128)(2,1)} custom-call(%ag.2, %q.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter (p.3: f32[256,64]) -> f32[32,64] {
+  %p.3 = f32[256,64]{1,0:T(8,128)} parameter(0)
+  %ar = f32[256,64]{1,0:T(8,128)} all-reduce(%p.3), channel_id=7, replica_groups={{0,2,4,6,8,10,12,14},{1,3,5,7,9,11,13,15}}
+  %zero = s32[] constant(0)
+  ROOT %mine = f32[32,64]{1,0:T(8,128)} dynamic-slice(%ar, %zero, %zero), dynamic_slice_sizes={32,64}
+}
+
+ENTRY %main (p: bf16[32,256], x: bf16[128,256], y: bf16[256,64], g: f32[256,64]) -> bf16[256,256] {
+  %p = bf16[32,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %x = bf16[128,256]{1,0:T(8,128)(2,1)} parameter(1)
+  %y = bf16[256,64]{1,0:T(8,128)(2,1)} parameter(2)
+  %g = f32[256,64]{1,0:T(8,128)} parameter(3)
+  %s = (bf16[32,256]{1,0:T(8,128)(2,1)}, bf16[256,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%start
+  %s0 = bf16[32,256]{1,0:T(8,128)(2,1)} get-tuple-element(%s), index=0
+  %s1 = bf16[256,256]{1,0:T(8,128)(2,1)} get-tuple-element(%s), index=1
+  %f = (f32[128,64]{1,0:T(8,128)}, bf16[32,256]{1,0:T(8,128)(2,1)}, bf16[256,256]{1,0:T(8,128)(2,1)}) fusion(%s0, %s1, %x, %y), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%async_collective_fusion.1
+  %f1 = bf16[32,256]{1,0:T(8,128)(2,1)} get-tuple-element(%f), index=1
+  %f2 = bf16[256,256]{1,0:T(8,128)(2,1)} get-tuple-element(%f), index=2
+  %rs = f32[32,64]{1,0:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter
+  ROOT %e = bf16[256,256]{1,0:T(8,128)(2,1)} fusion(%f1, %f2), kind=kCustom, calls=%end
+}
+"""  # noqa: E501
+
+
+def test_a_collective_in_pieces_counts_once():
+    found = read(PIECES)
+    assert found.unread == 0
+    assert found.bytes_by("all-gather") == 2 * 256 * 256
+    assert found.bytes_by("reduce-scatter") == 4 * 256 * 64 and found.bytes_by("all-reduce") == 0
+    overlapped = {c.kind: c.overlapped for c in found.collectives}
+    assert overlapped == {"all-gather": True, "reduce-scatter": False}
+    assert found.flops == 2 * 128 * 256 * 64
+    # the product's sides and result are its own; what is gathered passes by
+    product = 2 * (128 * 256 + 256 * 64) + 4 * 128 * 64
+    scattered = 4 * (256 + 32) * 64
+    gathered = 2 * (256 + 32) * 256
+    assert product + scattered < found.bytes_accessed <= product + scattered + 2 * gathered
 
 
 # A TPU's forms of the trainer's products: sizes of both sides and the result, how, multiply-adds

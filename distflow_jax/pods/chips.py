@@ -1,0 +1,101 @@
+"""Accelerators by name: memory, peak rates and links, each with its source.
+
+Rates are the makers' peaks, which no program reaches: what follows from them are bounds.
+"""
+
+import dataclasses
+
+_GIB, _GB, _US = 2**30, 1e9, 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator, as a program sees it. Rates are per chip and second."""
+
+    name: str
+    platform: str  # "tpu" or "gpu"
+    memory: int  # bytes of HBM that programs may take
+    flops: float  # of products of bfloat16, dense
+    memory_bandwidth: float  # bytes of HBM read or written
+    # bytes, one way: of a TPU on each link to a neighbour, of a GPU to the others of its node
+    link_bandwidth: float
+    hop_seconds: float  # until a neighbour has what was sent
+    source: str
+    # -- TPU: a torus
+    dims: int = 0  # of the torus; 0: no torus, but nodes
+    # the ends of a dim of the torus are joined where its size is a multiple of this
+    wraps: int = 0
+    largest: tuple[int, ...] = ()  # slice, by dim
+    # -- GPU: nodes
+    network_bandwidth: float = 0.0  # bytes, one way, between nodes
+    network_seconds: float = 0.0  # until another node has what was sent
+
+
+# XLA keeps some of the HBM to itself. What is left is in its own words when a program does not fit:
+# "Used 16.1G of 15.75G hbm".
+# Per hop: about 1 us, "How to scale your model", jax-ml.github.io/scaling-book/sharding. A torus
+# of v5p is made of cubes of 4x4x4, whose faces are joined by optical switches; of v5e and v6e only
+# a dim of 16 goes round (scaling-book/tpus). A link is the chip's bandwidth in both directions,
+# divided by 2 x its ports.
+_V5P = Chip(
+    name="v5p",
+    platform="tpu",
+    memory=int(95.74 * _GIB),
+    flops=459e12,
+    memory_bandwidth=2765 * _GB,
+    link_bandwidth=1200 * _GB / (2 * 6),
+    hop_seconds=1 * _US,
+    source="cloud.google.com/tpu/docs/v5p",
+    dims=3,
+    wraps=4,
+    largest=(16, 16, 24),
+)
+_V5E = Chip(
+    name="v5e",
+    platform="tpu",
+    memory=int(15.75 * _GIB),
+    flops=197e12,
+    memory_bandwidth=819 * _GB,
+    link_bandwidth=400 * _GB / (2 * 4),
+    hop_seconds=1 * _US,
+    source="cloud.google.com/tpu/docs/v5e",
+    dims=2,
+    wraps=16,
+    largest=(16, 16),
+)
+_V6E = Chip(
+    name="v6e",
+    platform="tpu",
+    memory=int(31.25 * _GIB),
+    flops=918e12,
+    memory_bandwidth=1638 * _GB,
+    link_bandwidth=800 * _GB / (2 * 4),
+    hop_seconds=1 * _US,
+    source="cloud.google.com/tpu/docs/v6e",
+    dims=2,
+    wraps=16,
+    largest=(16, 16),
+)
+# SXM, in nodes of up to 8 on NVLink 4 (900 GB/s in both directions), with a 400 Gbit/s adapter for
+# each. Of the memory JAX takes 3/4 unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; here 0.95.
+# Latencies: NCCL's own model of a ring (src/graph/tuning.cc, hwLat, Simple).
+_H100 = Chip(
+    name="h100",
+    platform="gpu",
+    memory=int(0.95 * 80e9),
+    flops=989e12,
+    memory_bandwidth=3350 * _GB,
+    link_bandwidth=450 * _GB,
+    hop_seconds=3.4 * _US,
+    source="nvidia.com/en-us/data-center/h100",
+    network_bandwidth=50 * _GB,
+    network_seconds=14 * _US,
+)
+_H200 = dataclasses.replace(
+    _H100,
+    name="h200",
+    memory=int(0.95 * 141e9),
+    memory_bandwidth=4800 * _GB,
+    source="nvidia.com/en-us/data-center/h200",
+)
+CHIPS = {chip.name: chip for chip in (_V5P, _V5E, _V6E, _H100, _H200)}

@@ -1,0 +1,143 @@
+"""Traffic and bytes of a trainer's programs by formulas, where nothing is compiled for a pod.
+
+Of one chip: A tokens of a micro-batch, M micro-batches of a step, P weights of the chip's tensor
+group (all it meets in a pass), c bytes of a weight or an activation as it is computed with.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distflow_jax.dag.plan import Task
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.traffic import Traffic
+from distflow_jax.rollout.sizing import weight_bytes
+from distflow_jax.setup import Planned
+from distflow_jax.tracing import Program
+from distflow_jax.training.state import TrainState
+
+_KNOWN = ("data", "fsdp", "tensor")
+
+
+def program_costs(planned: Planned, program: Program, numbers: np.ndarray) -> Costs:
+    """FLOPs from the jaxpr, the rest by formulas. ValueError for a mesh that they do not know.
+
+    Weights are gathered over fsdp in every pass of a micro-batch (forward; of an update backward
+    too), gradients summed over fsdp and data behind it, beside other work; partial sums of tensor
+    groups are waited for. HBM: weights once for every product they are in, accumulated gradients
+    read and written, the optimizer's state once a step, and each product's input and output.
+    Attention's scores stay on the chip. `numbers`: the mesh's devices, as traffic_of takes them.
+    """
+    found = matmul_flops(program.traced.jaxpr)
+    sizes = dict(program.mesh.shape)
+    unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"formulas know the mesh axes {', '.join(_KNOWN)} and not {', '.join(unknown)}: use 1, "
+            "or plan for TPUs, which are compiled for"
+        )
+    costs = Costs(found.total, found.unbounded)
+    models = [task for task in program.unit.tasks if task.state_key in planned.models]
+    parts = [_of_model(planned, program, numbers, t) for t in models]
+    traffic = [t for found, _ in parts for t in found]
+    return _with(costs, traffic, sum(accessed for _, accessed in parts))
+
+
+def sync_costs(planned: Planned, mesh: jax.sharding.Mesh, numbers: np.ndarray) -> Costs:
+    """Weights for the samplers: gathered once by every chip, from those that share them."""
+    engine, tensor = planned.sizes.engine, planned.sizes.rollout_tensor
+    size = float(weight_bytes(planned.source.config, engine, tensor))
+    axes = tuple(axis for axis in ("fsdp", "tensor") if mesh.shape.get(axis, 1) > 1)
+    traffic = []
+    if axes:
+        one = _along("all-gather", axes, mesh, numbers, size=size, times=1, overlapped=False)
+        traffic.append(one)
+    return _with(Costs(0.0), traffic, 2 * size)
+
+
+def _with(costs: Costs, traffic: Sequence[Traffic], accessed: float) -> Costs:
+    kinds: dict[str, float] = {}
+    for one in traffic:
+        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.bytes
+    return Costs(
+        costs.flops,
+        costs.unbounded,
+        bytes_accessed=accessed,
+        collective_bytes=kinds,
+        traffic=tuple(traffic),
+    )
+
+
+def _of_model(
+    planned: Planned, program: Program, numbers: np.ndarray, task: Task
+) -> tuple[list[Traffic], float]:
+    sizes, config, mesh = planned.sizes, planned.source.config, program.mesh
+    layout = program.unit.layout
+    trains = task.node.type == "MODEL_TRAIN"
+    item = jnp.dtype(sizes.forward.compute_dtype).itemsize
+    state = program.given_states[task.state_key]
+    params = state.params if isinstance(state, TrainState) else state
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(params)) / tensor  # P
+    at_once = sizes.rows_at_a_time(layout)
+    steps = sizes.packing.mini_batches * (planned.config.training.epochs if trains else 1)
+    micro = steps * -(-sizes.packing.rows[layout] // at_once)  # M
+    tokens = at_once * sizes.packing.limits.tokens  # A
+    layers = config.num_layers
+    again = trains and sizes.forward.remat == "full"
+
+    traffic = []
+
+    def add(kind: str, axis: str, size: float, times: int, overlapped: bool = True) -> None:
+        found = _along(kind, (axis,), mesh, numbers, size=size, times=times, overlapped=overlapped)
+        traffic.append(found)
+
+    if fsdp > 1:
+        passes = 2 if trains else 1
+        add("all-gather", "fsdp", passes * micro * weights * item, passes * micro * layers)
+        if trains:
+            add("reduce-scatter", "fsdp", micro * weights * item, micro * layers)
+    if trains and mesh.shape.get("data", 1) > 1:
+        add("all-reduce", "data", micro * weights / fsdp * item, micro * layers)
+    if tensor > 1:
+        # behind attention and behind the MLP; the same of the gradient; and again where computed so
+        times = micro * layers * 2 * (1 + trains + again)
+        partial = float(tokens * config.hidden_size * item)
+        add("all-reduce", "tensor", times * partial, times, overlapped=False)
+
+    products = (3 + again) if trains else 1
+    accessed = micro * products * (weights + tokens * _widths(config, tensor) * layers) * item
+    if trains:
+        own = 4 * weights / fsdp  # float32
+        # gradients; parameters and two moments, read and written
+        accessed += micro * 2 * own + steps * 7 * own
+    return traffic, accessed
+
+
+def _widths(config: DecoderConfig, tensor: int) -> float:
+    """Numbers that a token's products of one layer read and write, on one chip of a group."""
+    c = config
+    heads = (c.num_heads + c.num_kv_heads) * 2 * c.head_dim / tensor  # query, keys, values, output
+    experts = c.experts_per_token if c.num_experts else 1
+    return 4 * c.hidden_size + heads + experts * (3 * c.hidden_size + 3 * c.mlp_size / tensor)
+
+
+def _along(
+    kind: str,
+    axes: tuple[str, ...],
+    mesh: jax.sharding.Mesh,
+    numbers: np.ndarray,
+    *,
+    size: float,
+    times: int,
+    overlapped: bool,
+) -> Traffic:
+    where = [mesh.axis_names.index(axis) for axis in axes]
+    groups = np.moveaxis(numbers.reshape(mesh.devices.shape), where, range(-len(where), 0))
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    return Traffic(kind, axes, overlapped, size, times, groups.reshape(-1, count))

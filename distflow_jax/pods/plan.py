@@ -1,0 +1,310 @@
+"""What a run would take on a pod: every segment's memory, work, traffic and estimated seconds."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from distflow_jax.dag.plan import aligned
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.machinery import trace
+from distflow_jax.memory_advice import shortage
+from distflow_jax.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
+from distflow_jax.pods import formulas
+from distflow_jax.pods.compile import (
+    TooLarge,
+    compile_program,
+    compile_sampler,
+    compile_sync,
+    sampled_params,
+)
+from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
+from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
+from distflow_jax.pods.topology import Pod
+from distflow_jax.program_table import human
+from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.traffic import Traffic
+from distflow_jax.setup import Planned
+from distflow_jax.tracing import Program, num_bytes
+
+# of the compiled programs those that tell memory alone: how often they run no compiler knows
+_SAMPLER = ("prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """A field that goes from one training layout to another between two segments."""
+
+    field: str
+    source: str
+    target: str
+    layouts: str
+    bytes: int  # over all chips, copies not counted
+    chip_bytes: int  # that a chip holds of it then
+
+
+@dataclasses.dataclass(frozen=True)
+class PodPlan:
+    """A plan compiled for a pod.
+
+    `costs` and `chips` (how many it runs on) are by the segment's name. What alone is too large has
+    a reason in `refused`, and no costs.
+    """
+
+    pod: Pod
+    planned: Planned
+    programs: Mapping[str, Program]
+    costs: Mapping[str, Costs]
+    chips: Mapping[str, int]
+    generation: GenerationEstimate | None
+    reshards: tuple[Reshard, ...]
+    memory: MemoryPlan
+    refused: Mapping[str, str]
+    missing: str  # what to change where memory does not suffice; "" where it does
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """Seconds of each segment by its compiled program; of the sampler's see `generation`."""
+        found = {}
+        for name, cost in self.costs.items():
+            flops = cost.flops / self.chips[name]
+            accessed = cost.bytes_accessed or 0.0
+            found[name] = estimate(self.pod, flops=flops, accessed=accessed, traffic=cost.traffic)
+        return found
+
+    @property
+    def problem(self) -> str:
+        """Why a run would not start there; "" where it would."""
+        if self.refused:
+            return "; ".join(f"{why}, which does not fit" for why in self.refused.values())
+        return self.missing
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a whole step: one segment after the other."""
+        steps = (e.total for n, e in self.estimates.items() if n not in _SAMPLER)
+        return sum(steps) + (self.generation.total if self.generation else 0.0)
+
+    def describe(self) -> str:
+        """Tables for people."""
+        how = (
+            "of each program"
+            if any(cost.peak_bytes for cost in self.costs.values())
+            else "of programs nothing is known but FLOPs: nothing was compiled"
+        )
+        parts = [
+            self.pod.describe(),
+            f"memory of a chip, {how}\n\n{aligned(self._memory_rows())}\n",
+            self.memory.describe(),
+            f"traffic of a chip, loops multiplied\n\n{aligned(self._traffic_rows())}\n",
+        ]
+        if self.reshards:
+            parts.append(f"reshards between layouts\n\n{aligned(self._reshard_rows())}\n")
+        parts.append(
+            "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
+            f"nothing of this was measured\n\n{aligned(self._seconds_rows())}\n\n"
+            f"a step: {self.seconds:.3g} s, without rewards and whatever else hosts do"
+            f"{', and without what is too large' if self.refused else ''}\n"
+        )
+        return "\n".join(parts)
+
+    def to_tree(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        chip = {k: v for k, v in dataclasses.asdict(self.pod.chip).items() if v not in ((), 0, 0.0)}
+        estimates = self.estimates
+        return {
+            "pod": {
+                "name": self.pod.name,
+                "chips": self.pod.size,
+                "hosts": self.pod.hosts,
+                "chip": chip,
+            },
+            "segments": {
+                name: cost.to_tree()
+                | {"chips": self.chips[name], "estimated_seconds": estimates[name].to_tree()}
+                | {"traffic": [self._traffic_tree(t) for t in cost.traffic]}
+                for name, cost in self.costs.items()
+            },
+            "reshards": [dataclasses.asdict(reshard) for reshard in self.reshards],
+            "memory": self.memory.to_tree(),
+            "estimated_generation": self.generation.to_tree() if self.generation else None,
+            "estimated_step_seconds": self.seconds,
+            "problem": self.problem,
+        }
+
+    def _traffic_tree(self, traffic: Traffic) -> dict[str, Any]:
+        return {
+            "kind": traffic.kind,
+            "axes": list(traffic.axes),
+            "bytes": traffic.bytes,
+            "times": traffic.times,
+            "overlapped": traffic.overlapped,
+            "estimated_seconds": collective_seconds(self.pod.interconnect, traffic),
+        }
+
+    def _memory_rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            ("program", "arguments", "outputs", "in place of", "temporaries", "sum", "of HBM",
+             "FLOPs of a chip"),
+        ]  # fmt: skip
+        for name, cost in self.costs.items():
+            sizes = cost.argument_bytes, cost.output_bytes, cost.alias_bytes, cost.temp_bytes
+            cells = ["-" if size is None else binary(size) for size in sizes]
+            peak = cost.peak_bytes
+            share = "-" if peak is None else f"{peak / self.pod.chip.memory:.0%}"
+            cells += ["-" if peak is None else binary(peak), share]
+            rows.append((name, *cells, human(cost.flops / self.chips[name], "")))
+        rows += [(name, *["-"] * 4, "too large", "-", "-") for name in self.refused]
+        return rows
+
+    def _traffic_rows(self) -> list[tuple[str, ...]]:
+        rows = [("program", "axes", "collective", "bytes", "times", "", "estimated s")]
+        for name, cost in self.costs.items():
+            for t in cost.traffic:
+                seconds = collective_seconds(self.pod.interconnect, t)
+                beside = "beside work" if t.overlapped else ""
+                sizes = human(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
+                rows.append((name, "*".join(t.axes), t.kind, *sizes))
+        return rows
+
+    def _reshard_rows(self) -> list[tuple[str, ...]]:
+        rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
+        for r in self.reshards:
+            sizes = human(r.bytes), human(r.chip_bytes)
+            rows.append((r.field, r.source, r.target, r.layouts, *sizes))
+        return rows
+
+    def _seconds_rows(self) -> list[tuple[str, ...]]:
+        rows = [("segment", "compute", "memory", "links", "of these alone", "in all", "bound by")]
+        for name, e in self.estimates.items():
+            if name not in _SAMPLER:
+                rows.append((name, *_cells(e)))
+        if self.generation:
+            g = self.generation
+            parts = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
+            rows += [(f"rollout: {part}", *_cells(e)) for part, e in parts.items()]
+        return rows
+
+
+def _cells(e: Estimate) -> tuple[str, ...]:
+    links = ", ".join(f"{axes} {s:.2g}" for axes, s in e.links.items() if s >= 5e-7) or "-"
+    return (
+        f"{e.compute:.3g}",
+        f"{e.memory:.3g}",
+        links,
+        f"{e.exposed:.3g}",
+        f"{e.total:.3g}",
+        e.bound,
+    )
+
+
+def plan_on(
+    pod: Pod, planned: Planned, *, mean_response: int = 0, compiled: bool = True
+) -> PodPlan:
+    """Compiles all of a plan for a pod, whose devices it has. Makes no array.
+
+    `mean_response` in tokens, for the time of sampling; 0: the longest allowed. Without `compiled`,
+    which takes a pod that compiles, formulas tell what programs cost. Raises ValueError where a
+    mesh does not fit the pod, or the formulas.
+    """
+    pod.check_mesh("mesh", planned.sizes.mesh)
+    for role, mesh in planned.sizes.role_meshes.items():
+        pod.check_mesh(f"mesh.roles.{role}", mesh)
+    load = _load(pod, planned, mean_response)
+    programs = trace(planned)
+    costs, refused = (_compiled if compiled else _by_formulas)(pod, planned, programs)
+    chips = {name: programs[name].mesh.size if name in programs else pod.size for name in costs}
+    chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in _SAMPLER if n in costs}
+    known = {name: costs.get(name, Costs(0.0)) for name in programs}
+    taken = [costs[n].temp_bytes for n in _SAMPLER if n in costs]
+    memory = plan_memory(planned, programs, known).with_sampler(max(taken, default=None))
+    return PodPlan(
+        pod,
+        planned,
+        programs,
+        costs,
+        chips,
+        _generation(pod, planned, load) if planned.samplers else None,
+        tuple(_reshards(planned, programs)),
+        memory,
+        refused,
+        "" if refused else shortage(planned, memory, programs, known),
+    )
+
+
+def _compiled(
+    pod: Pod, planned: Planned, programs: Mapping[str, Program]
+) -> tuple[dict[str, Costs], dict[str, str]]:
+    """(costs by the segment's name, why others are too large)."""
+    work: dict[str, Callable[[], dict[str, Costs]]] = {}
+    if planned.samplers:
+        work["rollout"] = lambda: compile_sampler(planned, pod)
+        work[UPDATE_WEIGHTS] = lambda: {UPDATE_WEIGHTS: compile_sync(planned, programs, pod)}
+    for name, program in programs.items():
+        work[name] = lambda name=name, program=program: {name: compile_program(program, pod)}
+    costs: dict[str, Costs] = {}
+    refused = {}
+    for name, compile_it in work.items():
+        try:
+            costs |= compile_it()
+        except TooLarge as error:
+            refused[name] = str(error)
+    return costs, refused
+
+
+def _by_formulas(
+    pod: Pod, planned: Planned, programs: Mapping[str, Program]
+) -> tuple[dict[str, Costs], dict[str, str]]:
+    costs = {}
+    if planned.samplers:
+        mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
+        costs[UPDATE_WEIGHTS] = formulas.sync_costs(planned, mesh, pod.numbers(mesh))
+    for name, program in programs.items():
+        costs[name] = formulas.program_costs(planned, program, pod.numbers(program.mesh))
+    return costs, {}
+
+
+def _generation(pod: Pod, planned: Planned, load: Load) -> GenerationEstimate:
+    sizes = planned.sizes
+    return estimate_generation(pod, planned.source.config, sizes.engine, sizes.rollout_tensor, load)
+
+
+def _load(pod: Pod, planned: Planned, mean_response: int) -> Load:
+    """What a data rank of the samplers has to do in a step."""
+    config, sizes = planned.config, planned.sizes
+    longest = config.rollout.max_response_length
+    if mean_response > longest:
+        raise ValueError(
+            f"--mean_response={mean_response} is above rollout.max_response_length={longest}; use "
+            "at most that"
+        )
+    ranks = pod.size // sizes.rollout_tensor
+    responses = config.data.prompts_per_step * config.rollout.num_samples
+    hosts = pod.hosts // sizes.sampler_hosts  # samplers
+    return Load(
+        responses=-(-responses // ranks),
+        slots=sizes.engine.slots * hosts // ranks,
+        prompt=config.data.max_prompt_length,
+        mean=mean_response or longest,
+        longest=longest,
+        group=config.rollout.num_samples,
+    )
+
+
+def _reshards(planned: Planned, programs: Mapping[str, Program]) -> Iterator[Reshard]:
+    for unit in planned.plan.units:
+        if unit.name not in programs:
+            continue
+        for edge, spec in zip(unit.inputs, programs[unit.name].inputs, strict=True):
+            layouts = edge.source_layout, edge.target_layout
+            if edge.move == "stay" or {layout.kind for layout in layouts} != {"mesh"}:
+                continue
+            yield Reshard(
+                edge.field,
+                edge.source or "",
+                unit.name,
+                f"{layouts[0]} -> {layouts[1]}",
+                num_bytes(spec),
+                device_bytes(spec),
+            )

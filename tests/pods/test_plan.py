@@ -1,0 +1,184 @@
+"""A whole run planned for pods that are not there."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from configs import tiny
+from distflow_jax.config import Config
+from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.models.parameters import num_params
+from distflow_jax.models.weights.source import open_model, open_shapes
+from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.pods.compile import TooLarge, refusing
+from distflow_jax.pods.plan import plan_on
+from distflow_jax.pods.topology import open_topology
+from distflow_jax.programs.hlo import read
+from distflow_jax.setup import plan_run
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
+)
+SMALL = [
+    "model.source=random:llama?hidden=256&layers=4&heads=4&kv_heads=4&mlp=1024&vocab=512",
+    "algorithm.kl_coef=0.04",
+    "data.prompts_per_step=64",
+    "rollout.num_slots=128",
+    "training.remat=full",
+    "eval.dataset=",
+]
+
+
+def planned_for(name, *assignments):
+    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    pod = open_topology(name)
+    planned = plan_run(config, pod.machine, open_source=open_shapes)
+    return pod, dataclasses.replace(planned, devices=pod.devices)
+
+
+@pytest.fixture(scope="module")
+def of_gpus():
+    before = live_bytes()
+    found = plan_on(*planned_for("gpu:4x8", "mesh.tensor=2"), compiled=False)
+    assert live_bytes() - before < 100  # single numbers
+    return found
+
+
+def test_gpus_are_planned_for_by_formulas(of_gpus):
+    model = of_gpus.planned.source.config
+    assert list(of_gpus.costs) == ["update_weights", "reference", "advantage", "actor_train"]
+    traffic = {(t.kind, t.axes): t for t in of_gpus.costs["actor_train"].traffic}
+    weights = num_params(model) / 2 * 2  # half of them, in bfloat16
+    rows = of_gpus.planned.sizes.packing.rows[of_gpus.planned.sizes.mesh.layout]
+    assert traffic["all-gather", ("fsdp",)].bytes == 2 * rows * weights
+    assert traffic["reduce-scatter", ("fsdp",)].bytes == rows * weights
+    assert traffic["all-reduce", ("tensor",)].times == rows * 4 * 2 * 3
+    assert all(t.groups.size == 32 for t in traffic.values())
+    assert of_gpus.memory.device == of_gpus.pod.chip.memory and not of_gpus.problem
+
+
+def test_seconds_are_said_to_be_estimates(of_gpus):
+    text = of_gpus.describe()
+    assert "ESTIMATED seconds" in text and "nothing of this was measured" in text
+    assert "nothing was compiled" in text
+    tree = json.loads(json.dumps(of_gpus.to_tree()))
+    assert tree["estimated_step_seconds"] == pytest.approx(of_gpus.seconds)
+    assert tree["segments"]["actor_train"]["estimated_seconds"]["total"] > 0
+    step = sum(s["estimated_seconds"]["total"] for s in tree["segments"].values())
+    assert step + tree["estimated_generation"]["total"] == pytest.approx(of_gpus.seconds)
+
+
+def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
+    same = plan_on(of_gpus.pod, of_gpus.planned, mean_response=8, compiled=False)
+    assert same.generation.total < of_gpus.generation.total
+    h200 = plan_on(*planned_for("h200:4x8", "mesh.tensor=2"), compiled=False)
+    assert h200.generation.total < of_gpus.generation.total
+    assert h200.estimates["actor_train"].compute == of_gpus.estimates["actor_train"].compute
+
+
+def test_responses_are_not_longer_than_allowed(of_gpus):
+    with pytest.raises(ValueError, match="--mean_response=17 is above .*=16; use at most that"):
+        plan_on(of_gpus.pod, of_gpus.planned, mean_response=17, compiled=False)
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers():
+    pod, planned = planned_for("gpu:1x8", "training.device_memory_gib=0.01")
+    problem = plan_on(pod, planned, compiled=False).problem
+    assert "needs about" in problem and "of each device, which has 10.2 MiB" in problem
+
+
+def test_what_is_too_large_is_shown_and_said(of_gpus):
+    costs = {name: cost for name, cost in of_gpus.costs.items() if name != "actor_train"}
+    refused = {"actor_train": "actor_train alone needs 17GiB of 15GiB of HBM"}
+    found = dataclasses.replace(of_gpus, costs=costs, refused=refused)
+    assert found.problem == "actor_train alone needs 17GiB of 15GiB of HBM, which does not fit"
+    (row,) = [line for line in found.describe().splitlines() if "too large" in line][:1]
+    assert row.startswith("actor_train") and found.seconds < of_gpus.seconds
+
+
+@pytest.mark.parametrize(
+    ("says", "needs"),
+    [
+        ("Ran out of memory in memory space hbm. Used 17.54G of 15.75G hbm.", "17.54GiB"),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (16.29G) "
+            "exceeds available HBM (15.75G).",
+            "16.29GiB",
+        ),
+    ],
+)
+def test_a_program_that_does_not_fit_alone_is_named(says, needs):
+    with pytest.raises(TooLarge, match=f"actor_train alone needs {needs} of 15.75GiB of HBM"):
+        with refusing("actor_train"):
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {says}")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        with refusing("actor_train"):
+            raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_axes_that_formulas_do_not_know():
+    with pytest.raises(
+        ValueError, match="formulas know the mesh axes data, fsdp, tensor and not context=2"
+    ):
+        plan_on(*planned_for("gpu:1x8", "mesh.context=2"), compiled=False)
+
+
+def test_a_model_needs_no_weights_to_be_planned_with(tmp_path):
+    hidden = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    more = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 256}
+    settings = {"model_type": "llama", "tie_word_embeddings": True} | hidden | heads | more
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    source = open_shapes(str(tmp_path))
+    assert source.config.hidden_size == 64 and source.tokenizer.vocab_size <= 512
+    with pytest.raises(FileNotFoundError, match="config.json alone is enough for scripts/plan.py"):
+        open_model(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def of_tpus():
+    before = live_bytes()
+    found = plan_on(*planned_for("v5e:4x4", "mesh.tensor=2"))
+    assert live_bytes() - before < 100  # single numbers
+    return found
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_tpus_are_compiled_for(of_tpus):
+    assert set(of_tpus.costs) == {
+        "update_weights", "prefill", "decode", "reference", "advantage", "actor_train"
+    }  # fmt: skip
+    for name, cost in of_tpus.costs.items():
+        assert cost.unread == 0 and cost.unbounded == (), name
+        assert cost.peak_bytes > 0 and all("?" not in t.axes for t in cost.traffic), name
+    assert not of_tpus.problem and of_tpus.memory.fullest.total < of_tpus.pod.chip.memory
+    text = of_tpus.describe()
+    assert "rollout: stragglers" in text and "beside work" in text
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_flops_of_a_tpus_program_are_those_of_the_jaxpr(of_tpus):
+    """Two ways to count: the jaxpr's products over all chips, and the HLO's on each."""
+    planned = of_tpus.planned
+    program = of_tpus.programs["actor_train"]
+    found = read(program.compile().as_text())
+    assert 16 * found.flops == pytest.approx(of_tpus.costs["actor_train"].flops, rel=0.05)
+    assert planned.machine.devices == 16
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_formulas_say_what_the_compiler_does(of_tpus):
+    """What GPUs are planned with, held against a TPU's compiled programs."""
+    by_formula = plan_on(of_tpus.pod, of_tpus.planned, compiled=False)
+    for name in ("reference", "actor_train"):
+        found, wanted = (p.costs[name].to_tree()["bytes_by_axes"] for p in (by_formula, of_tpus))
+        gathered = wanted["fsdp"]["all-gather"]
+        assert found["fsdp"]["all-gather"] == pytest.approx(gathered, rel=0.25), name
+        summed = wanted["tensor"]["all-reduce"]
+        assert found["tensor"]["all-reduce"] == pytest.approx(summed, rel=0.25), name

@@ -1,0 +1,61 @@
+"""Estimates: bounds of what runs at once, sums of what does not."""
+
+import numpy as np
+import pytest
+
+from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
+from distflow_jax.pods.topology import open_topology
+from distflow_jax.programs.traffic import Traffic
+
+POD = open_topology("h100:2x8")
+NODE = np.arange(16).reshape(2, 8)
+
+
+def gather(size, *, overlapped, times=1):
+    return Traffic("all-gather", ("tensor",), overlapped, size, times, NODE)
+
+
+def test_what_runs_at_once_takes_the_longest_and_the_rest_comes_on_top():
+    chip = POD.chip
+    beside, alone = gather(9e9, overlapped=True), gather(4.5e9, overlapped=False)
+    found = estimate(
+        POD, flops=chip.flops, accessed=chip.memory_bandwidth / 2, traffic=[beside, alone]
+    )
+    assert (found.compute, found.memory) == (1.0, 0.5)
+    seconds = [collective_seconds(POD.interconnect, t) for t in (beside, alone)]
+    assert found.links == {"tensor": pytest.approx(sum(seconds))}
+    assert found.exposed == seconds[1]
+    assert found.total == pytest.approx(1.0 + seconds[1]) and found.bound == "compute"
+
+
+def test_links_can_be_what_a_program_waits_for():
+    found = estimate(POD, flops=1.0, accessed=1.0, traffic=[gather(9e11, overlapped=True)])
+    assert found.bound == "tensor" and found.total == found.links["tensor"]
+
+
+def test_every_collective_waits_for_its_latency():
+    once, often = (gather(1e6, overlapped=True, times=n) for n in (1, 100))
+    links = POD.interconnect
+    latency = links.span(NODE[0]).latency
+    assert latency == pytest.approx(7 * 3.4e-6)
+    apart = collective_seconds(links, often) - collective_seconds(links, once)
+    assert apart == pytest.approx(99 * latency)
+
+
+def test_the_slowest_group_counts():
+    mixed = Traffic("all-gather", ("x",), False, 1e9, 1, np.array([[0, 1], [7, 8]]))
+    alone = Traffic("all-gather", ("x",), False, 1e9, 1, np.array([[7, 8]]))
+    links = POD.interconnect
+    assert collective_seconds(links, mixed) == collective_seconds(links, alone)
+
+
+def test_groups_that_are_no_box_go_round_everything():
+    odd = Traffic("all-gather", ("?",), False, 1e9, 1, np.array([[0, 1, 8], [9, 14, 15]]))
+    whole = POD.interconnect.span(range(16))
+    assert collective_seconds(POD.interconnect, odd) == whole.seconds("all-gather", 1e9)
+
+
+def test_estimates_add_up():
+    one = Estimate(1.0, 2.0, {"fsdp": 3.0}, 1.0)
+    other = Estimate(1.0, 0.0, {"fsdp": 1.0, "tensor": 2.0}, 0.0)
+    assert one + other == Estimate(2.0, 2.0, {"fsdp": 4.0, "tensor": 2.0}, 1.0)

@@ -1,0 +1,70 @@
+"""Pods by their names; what libtpu opens is tested where it is installed."""
+
+import importlib.util
+
+import pytest
+
+from distflow_jax.parallel.mesh import MeshSizes
+from distflow_jax.pods.topology import open_topology
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
+)
+
+
+def test_nodes_of_gpus():
+    pod = open_topology("gpu:64x8")
+    assert (pod.size, pod.hosts, pod.per_host, pod.chip.name) == (512, 64, 8, "h100")
+    assert pod.machine.platform == "gpu" and pod.machine.memory > 70 * 2**30
+    assert open_topology("h200:4x8").chip.memory > 1.5 * pod.chip.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("v7:4x4", r"--topology=v7:4x4: known are v5p:\.\.\., v5e:\.\.\., v6e:\.\.\."),
+        ("v5p:4x4", r"a slice of v5p has 3 sizes, up to 16x16x24: v5p:4x4x4"),
+        ("v5e:4xx4", r"a slice of v5e has 2 sizes"),
+        ("v5e:32x16", r"a slice of v5e has at most 16x16 chips"),
+        ("gpu:64x9", r"write nodes x GPUs, of which a node has 1 to 8: h100:64x8 are 512"),
+        ("gpu:64", r"write nodes x GPUs"),
+        ("", r"known are"),
+    ],
+)
+def test_names_that_are_none(name, says):
+    with pytest.raises(ValueError, match=says):
+        open_topology(name)
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install -r requirements-tpu-plan.txt"):
+        open_topology("v5e:4x4")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "hosts", "per_host"), [("v5e:16x16", 64, 4), ("v5p:8x8x16", 256, 4)]
+)
+def test_slices_of_tpus(name, hosts, per_host):
+    pod = open_topology(name)
+    assert (pod.hosts, pod.per_host, len(pod.devices)) == (hosts, per_host, hosts * per_host)
+    assert {device.platform for device in pod.devices} == {"tpu"}
+    assert len({tuple(place) for place in pod.interconnect.places}) == pod.size
+    assert pod.machine.devices == pod.size
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:3x5", "v5p:3x4x4"])
+def test_slices_that_libtpu_does_not_know(name):
+    with pytest.raises(ValueError, match="libtpu knows no such slice .*sizes that work"):
+        open_topology(name)
+
+
+@needs_libtpu
+def test_axes_are_boxes_of_the_torus():
+    pod = open_topology("v5p:4x4x12")
+    pod.check_mesh("mesh", MeshSizes(fsdp=48, tensor=4))
+    # a row of hosts is 8 chips: 3 hosts are no box
+    with pytest.raises(ValueError, match=r"mesh.tensor=12 is no box .* use one of \[1, 2, 4, 8"):
+        pod.check_mesh("mesh", MeshSizes(fsdp=16, tensor=12))
