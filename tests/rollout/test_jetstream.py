@@ -342,20 +342,23 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, ends):
     prompt = long_greedy_prompt()
     wanted = len(without_end(expected(prompt, temperature=0.0)[0]))
     with Serving(grace_seconds=grace) as other:
+        servicer, arrived = other.server._jetstream, []
+        read = servicer._question
+        servicer._question = lambda request: arrived.append(request) or read(request)
         with grpc.insecure_channel(other.address) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             calls = [stub.Decode(ask(prompt)) for _ in range(12)]
-            next(calls[0])
+            wait_until(lambda: len(arrived) == 12)  # one that comes later is refused
             stopped = other.begin_stop()
             if ends:
-                wait_until(lambda: other.server._jetstream.stopping)
+                wait_until(lambda: servicer.stopping)
                 with pytest.raises(grpc.RpcError) as caught:
                     answer(stub, ask("x", 5))
                 assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-                assert list(map(num_streamed, calls[1:])) == [wanted] * 11
+                assert list(map(num_streamed, calls)) == [wanted] * 12
             else:
                 refused = 0
-                for call in calls[1:]:
+                for call in calls:
                     try:
                         assert num_streamed(call) == wanted  # it had ended before
                     except grpc.RpcError as error:
