@@ -31,7 +31,8 @@ from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.parameters import init_params, param_shardings, param_specs
+from distflow_jax.models.flops import Work, training_flops
+from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
@@ -125,13 +126,10 @@ def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows
 
 def needed_flops(model: DecoderConfig, rows: Rows) -> float:
     """FLOPs of forward and backward that the work needs; see above."""
-    layers = {path: s for path, s in param_specs(model).items() if path.startswith("layers/")}
-    weights = sum(int(np.prod(s.shape)) for s in layers.values() if s.inputs)
     first = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
     pairs = int(packed_mask(first.segment, parent_segment(first)).sum())
-    head = model.vocab_size * model.hidden_size * int(rows.response_mask.sum())
-    heads = model.num_layers * model.num_heads * model.head_dim
-    return 6.0 * (weights * int((rows.segment > 0).sum()) + head) + 12.0 * pairs * heads
+    tokens, scored = int((rows.segment > 0).sum()), int(rows.response_mask.sum())
+    return training_flops(model, Work(tokens, scored, pairs))
 
 
 def product_rate() -> float:
@@ -180,7 +178,7 @@ def run_side(args: argparse.Namespace) -> None:
     batch, flops = jax.device_put(batch), needed_flops(model, rows)
     index, temperature = np.int32(0), np.float32(1)
     program = update.lower(state, batch, index, temperature)
-    program = program.compile(compiler_options=compiler_options("cpu"))
+    program = program.compile(compiler_options=compiler_options(mesh))
     compilations = Compilations()
     while True:
         wait_for_turn()

@@ -14,6 +14,7 @@ from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.models.config import LoraConfig
+from distflow_jax.observe.profile import parse_steps
 from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
@@ -52,8 +53,10 @@ class ObserveConfig:
     samples_every: int = 1  # steps between samples/STEP.jsonl; 0: never
     trace: bool = True  # spans in trace.json (Chrome / Perfetto)
     report_every: int = 0  # steps between versions of report.html; 0: only at the end
+    profile_steps: str = ""  # "3:5": a trace of steps 3 to 5 in profile/, for xprof; "": of none
 
     def __post_init__(self):
+        parse_steps(self.profile_steps)
         for name in ("samples_every", "report_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"observe.{name} must not be negative, got {getattr(self, name)}")
@@ -66,6 +69,9 @@ class Config:
     seed: int = 0  # of model initialisation, shuffle and sampling
     # a file of configs/dags by its name, a .yaml file, module:function or file.py:function
     dag: str = "grpo"
+    # folder where compiled programs are kept for the next start, one that all hosts see; "": none,
+    # or $JAX_COMPILATION_CACHE_DIR, which wins
+    compilation_cache: str = ""
     model: ModelSourceConfig = dataclasses.field(default_factory=ModelSourceConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

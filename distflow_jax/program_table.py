@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from distflow_jax.dag.plan import Plan, aligned
+from distflow_jax.programs import options
 from distflow_jax.programs.costs import Costs
 from distflow_jax.tracing import Program, Value, field_specs, num_bytes
 from distflow_jax.types import Layout
@@ -50,6 +52,21 @@ def bytes_of_fields(fields: Iterable[FieldOnMesh]) -> dict[Value, int]:
             field.bytes, found.get((field.source, field.field), 0)
         )
     return found
+
+
+def describe_options(programs: Iterable[Program], sampler: Mesh | None) -> str:
+    """What XLA is told about the programs, a line for each kind of mesh; `sampler`: its mesh."""
+    lines = {}
+    for mesh in (program.mesh for program in programs):
+        lines[_devices(mesh)] = options.describe(options.compiler_options(mesh))
+    if sampler is not None:
+        told = options.describe(options.compiler_options(sampler, sampler=True))
+        lines[f"{_devices(sampler)}, sampler"] = told
+    return "".join(f"XLA options, {devices}: {told}\n" for devices, told in lines.items())
+
+
+def _devices(mesh: Mesh) -> str:
+    return f"{mesh.size} {mesh.devices.flat[0].platform}"
 
 
 def describe(fields: Iterable[FieldOnMesh], costs: Mapping[str, Costs]) -> str:

@@ -34,12 +34,14 @@ from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.memory import GIB
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases
+from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
 from distflow_jax.observe.watchdog import Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
-from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes
+from distflow_jax.program_table import bytes_of_fields, describe, describe_options, fields_on_meshes
+from distflow_jax.programs.cache import kept_programs
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.run_files import check_writable, sample_records, warn_of_changes
@@ -49,6 +51,7 @@ from distflow_jax.states import States
 from distflow_jax.step_times import StepTimes
 from distflow_jax.supervision import stop_on_sigterm, watched
 from distflow_jax.training.state import TrainState
+from distflow_jax.utilization import Utilization
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
@@ -105,9 +108,10 @@ def _train(
                     "another --workdir, or raise training.steps to go on"
                 )
             return EXIT_DONE
-        setup = prepare(config, chosen)
-        with contextlib.closing(setup.rewards):
-            return Run(setup, folder, saved, watchdog).loop(stop)
+        with kept_programs(config.compilation_cache):
+            setup = prepare(config, chosen)
+            with contextlib.closing(setup.rewards):
+                return Run(setup, folder, saved, watchdog).loop(stop)
 
 
 class Run:
@@ -143,6 +147,11 @@ class Run:
             raise
         self.step, self.nonfinite = 0, 0
         self.batches = 0  # of the loader that were used: one a step, or as many as a region took
+        self.utilization = Utilization(setup, programs)
+        self.runners = self.utilization.following(self.machinery.runners)
+        profiled = parse_steps(self.config.observe.profile_steps)
+        process = f"process_{processes.process_index()}"
+        self.profile = Profile(folder / "profile" / process, profiled)
         self.times = StepTimes(setup.plan, self.spans, self.phases, self.compilations)
         self.states: dict[str, Any] = self._first_states()
         self.writer = RunWriter(
@@ -158,7 +167,8 @@ class Run:
         buffered = config.coordinator.double_buffer
         evaluates = bool(config.eval.dataset and self.setup.samplers)
         with contextlib.ExitStack() as files:
-            for resource in (self.writer, self.spans, self.compilations):
+            resources = (self.writer, self.spans, self.compilations, self.utilization, self.profile)
+            for resource in resources:
                 files.callback(resource.close)
             self._describe()
             self._start_sampler()
@@ -172,9 +182,13 @@ class Run:
                 self.step += 1
                 self.phases.step = self.step
                 try:
-                    metrics = self.run_step(prompts)
+                    with self.profile.step(self.step):
+                        metrics = self.run_step(prompts)
                 except EndOfData:
                     return self._end_early()
+                if self.profile.ends_with(self.step):
+                    with self.phases.span("write_profile"):
+                        self.profile.close()
                 # before an evaluation, for which what waits on the host has to make way
                 planned = self._planned_metrics() if first else {}
                 if self.step == 1 and evaluates:
@@ -241,7 +255,7 @@ class Run:
         self.states, metrics = run_step(
             plan,
             self.step,
-            self.machinery.runners,
+            self.runners,
             self.states,
             coordinator,
             self.phases,
@@ -257,6 +271,7 @@ class Run:
             with processes.coordinating():
                 table = gather_table(samples)
                 metrics |= batch_metrics(table, coordinator.tokens_per_rank())
+                metrics |= self.utilization.metrics(self.step, coordinator)
                 self.setup.loader.observe(self.batches, table.counter, table.response)
         if rounds is not None:
             metrics |= rounds.metrics()
@@ -393,7 +408,10 @@ class Run:
         self.writer.config(described)
         programs = self.machinery.programs
         fields = fields_on_meshes(setup.plan, programs)
-        text = f"{setup.text()}\n{describe(fields, self.costs)}\n{self.memory.describe()}"
+        engine = self.machinery.engine
+        options = describe_options(programs.values(), engine and engine.mesh)
+        tables = f"{describe(fields, self.costs)}\n{options}\n{self.memory.describe()}"
+        text = f"{setup.text()}\n{tables}"
         drawing = draw(setup.plan, sizes=bytes_of_fields(fields))
         picture = to_svg(drawing, f"plan {setup.plan.name}")
         digest = f"\n\ndigest {setup.plan.digest}"

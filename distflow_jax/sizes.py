@@ -14,6 +14,7 @@ from distflow_jax.machine import Machine
 from distflow_jax.mesh_sizes import mesh_sizes
 from distflow_jax.models.config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
+from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
@@ -78,6 +79,7 @@ def derive_sizes(
     adapted(model, config.lora)  # a ValueError for adapters that do not fit the model
     _check_lengths(config, model)
     _check_mixture(config, model)
+    _check_profile(config)
     mini_prompts = _divides(
         "data.prompts_per_step",
         config.data.prompts_per_step,
@@ -184,6 +186,15 @@ def _check_mixture(config: Config, model: DecoderConfig) -> None:
         raise ValueError(
             "training.router_replay=True is for a mixture of experts, and "
             f"{config.model.source} is none; use False"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    profiled = parse_steps(config.observe.profile_steps)
+    if profiled and profiled[-1] > config.training.steps:
+        raise ValueError(
+            f"observe.profile_steps={config.observe.profile_steps!r} ends behind training.steps="
+            f"{config.training.steps}: profile earlier steps"
         )
 
 

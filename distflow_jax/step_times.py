@@ -75,6 +75,7 @@ class StepTimes:
             "perf/time_per_step": work,
             "perf/max_memory_allocated_gb": memory.peak_memory_gb(),
             "perf/compilations": self._compilations.take(),
+            "perf/compilations_fetched": self._compilations.take_fetched(),
         }
         return measured, stragglers
 

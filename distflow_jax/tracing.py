@@ -169,7 +169,7 @@ class Program:
         run."""
         for absent, traced in self._traced.items():
             if absent not in self._compiled:
-                options = compiler_options(self.mesh.devices.flat[0].platform)
+                options = compiler_options(self.mesh)
                 self._compiled[absent] = traced.lower().compile(compiler_options=options)
         return list(self._compiled.values())[-1]
 

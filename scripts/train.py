@@ -19,12 +19,17 @@ from distflow_jax.parallel import processes
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; the same one resumes it.")
+PROFILE_STEPS = flags.DEFINE_string(
+    "profile_steps", None, "3:5 profiles steps 3 to 5; short for --config.observe.profile_steps."
+)
 define_job_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(argv: list[str]) -> int:
     """Joins the job, if there is one, and trains."""
+    if PROFILE_STEPS.value is not None:
+        CONFIG.value.observe.profile_steps = PROFILE_STEPS.value
     config = from_config_dict(Config, CONFIG.value)
     job = find_job()
     processes.initialize(job)

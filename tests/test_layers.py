@@ -18,6 +18,7 @@ LAYERS = [
         "tracing",
         "machinery",
         "step_times",
+        "utilization",
         "program_table",
         "memory_plan",
         "memory_advice",

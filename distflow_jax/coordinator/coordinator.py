@@ -20,6 +20,7 @@ from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
+from distflow_jax.models.flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.peers import Traffic
@@ -231,6 +232,16 @@ class Coordinator:
     def tokens_per_rank(self) -> np.ndarray:
         """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""
         return self.shares.tokens_per_rank(self._packing.primary)
+
+    def work(self, window: int = 0) -> Work:
+        """What the rows of this step hold; `window` is that of layers which have one.
+
+        All tokens of responses count as scored, those that an environment wrote among them.
+        """
+        shares = self.shares
+        near = shares.pairs(window) if window else 0
+        tokens, scored = int(self.tokens_per_rank().sum()), int(shares.response.sum())
+        return Work(tokens, scored, shares.pairs(), near)
 
     # -- moves ------------------------------------------------------------------------------------
 

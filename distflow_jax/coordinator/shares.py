@@ -12,6 +12,7 @@ import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
 from distflow_jax.coordinator.balance import Assignment, Lengths, RowLimits, assign
+from distflow_jax.models.flops import causal_pairs
 from distflow_jax.parallel import rules
 from distflow_jax.parallel.mesh import processes_of_rank, ranks_of_process
 from distflow_jax.types import Layout
@@ -148,10 +149,28 @@ class Shares:
         tokens = np.zeros(data_ranks(layout), np.int64)
         for mini in self.assignments(layout):
             for row, rank in zip(mini.rows, mini.rank, strict=True):
-                members = np.array(row)
-                tokens[rank] += self.response[members].sum()
-                if self.plan.limits.shared:
-                    _, members = np.unique(self.group[members], return_index=True)
-                    members = np.array(row)[members]
-                tokens[rank] += self.prompt[members].sum()
+                tokens[rank] += self.response[list(row)].sum()
+                tokens[rank] += self.prompt[self._with_own_prompt(row)].sum()
         return tokens
+
+    def pairs(self, window: int = 0) -> int:
+        """Pairs (token, token that it sees) in all rows; see models/flops.py."""
+
+        def of_lengths(lengths):
+            return sum(causal_pairs(int(length), window) for length in lengths)
+
+        total = 0
+        for row in (row for mini in self.minis for row in mini.rows):
+            members = list(row)
+            prompt = self.prompt[members]
+            total += of_lengths(prompt + self.response[members]) - of_lengths(prompt)
+            total += of_lengths(self.prompt[self._with_own_prompt(row)])
+        return total
+
+    def _with_own_prompt(self, row: tuple[int, ...]) -> np.ndarray:
+        """Sequences of a row for which their prompt is stored: one of each prompt where they share
+        it."""
+        members = np.array(row, np.int64)
+        if not self.plan.limits.shared:
+            return members
+        return members[np.unique(self.group[members], return_index=True)[1]]

@@ -11,6 +11,8 @@ import jax.monitoring
 # One event per program handed to XLA, in jax 0.10 to 0.12. With the persistent compilation cache it
 # counts programs fetched from there too: what is rare must be the request, not the work.
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+# One beside it for each of them that came from the cache.
+FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class Compilations:
@@ -18,16 +20,18 @@ class Compilations:
 
     counter = Compilations()
     counter.take()  # 3, the compilations since the last call
-    counter.count, counter.seconds  # totals
+    counter.take_fetched()  # 2, those of them that the persistent cache had
+    counter.count, counter.fetched, counter.seconds  # totals
     """
 
     def __init__(self):
         self._lock = threading.Lock()
-        self.count = 0
+        self.count = self.fetched = 0
         self.seconds = 0.0
-        self._taken = 0
+        self._taken = self._taken_fetched = 0
         self._names: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        jax.monitoring.register_event_listener(self._on_fetch)
 
     def _on_event(self, event: str, duration: float, **details: Any) -> None:
         if event == COMPILE_EVENT:
@@ -36,12 +40,24 @@ class Compilations:
                 self.seconds += duration
                 self._names.append(str(details.get("fun_name", "unknown")))
 
+    def _on_fetch(self, event: str, **details: Any) -> None:
+        if event == FETCH_EVENT:
+            with self._lock:
+                self.fetched += 1
+
     def take(self) -> int:
         """Number of compilations since the last call."""
         with self._lock:
             number = self.count - self._taken
             self._taken = self.count
             self._names = []
+        return number
+
+    def take_fetched(self) -> int:
+        """Number of programs since the last call that the persistent compilation cache had."""
+        with self._lock:
+            number = self.fetched - self._taken_fetched
+            self._taken_fetched = self.fetched
         return number
 
     def names(self) -> list[str]:
@@ -52,3 +68,4 @@ class Compilations:
     def close(self) -> None:
         """Stops counting."""
         jax.monitoring.unregister_event_duration_listener(self._on_event)
+        jax.monitoring.unregister_event_listener(self._on_fetch)

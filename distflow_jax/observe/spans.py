@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax.profiler
+
 
 class Spans:
     """Times what happens between two points of one process, in any thread.
@@ -43,10 +45,12 @@ class Spans:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Times its body under `name`; `args` (JSON values) show up in the viewer."""
+        """Times its body under `name`; `args` (JSON values) show up in the viewer. While JAX's
+        profiler is at work (observe/profile.py) the span is in its trace too."""
         start = time.perf_counter_ns()
         try:
-            yield
+            with jax.profiler.TraceAnnotation(name):
+                yield
         finally:
             self.add(name, start, time.perf_counter_ns(), **args)
 

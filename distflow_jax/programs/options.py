@@ -1,16 +1,22 @@
-"""What XLA is told about programs beside their code: per platform, in this one place."""
+"""What XLA is told about programs beside their code: per platform, in this one place.
+
+What a person sets in XLA_FLAGS or LIBTPU_INIT_ARGS is left alone.
+"""
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, SingleDeviceSharding
 
 log = logging.getLogger("distflow_jax")
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 # XLA:CPU hands sums to a library (YNNPACK) that takes one thread and some 6 ns a number: of the
 # softmax of an update's logits, or of a norm, more time than all else there. Products alone are
@@ -23,23 +29,73 @@ OF_SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "cpu": _CPU,
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
+_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
+# Collectives of training programs on several devices, beside other work. None is on by default.
+# GPU: what XLA's optimization level O1 turns on for them (openxla.org/xla/gpu_optimization_levels;
+# NVIDIA's images for JAX set the first), but for unrolled loops, which hold two layers' gathered
+# weights at once. Pipelining has another name and kind of value from jax 0.12 on.
+# TPU: the asynchronous collectives that openxla.org/xla/flags_guidance suggests where they differ
+# from the default; all-gathers are asynchronous without being told.
+OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_pipeline_all_gather": _PIPELINED,
+        "xla_gpu_pipeline_all_reduce": _PIPELINED,
+        "xla_gpu_pipeline_reduce_scatter": _PIPELINED,
+    },
+    "tpu": {
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_tpu_enable_async_all_to_all": True,
+    },
+}
 
 
-def compiler_options(platform: str, *, sampler: bool = False) -> dict[str, Any]:
-    """Options of a program on a platform: jax.jit's `compiler_options`.
+def compiler_options(mesh: Mesh, *, sampler: bool = False) -> dict[str, Any]:
+    """Options of a program on a mesh: jax.jit's `compiler_options`.
 
     Those that this version of XLA does not know are left out, which the log says once.
     """
-    table = OF_SAMPLERS if sampler else OF_ALL
-    wanted = table.get(_PLATFORMS.get(platform, platform), _NONE)
-    return {name: value for name, value in wanted.items() if _known(platform, name, value)}
+    device = _own_device(mesh)
+    wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
+    return {name: value for name, value in wanted.items() if _known(device, name, value)}
+
+
+def wanted_options(platform: str, devices: int, *, sampler: bool = False) -> dict[str, Any]:
+    """Options of a program on so many devices, whether or not XLA knows them."""
+    platform = _PLATFORMS.get(platform, platform)
+    wanted = dict((OF_SAMPLERS if sampler else OF_ALL).get(platform, _NONE))
+    if devices > 1 and not sampler:
+        wanted |= OF_COLLECTIVES.get(platform, _NONE)
+    flags = {flag for name in _VARIABLES for flag in _names(os.environ.get(name, ""))}
+    return {name: value for name, value in wanted.items() if name not in flags}
+
+
+def describe(options: Mapping[str, Any]) -> str:
+    """Options in one line."""
+    return " ".join(f"{name}={value}" for name, value in options.items()) or "none"
+
+
+def _names(flags: str) -> list[str]:
+    """Names in "--xla_a=true --xla_b"."""
+    return [flag.lstrip("-").partition("=")[0] for flag in flags.split()]
+
+
+def _own_device(mesh: Mesh) -> jax.Device:
+    """One of this process; of a mesh that is planned for, the first."""
+    devices = list(mesh.devices.flat)
+    own = (device for device in devices if device.process_index == jax.process_index())
+    return next(own, devices[0])
 
 
 @functools.cache
-def _known(platform: str, name: str, value: Any) -> bool:
+def _known(device: jax.Device, name: str, value: Any) -> bool:
+    there = SingleDeviceSharding(device)
     try:
-        with jax.default_device(jax.local_devices(backend=platform)[0]):
-            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        program = jax.jit(lambda: 0, out_shardings=there).lower()
+        program.compile(compiler_options={name: value})
     except Exception as error:  # which one depends on the version
         log.info("XLA does not take the option %s=%s: %s", name, value, error)
         return False

@@ -22,5 +22,5 @@ def sampler_program(
         functools.partial(function, shapes, *bound),
         out_shardings=out,
         donate_argnums=donate,
-        compiler_options=compiler_options(shapes.mesh.devices.flat[0].platform, sampler=True),
+        compiler_options=compiler_options(shapes.mesh, sampler=True),
     )

@@ -1,0 +1,72 @@
+"""JAX's persistent compilation cache: programs compiled once, for every start after that."""
+
+import contextlib
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+# JAX's own setting, which wins over ours.
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+# By itself JAX keeps only what took a second to compile. A start has many that take less.
+_SETTINGS = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+log = logging.getLogger("distflow_jax")
+
+
+@contextlib.contextmanager
+def kept_programs(folder: str) -> Iterator[None]:
+    """Inside, compiled programs are kept in `folder` and taken from there; "" leaves JAX as it is.
+
+    What was compiled for other shapes, options, devices or versions is another program. Raises
+    ValueError for a folder that cannot be written to.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        if folder and folder != chosen:
+            log.info("%s=%s wins over compilation_cache=%s", VARIABLE, chosen, folder)
+        folder = ""
+    if not folder:
+        yield
+        return
+    if "://" not in folder:
+        folder = str(pathlib.Path(folder).expanduser().resolve())
+        _check_writable(folder)
+    wanted = {"jax_compilation_cache_dir": folder} | _SETTINGS
+    before = {name: getattr(jax.config, name) for name in wanted}
+    _configure(wanted)
+    try:
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(settings: dict) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # or JAX would go on as it did at the first program of this process; it says so each time
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
+    compilation_cache.reset_cache()
+
+
+def _check_writable(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ValueError(_message(folder, error.strerror)) from error
+    if not writable:
+        raise ValueError(_message(folder, "Permission denied"))
+
+
+def _message(folder: str, reason: str) -> str:
+    return (
+        f"cannot write to compilation_cache={folder!r} ({reason}); choose another folder, or '' to "
+        "keep no compiled programs"
+    )
