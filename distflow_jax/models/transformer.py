@@ -120,7 +120,7 @@ def hidden_states(
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     if c.embed_scale:
         x = x * jnp.asarray(c.hidden_size**0.5, dtype)
-    x = constrain(x, "batch", "length", "activation")
+    x = _share(x)
     apart = isinstance(params["layers"], list)
 
     def body_of(rows: tuple[jax.Array, Attend, Route | None]) -> Body:
@@ -148,7 +148,8 @@ def hidden_states(
             microbatches=microbatches,
             repeats=repeats,
         )
-    return rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset), kept
+    x = rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset)
+    return _gather(x), kept
 
 
 def layer_windows(c: DecoderConfig) -> jax.Array | None:
@@ -184,15 +185,21 @@ class _Layer:
 
     def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         """The residual stream after the layer of `inputs` ((weights, window), layer input); its
-        output."""
+        output.
+
+        Devices that share products share the stream's tokens, too: each keeps and norms a part of
+        them, gathers all before a product, and gets its part of the sum behind it (sequence
+        parallelism, Korthikanti et al. 2022, arxiv.org/abs/2205.05198).
+        """
         (w, window), extra = inputs
         c = self.config
-        h = self.norm(x_BTD, w["attention_norm"])
+        h = _gather(self.norm(x_BTD, w["attention_norm"]))
         h, kept = self.attention(h, w, extra, window)
+        h = _share(h)
         if c.post_norms:
             h = self.norm(h, w["attention_post_norm"])
         x = x_BTD + h
-        h = self.norm(x, w["mlp_norm"])
+        h = _gather(self.norm(x, w["mlp_norm"]))
         if c.num_experts:
             h, routed = mixture(
                 h,
@@ -206,9 +213,10 @@ class _Layer:
             kept = kept if self.route is None else (kept, routed)
         else:
             h = self.mlp(h, w)
+        h = _share(h)
         if c.post_norms:
             h = self.norm(h, w["mlp_post_norm"])
-        return constrain(x + h, "batch", "length", "activation"), kept
+        return constrain(x + h, "batch", "stream", "activation"), kept
 
     def norm(self, x: jax.Array, scale: jax.Array, factor: float = 1.0) -> jax.Array:
         """`rms_norm` as the model has it."""
@@ -258,6 +266,18 @@ class _Layer:
             return y
         low = product(x, w[name + lora.A], inputs=inputs)
         return y + adapters.scale * product(low, w[name + lora.B])
+
+
+# Each pins the layout on both sides, of the cotangent too: a product whose result is asked for in
+# parts of the tokens makes XLA gather its operands over the data ranks instead.
+def _gather(x_BTD: jax.Array) -> jax.Array:
+    x_BTD = constrain(x_BTD, "batch", "stream", "activation")
+    return constrain(x_BTD, "batch", "length", "activation")
+
+
+def _share(x_BTD: jax.Array) -> jax.Array:
+    x_BTD = constrain(x_BTD, "batch", "length", "activation")
+    return constrain(x_BTD, "batch", "stream", "activation")
 
 
 # X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations inside

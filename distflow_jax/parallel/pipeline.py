@@ -101,7 +101,7 @@ def scan_layers(
     numbers = jnp.arange(stages, dtype=jnp.int32)
     inputs = jax.tree.map(functools.partial(cut, dim=1), inputs)
     out, kept = run(numbers, cut(x_BTD), jax.tree.map(cut, rows), layers, inputs)
-    return constrain(out.reshape(x_BTD.shape), "batch", "length", "activation"), kept
+    return constrain(out.reshape(x_BTD.shape), "batch", "stream", "activation"), kept
 
 
 def check_repeats(repeats: int, stages: int, layers: int) -> None:

@@ -24,6 +24,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # of them before the first layer and behind the last; between, each works on all (pipeline.py)
     "batch": ("data", "fsdp", "expert", "context", "stage"),
     "length": (),
+    "stream": ("tensor",),  # tokens of the residual stream between two products (transformer.py)
     "layers": ("stage",),
     "blocks": (),
     "hidden": ("fsdp",),  # of layers' parameters: gathered layer by layer; the others have copies
@@ -38,8 +39,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot
 }
-# a lone prompt is read by every data rank alike; few key/value heads are copied
-_REPLICATE_WHERE_INDIVISIBLE = {"batch", "kv_heads"}
+# a lone prompt is read by every data rank alike, the tokens of a decode step by every tensor rank;
+# few key/value heads are copied
+_REPLICATE_WHERE_INDIVISIBLE = {"batch", "stream", "kv_heads"}
 
 _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 _divided: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(

@@ -105,10 +105,11 @@ def _of_model(
     if trains and mesh.shape.get("data", 1) > 1:
         add("all-reduce", "data", micro * weights / fsdp * item, micro * layers)
     if tensor > 1:
-        # behind attention and behind the MLP; the same of the gradient; and again where computed so
+        # before attention and the MLP, and behind; as much of the gradient; and again where so
         times = micro * layers * 2 * (1 + trains + again)
-        partial = float(tokens * config.hidden_size * item)
-        add("all-reduce", "tensor", times * partial, times, overlapped=False)
+        stream = float(tokens * config.hidden_size * item)
+        for kind in ("all-gather", "reduce-scatter"):
+            add(kind, "tensor", times * stream, times, overlapped=False)
 
     products = (3 + again) if trains else 1
     accessed = micro * products * (weights + tokens * _widths(config, tensor) * layers) * item
