@@ -77,13 +77,15 @@ class MemoryPlan:
         """The segment that needs the most."""
         return max(self.segments, key=lambda segment: segment.total)
 
-    def with_sampler(self, temporaries: int | None) -> "MemoryPlan":
-        """The plan, knowing what the sampler's programs need, which are compiled last."""
+    def with_sampler(self, temporaries: int | None, sync: int | None = None) -> "MemoryPlan":
+        """The plan, knowing what the sampler's programs need, which are compiled last, and,
+        where that was compiled, `sync`, the one that brings it weights."""
 
         def one(segment: Segment) -> Segment:
-            if segment.temporaries is not None or segment.name == UPDATE_WEIGHTS:
+            if segment.temporaries is not None:
                 return segment
-            return dataclasses.replace(segment, temporaries=temporaries)
+            needed = sync if segment.name == UPDATE_WEIGHTS else temporaries
+            return dataclasses.replace(segment, temporaries=needed)
 
         return dataclasses.replace(self, segments=tuple(map(one, self.segments)))
 

@@ -28,6 +28,8 @@ from distflow_jax.programs.traffic import Traffic
 from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program, num_bytes
 
+# what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
+SPARE = 0.1
 # of the compiled programs those that tell memory alone: how often they run no compiler knows
 _SAMPLER = ("prefill", "decode")
 
@@ -81,6 +83,22 @@ class PodPlan:
         return self.missing
 
     @property
+    def spare(self) -> float:
+        """The share of HBM that the fullest segment leaves; negative where it does not fit."""
+        return 1 - self.memory.fullest.total / self.pod.chip.memory
+
+    def _describe_spare(self) -> str:
+        fullest = self.memory.fullest
+        text = f"{self.spare:.1%} of HBM to spare, in {fullest.name!r}"
+        if self.refused:
+            return f"{text}, without what is too large\n"
+        if any(segment.temporaries is None for segment in self.memory.segments):
+            return f"{text}, without temporaries\n"
+        if self.spare < SPARE:
+            return f"WARNING: {text}: below {SPARE:.0%}, a run may end for want of memory\n"
+        return f"{text}\n"
+
+    @property
     def seconds(self) -> float:
         """Estimated seconds of a whole step: one segment after the other."""
         steps = (e.total for n, e in self.estimates.items() if n not in _SAMPLER)
@@ -96,7 +114,7 @@ class PodPlan:
         parts = [
             self.pod.describe(),
             f"memory of a chip, {how}\n\n{aligned(self._memory_rows())}\n",
-            self.memory.describe(),
+            f"{self.memory.describe()}\n{self._describe_spare()}",
             f"traffic of a chip, loops multiplied\n\n{aligned(self._traffic_rows())}\n",
         ]
         if self.reshards:
@@ -127,7 +145,7 @@ class PodPlan:
                 for name, cost in self.costs.items()
             },
             "reshards": [dataclasses.asdict(reshard) for reshard in self.reshards],
-            "memory": self.memory.to_tree(),
+            "memory": self.memory.to_tree() | {"spare": self.spare},
             "estimated_generation": self.generation.to_tree() if self.generation else None,
             "estimated_step_seconds": self.seconds,
             "problem": self.problem,
@@ -218,7 +236,8 @@ def plan_on(
     chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in _SAMPLER if n in costs}
     known = {name: costs.get(name, Costs(0.0)) for name in programs}
     taken = [costs[n].temp_bytes for n in _SAMPLER if n in costs]
-    memory = plan_memory(planned, programs, known).with_sampler(max(taken, default=None))
+    sync = costs[UPDATE_WEIGHTS].temp_bytes if UPDATE_WEIGHTS in costs else None
+    memory = plan_memory(planned, programs, known).with_sampler(max(taken, default=None), sync)
     return PodPlan(
         pod,
         planned,

@@ -55,7 +55,8 @@ def test_gpus_are_planned_for_by_formulas(of_gpus):
     rows = of_gpus.planned.sizes.packing.rows[of_gpus.planned.sizes.mesh.layout]
     assert traffic["all-gather", ("fsdp",)].bytes == 2 * rows * weights
     assert traffic["reduce-scatter", ("fsdp",)].bytes == rows * weights
-    assert traffic["all-reduce", ("tensor",)].times == rows * 4 * 2 * 3
+    for kind in ("all-gather", "reduce-scatter"):
+        assert traffic[kind, ("tensor",)].times == rows * 4 * 2 * 3
     assert all(t.groups.size == 32 for t in traffic.values())
     assert of_gpus.memory.device == of_gpus.pod.chip.memory and not of_gpus.problem
 
@@ -88,6 +89,33 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
     pod, planned = planned_for("gpu:1x8", "training.device_memory_gib=0.01")
     problem = plan_on(pod, planned, compiled=False).problem
     assert "needs about" in problem and "of each device, which has 10.2 MiB" in problem
+
+
+def test_more_chips_with_the_same_work_of_each_send_no_more():
+    def sent(name, data):
+        sizes = [f"mesh.data={data}", "mesh.fsdp=8", "mesh.tensor=2", "rollout.num_slots=1024"]
+        planned = planned_for(name, *sizes, f"data.prompts_per_step={64 * data}")
+        found = plan_on(*planned, compiled=False)
+        return {name: cost.to_tree()["bytes_by_axes"] for name, cost in found.costs.items()}
+
+    few, many = sent("gpu:16x8", 8), sent("gpu:128x8", 64)
+    assert few["actor_train"] == many["actor_train"] and few["reference"] == many["reference"]
+    assert few["actor_train"]["data"]["all-reduce"] > 0
+
+
+def test_it_says_how_much_memory_is_left(of_gpus):
+    fullest = of_gpus.memory.fullest
+    has = of_gpus.pod.chip.memory
+    assert of_gpus.spare == pytest.approx(1 - fullest.total / has)
+    assert "to spare" in of_gpus.describe() and "without temporaries" in of_gpus.describe()
+    segments = tuple(
+        dataclasses.replace(s, temporaries=int(0.95 * has) - s.live - s.gradients)
+        for s in of_gpus.memory.segments
+    )
+    memory = dataclasses.replace(of_gpus.memory, segments=segments)
+    tight = dataclasses.replace(of_gpus, memory=memory)
+    assert "WARNING: 5.0% of HBM to spare" in tight.describe() and not tight.problem
+    assert tight.to_tree()["memory"]["spare"] == pytest.approx(0.05)
 
 
 def test_what_is_too_large_is_shown_and_said(of_gpus):
@@ -175,10 +203,14 @@ def test_flops_of_a_tpus_program_are_those_of_the_jaxpr(of_tpus):
 @pytest.mark.slow
 def test_formulas_say_what_the_compiler_does(of_tpus):
     """What GPUs are planned with, held against a TPU's compiled programs."""
-    by_formula = plan_on(of_tpus.pod, of_tpus.planned, compiled=False)
+    guess = plan_on(of_tpus.pod, of_tpus.planned, compiled=False)
     for name in ("reference", "actor_train"):
-        found, wanted = (p.costs[name].to_tree()["bytes_by_axes"] for p in (by_formula, of_tpus))
+        found, wanted = (p.costs[name].to_tree()["bytes_by_axes"] for p in (guess, of_tpus))
         gathered = wanted["fsdp"]["all-gather"]
         assert found["fsdp"]["all-gather"] == pytest.approx(gathered, rel=0.25), name
-        summed = wanted["tensor"]["all-reduce"]
-        assert found["tensor"]["all-reduce"] == pytest.approx(summed, rel=0.25), name
+        # XLA sums whole arrays in places: an all-reduce is a reduce-scatter and a gather
+        of_formula, compiled = (
+            sum(b * (2 if kind == "all-reduce" else 1) for kind, b in x["tensor"].items())
+            for x in (found, wanted)
+        )
+        assert of_formula == pytest.approx(compiled, rel=0.25), name

@@ -1,0 +1,129 @@
+"""GRPO of a large model on a pod: what configs/qwen*.py have in common.
+
+Such a config takes a text, CHIPS,CONTEXT: `--config=configs/qwen25_72b.py:v5p-64,8k` is 64 chips of
+a v5p (chips, where the names of Google Cloud count two cores for each) and sequences of up to 8,192
+tokens.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig
+from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.coordinator.loader import DataConfig
+from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.rewards.pool import RewardConfig
+from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.training.config import TrainingConfig
+
+CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
+CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}
+_PROMPT = 1024  # tokens of the longest prompt
+_SAMPLES = 8  # responses to a prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a model is divided over chips of one kind; mesh.data takes those that are left."""
+
+    fsdp: int
+    tensor: int
+    rollout_tensor: int
+    expert: int = 1
+    context: int = 1
+    cache_fraction: float = 0.15  # of HBM, of a sampler's keys and values
+    offload: str = "none"
+
+    @property
+    def chips(self) -> int:
+        """The fewest that hold it."""
+        return self.fsdp * self.tensor * self.expert * self.context
+
+
+def grpo(
+    source: str,
+    choice: str,
+    divisions: Mapping[tuple[str, str], Division],
+    *,
+    positions: int,
+) -> Config:
+    """The config for `choice`, CHIPS,CONTEXT.
+
+    `divisions` by (kind of chip, context); `positions`: the longest sequence that the model can
+    read. Every pod has as many sequences per chip: the more chips, the larger the batch. Raises
+    ValueError.
+    """
+    kind, chips, context = _read(choice)
+    if CONTEXTS[context] > positions:
+        raise ValueError(
+            f"{source} has {positions:,} positions, too few for {context} ({choice!r}); use "
+            f"{_listed(c for c, n in CONTEXTS.items() if n <= positions)}"
+        )
+    if (kind, context) not in divisions:
+        known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
+        raise ValueError(f"{source} has no division for {kind} at {context}; there are {known}")
+    by = divisions[kind, context]
+    if chips % by.chips:
+        raise ValueError(
+            f"{choice!r}: {source} at {context} is divided over {by.chips} chips of {kind}; use a "
+            "multiple of these"
+        )
+    tokens = CONTEXTS[context]
+    return Config(
+        model=ModelSourceConfig(source),
+        algorithm=AlgorithmConfig(kl_coef=0.001, clip_high=0.28),
+        data=DataConfig(
+            # as many tokens of a chip whatever the context
+            prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),
+            max_prompt_length=_PROMPT,
+            overlong="drop",
+        ),
+        rollout=RolloutConfig(
+            num_samples=_SAMPLES,
+            max_response_length=tokens - _PROMPT,
+            num_slots=0,
+            cache_fraction=by.cache_fraction,
+        ),
+        reward=RewardConfig(function="math"),
+        training=TrainingConfig(
+            steps=200,
+            row_tokens=tokens,
+            remat="full",
+            attention="blocks",  # never the scores of a whole row
+            offload=by.offload,
+        ),
+        mesh=MeshConfig(
+            data=chips // by.chips,
+            fsdp=by.fsdp,
+            expert=by.expert,
+            context=by.context,
+            tensor=by.tensor,
+            rollout_tensor=by.rollout_tensor,
+        ),
+        checkpoint=CheckpointConfig(every=20),
+    )
+
+
+def _read(choice: str) -> tuple[str, int, str]:
+    """(kind of chip, chips, context) of "v5p-64,8k"."""
+    found = re.fullmatch(r"(\w+)-(\d+),(\w+)", choice)
+    if not found:
+        raise ValueError(
+            f"{choice!r} must be CHIPS,CONTEXT such as v5p-64,8k, with {_listed(CHIPS)} and "
+            f"{_listed(CONTEXTS)}"
+        )
+    kind, chips, context = found[1], int(found[2]), found[3]
+    if kind not in CHIPS:
+        raise ValueError(f"{choice!r}: no chip {kind!r} is known; use {_listed(CHIPS)}")
+    if context not in CONTEXTS:
+        raise ValueError(f"{choice!r}: no context {context!r} is known; use {_listed(CONTEXTS)}")
+    low, high = CHIPS[kind]
+    if not low <= chips <= high:
+        raise ValueError(f"{choice!r}: a pod of {kind} has {low} to {high} chips")
+    return kind, chips, context
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
