@@ -14,13 +14,13 @@ import time
 
 import jax
 import numpy as np
-from update import CASES, MODELS, packed
+from update import CASES, MODELS, attention_of, packed
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.memory_plan import binary
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
-from distflow_jax.training.forward import ForwardConfig, attention_block
+from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.moments import MOMENTS
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -50,7 +50,7 @@ class Case:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
         length = rows.tokens.shape[2]
         longest = sum(CASES[args.case][1:])
-        block = attention_block(args.attention, length, "cpu", longest=longest)
+        block = attention_of(args.attention, model, args.micro, length, longest).block
         forward = ForwardConfig("float32", 64, remat, block)
         settings, response = OptimizerConfig(moments=moments), CASES[args.case][2]
         optimizer = make_optimizer(settings, 1000)

@@ -39,12 +39,12 @@ from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.programs.options import compiler_options
 from distflow_jax.training.forward import (
     ForwardConfig,
-    attention_block,
     logits_in_memory,
     parent_segment,
 )
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.row_attention import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, make_update
 
@@ -148,6 +148,15 @@ def _square(a: jax.Array) -> jax.Array:
     return a @ a
 
 
+def attention_of(
+    attention: str, model: DecoderConfig, rows: int, length: int, longest: int
+) -> RowAttention:
+    """What training.attention stands for here."""
+    group = model.num_heads // model.num_kv_heads
+    sizes = AttentionSizes(length, longest, rows, group, model.head_dim, "float32")
+    return row_attention(attention, "cpu", sizes)
+
+
 def run_side(args: argparse.Namespace) -> None:
     """Steps, one for each line of stdin."""
     model, shared = MODELS[args.model], args.side == "ours"
@@ -157,7 +166,7 @@ def run_side(args: argparse.Namespace) -> None:
     micro = max(n for n in range(1, count + 1) if count % n == 0 and n <= wanted)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     longest = sum(CASES[args.case][1:])
-    block = attention_block(args.attention, length, "cpu", longest=longest)
+    block = attention_of(args.attention, model, micro, length, longest).block
     chunk, keep = logits_in_memory(
         args.logp_chunk, length, rows=micro, vocab=model.vocab_size, remat=args.remat
     )

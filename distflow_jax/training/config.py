@@ -26,8 +26,9 @@ class TrainingConfig:
     share_prompts: bool = True  # a prompt stands once in a row for all its responses there
     compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
     # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
-    # auto: blocks on CPU where row_tokens have a fitting divisor
-    attention: Literal["auto", "masked", "blocks"] = "auto"
+    # kernel: so by a kernel of the platform, see row_attention.py; auto: blocks on CPU and a kernel
+    # elsewhere, where sizes fit
+    attention: Literal["auto", "masked", "blocks", "kernel"] = "auto"
     # positions per row whose logits are worked on at a time; divides row_tokens. 0: by their sizes
     logp_chunk: int = 0
     # what the backward pass computes again to keep less (models/remat.py): none; dots: all but

@@ -15,9 +15,10 @@ from jax.tree_util import Partial
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
-from distflow_jax.models.block_attention import Reach, Tiles, block_attention, either, tiles_of
+from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import replay
+from distflow_jax.models.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.transformer import Attend, bind
 from distflow_jax.parallel import context
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
@@ -32,41 +33,11 @@ class ForwardConfig:
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
     logp_chunk: int = 128  # positions per row whose logits are worked on at a time
     remat: str = "full"  # what the backward pass computes again, see models/remat.py
-    attention_block: int = 0  # tokens of a tile's side, see block_attention.py; 0: no tiles
+    attention_block: int = 0  # tokens of a tile's side, see models/tiles.py; 0: no tiles
     keep_logits: bool = False  # for the backward pass, which computes them again otherwise
     microbatches: int = 0  # that follow each other through the stages; 0: as many as stages
     repeats: int = 1  # times that they go round the stages
-
-
-# sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
-_BLOCKS = range(32, 129)
-_BLOCKS_OF_SEQUENCE = 5  # the shorter the sequences, the more of a large tile is masked
-
-
-def attention_block(
-    attention: str, row_tokens: int, platform: str, *, longest: int, pieces: int = 1
-) -> int:
-    """ForwardConfig.attention_block for training.attention: 0 for "masked".
-
-    `longest`: tokens of a sequence at most, by which the side is chosen; `pieces`: into how many a
-    row is cut for the devices that share it; a tile ends within one. Raises ValueError where
-    "blocks" is asked for and no side fits rows of `row_tokens`.
-    """
-    if attention == "masked" or (attention == "auto" and platform != "cpu"):
-        return 0
-    best = min(max(longest // _BLOCKS_OF_SEQUENCE, _BLOCKS[0]), _BLOCKS[-1])
-    fits = [n for n in _BLOCKS if row_tokens % (pieces * n) == 0]
-    if fits:
-        return min(fits, key=lambda n: abs(n - best))
-    if attention == "auto":
-        return 0
-    unit = pieces * best
-    near = -(-row_tokens // unit) * unit  # up: sequences that fit still do
-    what = "rows" if pieces == 1 else f"rows in {pieces} pieces (2 x mesh.context)"
-    raise ValueError(
-        f"training.attention='blocks' needs {what} that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens "
-        f"divide, got training.row_tokens={row_tokens}; use {near}, or attention='masked'"
-    )
+    attention_by: str = "loops"  # who computes tiles: one of block_attention.IMPLEMENTATIONS
 
 
 _LOGITS_BYTES = 2**28  # of a device, that a micro-batch's logits may take
@@ -95,10 +66,10 @@ def parent_segment(rows: Rows) -> jax.Array:
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
 
 
-def _attend(rows: Rows, block: int, sliding_window: int) -> Attend:
+def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
     """Attention over packed rows, or over the parts of rows that devices share."""
     segment, parent = context.divide(rows.segment), context.divide(parent_segment(rows))
-    in_row = None
+    in_row, block = None, config.attention_block
     if context.parts_of_row() > 1:
         place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
         in_row = InRow(
@@ -117,13 +88,18 @@ def _attend(rows: Rows, block: int, sliding_window: int) -> Attend:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
         pairs = packed_mask(segment, parent, in_row)
-    return Partial(_attend_pairs, pairs, near, positions)
+
+    def attend(*arguments):  # a Partial's own are arrays with rows in front
+        return _attend_pairs(config.attention_by, *arguments)
+
+    return Partial(attend, pairs, near, positions)
 
 
 def _attend_pairs(
-    pairs: Tiles | jax.Array, near: Tiles | None, positions: Any, q, k, v, _, window=None
+    by: str, pairs: Tiles | jax.Array, near: Tiles | None, positions: Any, q, k, v, _, window=None
 ) -> tuple[jax.Array, None]:
-    """Attention over the pairs of tokens that a mask or tiles allow; an Attend, given these.
+    """Attention over the pairs of tokens that a mask or tiles allow; an Attend, given these. Tiles
+    are computed `by` one of block_attention.IMPLEMENTATIONS.
 
     Of layers with a `window`: those within it, by the positions of queries and keys; `near` are the
     tiles that hold any.
@@ -135,7 +111,7 @@ def _attend_pairs(
 
     def on_device(q, k, v, pairs, *reach):
         if tiled:
-            return block_attention(q, k, v, pairs, across, *reach)
+            return block_attention(q, k, v, pairs, across, *(reach or (None,)), by)
         if across:
             k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
         return masked_attention(q, k, v, pairs)
@@ -176,7 +152,7 @@ def packed_hidden(
     hidden, kept = decoder.hidden(
         context.divide(rows.tokens),
         context.divide(rows.position),
-        _attend(rows, config.attention_block, model.sliding_window),
+        _attend(rows, config, model.sliding_window),
         layer_inputs=recorded,
         dtype=dtype,
         remat=config.remat,

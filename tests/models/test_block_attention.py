@@ -1,4 +1,7 @@
-"""Attention tile by tile: that over the whole mask, in float64, whatever the side of a tile."""
+"""Attention tile by tile: that over the whole mask, in float64, whatever the side of a tile, by
+loops and by the kernels of GPUs and TPUs, interpreted."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +9,10 @@ import numpy as np
 import pytest
 
 from distflow_jax.models.attention import UNLIMITED, packed_mask, within
-from distflow_jax.models.block_attention import Reach, block_attention, tiles_of
+from distflow_jax.models.block_attention import block_attention
+from distflow_jax.models.tiles import Reach, tiles_of
 
+quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 6, 2, 8, 96
 # per row: (segment, parent, tokens), one after the other
 ROWS = {
@@ -81,34 +86,50 @@ def statement(q, k, v, g, window=None):
     return [x.swapaxes(1, 2) for x in (out, d_q, d_k, d_v)]
 
 
-@pytest.mark.parametrize("side", [8, 16, 32, 96])
-def test_output_and_gradients(side):
+@pytest.mark.parametrize(
+    ("by", "side"),
+    [
+        *(("loops", side) for side in (8, 16, 32, 96)),
+        ("gpu", 32),
+        ("tpu", 32),
+    ],
+)
+def test_output_and_gradients(by, side, interpreted):
     q, k, v, g = inputs()
 
-    @jax.jit
+    @quickly
     def got(q, k, v):
         tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), side)
-        out, back = jax.vjp(lambda *x: block_attention(*x, tiles), q, k, v)
+        attend = functools.partial(block_attention, tiles=tiles, implementation=by)
+        out, back = jax.vjp(attend, q, k, v)
         return out, *back(g)
 
     for mine, wanted in zip(got(q, k, v), statement(q, k, v, g), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("side", "window"), [(8, 1), (8, 5), (16, 33), (32, 20)])
-def test_windows(side, window):
+@pytest.mark.parametrize(
+    ("by", "side", "window"),
+    [
+        *(("loops", *case) for case in ((8, 1), (8, 5), (16, 33), (32, 20))),
+        ("gpu", 32, 20),
+        ("tpu", 32, 20),
+    ],
+)
+def test_windows(by, side, window, interpreted):
     """A token sees the last `window` of its sequence, shared prompt included; tiles before that
     are not read, and where all are listed the mask alone gives the same."""
     q, k, v, g = inputs()
     segment, parent, position = map(jnp.asarray, (SEGMENT, PARENT, POSITION))
 
-    @jax.jit
+    @quickly
     def got(q, k, v, window):
         reach = Reach(position, position, window)
         near = tiles_of(segment, parent, side, reach=reach)
-        out, back = jax.vjp(lambda *x: block_attention(*x, near, reach=reach), q, k, v)
+        attend = functools.partial(block_attention, reach=reach, implementation=by)
+        out, back = jax.vjp(functools.partial(attend, tiles=near), q, k, v)
         every = tiles_of(segment, parent, side)
-        return (out, *back(g)), block_attention(q, k, v, every, reach=reach), near
+        return (out, *back(g)), attend(q, k, v, tiles=every), near
 
     mine, from_all, tiles = got(q, k, v, jnp.int32(window))
     for x, wanted in zip(mine, statement(q, k, v, g, window), strict=True):
@@ -132,10 +153,12 @@ def test_a_window_is_of_positions_and_not_of_places():
     assert np.flatnonzero(sees[60]).tolist() == [38, 39, 60]
 
 
-def test_bfloat16_sums_in_float32():
+@pytest.mark.parametrize("by", ["loops", "gpu", "tpu"])
+def test_bfloat16_sums_in_float32(by, interpreted):
     q, k, v, g = (jnp.asarray(x, jnp.bfloat16) for x in inputs())
     tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), 16)
-    out, back = jax.vjp(lambda *x: block_attention(*x, tiles), q, k, v)
+    attend = functools.partial(block_attention, tiles=tiles, implementation=by)
+    out, back = quickly(lambda *x: jax.vjp(attend, *x))(q, k, v)
     exact = statement(*(np.asarray(x, np.float64) for x in (q, k, v, g)))
     for mine, wanted in zip((out, *back(g)), exact, strict=True):
         assert mine.dtype == jnp.bfloat16

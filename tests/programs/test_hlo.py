@@ -231,6 +231,20 @@ ENTRY %main (p: f32[8,128], q: bf16[3,8,128]) -> f32[8,16] {
 """  # noqa: E501
 
 
+KERNEL = """\
+HloModule jit_f, is_scheduled=true, num_partitions=1
+
+ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  ROOT %k = bf16[8,128]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUw","cost_estimate":{"flops":"4096","transcendentals":"8","bytes_accessed":"1"}}}
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_costs_what_it_says():
+    assert read(KERNEL).flops == 4096
+
+
 def test_texts_of_other_platforms():
     found = read(ACCELERATOR)
     row = 4 * 8 * 128

@@ -13,7 +13,7 @@ from distflow_jax.batch import Rows, RowShape
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import rows_spec, use_mesh
 from distflow_jax.programs import hlo
-from distflow_jax.training.forward import ForwardConfig, attention_block
+from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import sharded_params
@@ -95,16 +95,6 @@ def collective_sizes(text):
     given = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
     shapes = [dims for part in given for dims in re.findall(r"\w\[([\d,]*)\]", part)]
     return [[int(n) for n in dims.split(",") if n] for dims in shapes]
-
-
-def test_tiles_end_within_a_piece():
-    assert attention_block("auto", 1024, "cpu", longest=320) == 64
-    assert attention_block("auto", 1024, "cpu", longest=320, pieces=8) == 64
-    assert attention_block("auto", 640, "cpu", longest=320, pieces=16) == 40
-    assert attention_block("auto", 256, "cpu", longest=320, pieces=16) == 0  # too short
-    message = r"blocks' needs rows in 16 pieces \(2 x mesh.context\) .*row_tokens=256; use 1024"
-    with pytest.raises(ValueError, match=message):
-        attention_block("blocks", 256, "gpu", longest=320, pieces=16)
 
 
 LONG = 32768

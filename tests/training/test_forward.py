@@ -41,7 +41,6 @@ from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import (
     ForwardConfig,
-    attention_block,
     logits_in_memory,
     response_logp,
 )
@@ -202,28 +201,6 @@ def test_attention_tile_by_tile(fields, narrow, axes, remat, monkeypatch):
     batch = packed_batch(fields, WIDE, shared=True)
     found = packed_gradient(batch, PARAMS, mesh=mesh_of(*axes), micro=2, block=32)
     assert_same(found, narrow[1])
-
-
-@pytest.mark.parametrize(
-    ("attention", "tokens", "platform", "longest", "side"),
-    [
-        ("auto", 576, "cpu", 320, 64),
-        ("auto", 576, "cpu", 96, 32),
-        ("auto", 2048, "cpu", 2048, 128),
-        ("auto", 160, "cpu", 320, 80),
-        ("auto", 262, "cpu", 320, 0),  # 2 x 131
-        ("auto", 576, "gpu", 320, 0),
-        ("blocks", 576, "gpu", 320, 64),
-        ("masked", 576, "cpu", 320, 0),
-    ],
-)
-def test_side_of_a_tile(attention, tokens, platform, longest, side):
-    assert attention_block(attention, tokens, platform, longest=longest) == side
-
-
-def test_rows_without_a_fitting_side_are_refused():
-    with pytest.raises(ValueError, match="row_tokens=262; use 320, or attention='masked'"):
-        attention_block("blocks", 262, "cpu", longest=320)
 
 
 def test_micro_batch_changes_rounding_only(narrow):

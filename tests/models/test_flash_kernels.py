@@ -1,0 +1,147 @@
+"""The trainer's attention kernels without a device of theirs: lowered, compiled, counted, listed.
+
+What they compute: test_block_attention.py. In the whole trainer: training/test_kernel_attention.py.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.block_attention import block_attention
+from distflow_jax.models.kernels.flash_tpu import listed_tiles
+from distflow_jax.models.tiles import Reach, tiles_of
+from distflow_jax.programs.flops import matmul_flops
+
+TRITON_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+SIDE = {"gpu": 64, "tpu": 128}
+
+
+@contextlib.contextmanager
+def abstract_gpu():
+    """Later versions of JAX ask which GPU a Triton kernel is lowered for; 0.10 takes any."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def traced(by, *, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", sharding=None):
+    """Output and gradients of two rows of 512 tokens, in layers with a window."""
+
+    def run(q, k, v, g, segment, parent, position, window):
+        reach = Reach(position, position, window)
+        tiles = tiles_of(segment, parent, SIDE[by], reach=reach)
+        attend = functools.partial(block_attention, tiles=tiles, reach=reach, implementation=by)
+        out, back = jax.vjp(attend, q, k, v)
+        return out, *back(g)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    q, k = (shape((2, 512, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads))
+    ids = shape((2, 512), jnp.int32)
+    return jax.jit(run).trace(q, k, k, q, ids, ids, ids, shape((), jnp.int32))
+
+
+@pytest.mark.filterwarnings(TRITON_DEPRECATED)
+@pytest.mark.parametrize(("platform", "by"), [("cuda", "gpu"), ("tpu", "tpu")])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(heads=3, kv_heads=1),
+        dict(head_dim=128),
+        dict(heads=2, head_dim=256),
+    ],
+)
+def test_lowers_without_a_device(platform, by, sizes):
+    with abstract_gpu() if by == "gpu" else contextlib.nullcontext():
+        text = traced(by, **sizes).lower(lowering_platforms=(platform,)).as_text()
+    for name in ("forward", "query", "key"):
+        assert f"flash_attention_{name}_kernel" in text
+
+
+COMPILE = """
+import sys
+import jax
+from distflow_jax.pods.topology import open_topology
+pod = open_topology(sys.argv[1])
+from test_flash_kernels import traced
+sharding = jax.sharding.SingleDeviceSharding(pod.devices[0])
+for sizes in ({}, dict(heads=9, kv_heads=3), dict(head_dim=256, dtype="float32")):
+    traced("tpu", sharding=sharding, **sizes).lower(lowering_platforms=("tpu",)).compile()
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
+)
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_compiles_for_a_tpu_that_is_not_there(topology, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    command = [sys.executable, "-c", COMPILE, topology]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.stdout.endswith("compiled\n"), found.stderr
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("tpu", marks=pytest.mark.tpu)],
+)
+def test_a_device_gives_what_loops_give(platform):
+    # JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/models/test_flash_kernels.py
+    rng = np.random.default_rng(0)
+    tokens = 512
+    q, g = rng.normal(size=(2, 2, tokens, 8, 128)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, tokens, 2, 128)).astype(np.float32)
+    q, k, v, g = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, g))
+    segment = np.repeat(np.arange(1, 9, dtype=np.int32), tokens // 8)[None].repeat(2, axis=0)
+    segment[1, 400:] = 0
+    parent = np.where(segment > 4, 1, segment).astype(np.int32)
+
+    def run(by, *arguments):
+        tiles = tiles_of(jnp.asarray(segment), jnp.asarray(parent), SIDE[platform])
+        attend = functools.partial(block_attention, tiles=tiles, implementation=by)
+        out, back = jax.vjp(attend, *arguments)
+        return out, *back(jnp.where(segment[..., None, None] > 0, g, 0))
+
+    device, host = jax.devices(platform)[0], jax.devices("cpu")[0]
+    found = jax.jit(functools.partial(run, platform))(*jax.device_put((q, k, v), device))
+    exact = [np.asarray(x, np.float32) for x in (q, k, v)]
+    g = g.astype(jnp.float32)
+    with jax.default_device(host):
+        wanted = jax.jit(functools.partial(run, "loops"))(*exact)
+    for mine, theirs in zip(found, wanted, strict=True):
+        error = np.abs(np.asarray(mine, np.float32) - np.asarray(theirs))
+        assert error.max() < 0.02 * max(1, np.abs(theirs).max())
+
+
+def test_a_kernel_counts_all_of_its_products():
+    """Two forward, and seven backward: both kernels compute scores and their gradients again."""
+    q, k = jnp.zeros((2, 512, 8, 64)), jnp.zeros((2, 512, 2, 64))
+    mask = jnp.ones((2, 512, 512), bool)
+    masked = matmul_flops(jax.make_jaxpr(masked_attention)(q, k, k, mask)).total
+    for by in ("gpu", "tpu"):
+        found = matmul_flops(traced(by).jaxpr)
+        delta = 2 * q.size
+        assert found.total == masked / 2 * (2 + 3 + 4) + delta and not found.unbounded
+
+
+def test_listed_are_the_tiles_in_use():
+    others = jnp.asarray([[[0, 9, 9], [1, 0, 9]], [[9, 9, 9], [2, 1, 0]]], jnp.int32)
+    number = jnp.asarray([[1, 2], [0, 3]], jnp.int32)
+    owner, other, count = listed_tiles(others, number)
+    assert count == 6
+    assert owner.tolist() == [0, 1, 1, 3, 3, 3] + [-1] * 7
+    assert other[:6].tolist() == [0, 1, 0, 5, 4, 3]
+    # a grid has a step: the block that it computes is dropped
+    owner, _, count = listed_tiles(others, jnp.zeros_like(number))
+    assert count == 1 and owner.tolist()[1:] == [-1] * 12 and owner[0] >= 0
