@@ -22,7 +22,8 @@ from distflow_jax.rollout.serve_client import SamplerClient
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("scripts/*.py"))
-CONFIGS = sorted(path.stem for path in ROOT.glob("configs/*.py"))
+PODS = {path.name for path in ROOT.glob("configs/shapes/*")}  # test_pod_configs.py plans these
+CONFIGS = sorted({path.stem for path in ROOT.glob("configs/*.py")} - PODS)
 SMALL = [
     "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300",
     "data.train=task:arithmetic?size=64",

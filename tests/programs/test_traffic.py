@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import mesh_of
-from training_programs import trace
+from training_programs import MICRO, MINI_BATCHES, MODEL, ROWS, TOKENS, trace
 
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.programs.hlo import Collective
@@ -72,11 +72,14 @@ def test_axes_of_a_compiled_program():
     assert costs.to_tree()["bytes_by_axes"] == bytes_by_axes(costs.traffic)
 
 
-def test_parameters_are_gathered_over_fsdp_and_partial_sums_over_tensor():
+def test_parameters_are_gathered_over_fsdp_and_the_stream_over_tensor():
     mesh = mesh_of(2, 2)
     traced = trace("logp", fsdp=2, tensor=2)
     costs = costs_of(traced, traced.lower().compile(), dict(mesh.shape))
     found = bytes_by_axes(costs.traffic)
     assert UNKNOWN[0] not in found
     assert found["fsdp"]["all-gather"] > 0 and found["tensor"]["all-reduce"] > 0
-    assert "all-gather" not in found["tensor"]
+    # before attention and MLP of each layer, and before the head
+    microbatches = MINI_BATCHES * ROWS // (2 * MICRO)
+    stream = 4 * MICRO * TOKENS * MODEL.hidden_size
+    assert found["tensor"]["all-gather"] == microbatches * (2 * MODEL.num_layers + 1) * stream
