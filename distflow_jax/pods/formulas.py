@@ -105,11 +105,14 @@ def _of_model(
     if trains and mesh.shape.get("data", 1) > 1:
         add("all-reduce", "data", micro * weights / fsdp * item, micro * layers)
     if tensor > 1:
-        # before attention and the MLP, and behind; as much of the gradient; and again where so
-        times = micro * layers * 2 * (1 + trains + again)
+        # before attention and the MLP, and behind; as much of the gradient; and again where so.
+        # XLA sums all of it on each device going forward, and a part going back
+        sums = {"all-gather": 1 + trains + again, "all-reduce": 1 + again, "reduce-scatter": trains}
         stream = float(tokens * config.hidden_size * item)
-        for kind in ("all-gather", "reduce-scatter"):
-            add(kind, "tensor", times * stream, times, overlapped=False)
+        for kind, passes in sums.items():
+            if passes:
+                times = micro * layers * 2 * passes
+                add(kind, "tensor", times * stream, times, overlapped=False)
 
     products = (3 + again) if trains else 1
     accessed = micro * products * (weights + tokens * _widths(config, tensor) * layers) * item
