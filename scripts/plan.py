@@ -8,7 +8,7 @@ Examples:
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
 --nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
 seconds: see docs/scaling.md. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
-and plan.mmd, a Mermaid flowchart.
+and plan.mmd, a Mermaid flowchart; of a pod its memory and seconds, pod.svg and pod.png, too.
 
 Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
 mistake that you can mend, said in one line.
@@ -40,6 +40,7 @@ from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.observe import progress
 from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
+from distflow_jax.pods.picture import draw_pod
 from distflow_jax.pods.plan import plan_on
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
@@ -117,7 +118,10 @@ def plan_pod(pod: Pod, planned: Planned) -> int:
     if MERMAID.value:
         print(to_mermaid(planned.plan))
     if OUT.value:
-        write_files(planned.plan, text, found.to_tree(), {}, pathlib.Path(OUT.value))
+        folder, drawing = pathlib.Path(OUT.value), draw_pod(found)
+        write_files(planned.plan, text, found.to_tree(), {}, folder)
+        (folder / "pod.svg").write_text(to_svg(drawing, f"plan for {pod.name}"), encoding="utf-8")
+        (folder / "pod.png").write_bytes(to_png(drawing))
     if found.problem:
         print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
         return EXIT_USAGE

@@ -99,10 +99,19 @@ class PodPlan:
         return f"{text}\n"
 
     @property
+    def parts(self) -> dict[str, Estimate]:
+        """What a step's seconds are made of: its segments, and of sampling the parts."""
+        found = {name: e for name, e in self.estimates.items() if name not in _SAMPLER}
+        if self.generation:
+            g = self.generation
+            stages = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
+            found |= {f"rollout: {stage}": e for stage, e in stages.items()}
+        return found
+
+    @property
     def seconds(self) -> float:
-        """Estimated seconds of a whole step: one segment after the other."""
-        steps = (e.total for n, e in self.estimates.items() if n not in _SAMPLER)
-        return sum(steps) + (self.generation.total if self.generation else 0.0)
+        """Estimated seconds of a whole step: one part after the other."""
+        return sum(e.total for e in self.parts.values())
 
     def describe(self) -> str:
         """Tables for people."""
@@ -195,13 +204,7 @@ class PodPlan:
 
     def _seconds_rows(self) -> list[tuple[str, ...]]:
         rows = [("segment", "compute", "memory", "links", "of these alone", "in all", "bound by")]
-        for name, e in self.estimates.items():
-            if name not in _SAMPLER:
-                rows.append((name, *_cells(e)))
-        if self.generation:
-            g = self.generation
-            parts = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
-            rows += [(f"rollout: {part}", *_cells(e)) for part, e in parts.items()]
+        rows += [(name, *_cells(e)) for name, e in self.parts.items()]
         return rows
 
 

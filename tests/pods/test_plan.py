@@ -12,8 +12,10 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
+from distflow_jax.observe.drawing import Line, Rect, Text
 from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.pods.compile import TooLarge, refusing
+from distflow_jax.pods.picture import MEMORY_COLORS, draw_pod
 from distflow_jax.pods.plan import plan_on
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.hlo import read
@@ -70,6 +72,25 @@ def test_seconds_are_said_to_be_estimates(of_gpus):
     assert tree["segments"]["actor_train"]["estimated_seconds"]["total"] > 0
     step = sum(s["estimated_seconds"]["total"] for s in tree["segments"].values())
     assert step + tree["estimated_generation"]["total"] == pytest.approx(of_gpus.seconds)
+
+
+def test_the_picture_has_every_byte_and_second(of_gpus):
+    drawing = draw_pod(of_gpus)
+    of_memory = set(MEMORY_COLORS.values())
+    bars: dict[float, float] = {}
+    for shape in drawing.shapes:
+        if isinstance(shape, Rect) and shape.fill in of_memory and shape.title.count(":"):
+            if not shape.title.endswith(" s"):
+                bars[shape.y] = bars.get(shape.y, 0.0) + shape.width
+        left, right = (shape.box()[0], shape.box()[2]) if isinstance(shape, Text) else (0, 0)
+        assert 0 <= left <= right <= drawing.width
+    (limit,) = {s.points[0][0] for s in drawing.shapes if isinstance(s, Line)}
+    (start,) = {s.x for s in drawing.shapes if isinstance(s, Rect) and "parameters" in s.title}
+    share = [s.total / of_gpus.memory.device for s in of_gpus.memory.segments]
+    assert [bars[y] / (limit - start) for y in sorted(bars)] == pytest.approx(share)
+    texts = {shape.text for shape in drawing.shapes if isinstance(shape, Text)}
+    assert {f"{e.total:.3g} s" for e in of_gpus.parts.values()} <= texts
+    assert {"ESTIMATED seconds at peak rates, not measured", *of_gpus.parts} <= texts
 
 
 def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
