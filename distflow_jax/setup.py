@@ -184,7 +184,7 @@ def plan_run(
         machine = dataclasses.replace(machine, memory=limit)
     if config.rollout.environment:
         load_environment(config.rollout.environment)
-    source = open_source(config.model.source, cache_dir=config.model.cache_dir or None)
+    source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)
     return Planned(config, graph, machine, source, sizes, the_plan, models_of(the_plan))

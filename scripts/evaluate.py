@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     processes.initialize(find_job())
     if OUT.value:
         check_out(pathlib.Path(OUT.value))
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    source = open_model(config.model.source, **config.model.options())
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
     prompts = load_eval_prompts(config, source, sizes, machine)

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
             f"--samples={SAMPLES.value} is above config.rollout.num_samples="
             f"{config.rollout.num_samples}; raise that too"
         )
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    source = open_model(config.model.source, **config.model.options())
     prompts = []
     for i, text in enumerate(texts):
         asked = text if RAW.value else [{"role": "user", "content": text}]

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         jetstream=Sampling(TEMPERATURE.value, 0, TOP_P.value),
     )
     check_addresses(served)  # before the model is loaded
-    source = open_model(config.model.source, cache_dir=config.model.cache_dir or None)
+    source = open_model(config.model.source, **config.model.options())
     params, step = read_weights(config, source, RUN.value)
     weights = Weights(params, step)
     engine = make_engine(config, source, resumable)

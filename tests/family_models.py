@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import DecoderConfig, Llama3Scaling, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 
 _SIZES = dict(
@@ -18,7 +18,10 @@ _SIZES = dict(
     rope_theta=1000.0,
     max_position=64,
 )
-_SCALING = RopeScaling(factor=8.0, original_max_position=16)
+# 6 tokens were enough to train it, TOKENS are 24: pairs that are left alone, between and stretched
+_YARN = YarnScaling(factor=4.0, original_max_position=6, beta_fast=0.9, beta_slow=0.02)
+_OWN_YARN = YarnScaling(2.5, 10, 1.5, 0.04, attention_factor=1.3, truncate=False)
+_SCALING = Llama3Scaling(factor=8.0, original_max_position=16)
 _LLAMA = DecoderConfig(**_SIZES, head_dim=8, family="llama", norm_eps=1e-5)
 _QWEN2 = DecoderConfig(**_SIZES, head_dim=8, family="qwen2", norm_eps=1e-6, attention_bias=True)
 # a head dim of its own, as the smaller Qwen3 have
@@ -54,6 +57,10 @@ CASES = {
     "llama untied": DecoderConfig(**vars(_LLAMA) | _UNTIED | {"rope_scaling": _SCALING}),
     "qwen2 tied": _QWEN2,
     "qwen2 untied": DecoderConfig(**vars(_QWEN2) | _UNTIED),
+    "qwen2 yarn": DecoderConfig(
+        **vars(_QWEN2) | {"head_dim": 16, "rope_scaling": _YARN, "max_position": 24}
+    ),
+    "qwen3 yarn": DecoderConfig(**vars(_QWEN3) | {"rope_scaling": _OWN_YARN, "max_position": 25}),
     "qwen3 tied": _QWEN3,
     "qwen3 untied": DecoderConfig(**vars(_QWEN3) | _UNTIED),
     "qwen3_moe tied": DecoderConfig(**vars(_QWEN3_MOE) | {"norm_topk": False}),
@@ -61,6 +68,34 @@ CASES = {
     "mixtral untied": DecoderConfig(**vars(_MIXTRAL) | _UNTIED),
     "gemma3 tied": _GEMMA3,
     "gemma3 untied": DecoderConfig(**vars(_GEMMA3) | _UNTIED | _STRETCHED),
+}
+# `rope_scaling` of config.json files, of heads and thetas as released models have them
+ROPES = {
+    "Qwen2.5": (
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+        {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 32_768},
+    ),
+    "mscale": (
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+        {"head_dim": 64, "rope_theta": 1e4, "max_position_embeddings": 163_840},
+    ),
+    "not truncated": (
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
+        {"head_dim": 64, "rope_theta": 150_000.0, "max_position_embeddings": 131_072},
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 48, 24).astype(np.int32)  # [T]
 

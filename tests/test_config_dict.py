@@ -198,7 +198,7 @@ def main(argv):
         int("x")
     if FAIL.value == "file":
         open("nowhere.jsonl")
-    print(config.rope_scaling.factor)
+    print(config.lora.alpha)
     return 75
 
 
@@ -208,23 +208,23 @@ if __name__ == "__main__":
 
 CONFIG = """
 from distflow_jax.config_dict import to_config_dict
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import DecoderConfig, LoraConfig
 
 
 def get_config(kind="good"):
     if kind == "bad":
         DecoderConfig(num_heads=0)
-    return to_config_dict(DecoderConfig(rope_scaling=RopeScaling()))
+    return to_config_dict(DecoderConfig(lora=LoraConfig(4)))
 """
 
 
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        ("--config=my.py --config.rope_scaling.factor=2", 75, "2.0\n"),
-        ("--config=my.py --config.rope_skaling.factor=2", 2, "config.rope_scaling.factor?)\n"),
+        ("--config=my.py --config.lora.alpha=2", 75, "2.0\n"),
+        ("--config=my.py --config.lora.alhpa=2", 2, "config.lora.alpha?)\n"),
         ("--config=my.py --config.num_heads=x", 2, "num_heads must be an integer, got 'x'\n"),
-        ("--config=my.py --config.rope_scaling.factor=-2", 2, "error: config.rope_scaling: rope"),
+        ("--config=my.py --config.lora.alpha=-2", 2, "error: config.lora: lora.alpha must be"),
         ("--config=mine.py --config.num_heads=2", 2, "did you mean my.py?\n"),
         ("--config=my.py:bad", 2, "'my.py:bad': model num_heads must be at least 1, got 0\n"),
         ("--fail=user", 2, "error: --config is missing: give --config=VALUE\n"),

@@ -11,6 +11,7 @@ from distflow_jax.config_dict import from_config_dict, to_config_dict, to_json
 from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.pods import preset
 from distflow_jax.pods.chips import CHIPS
 from distflow_jax.setup import plan_run
 
@@ -20,7 +21,10 @@ CHOICES = [
     (name, f"{kind}-{chips},{context}")
     for name in MILLIONS
     for kind, context in importlib.import_module(f"configs.{name}").DIVISIONS
-    for chips in ({"v5e": (256,), "v5p": (128, 1024)}.get(kind, (64, 1024)))
+    for chips in {
+        "v5e": (256,),
+        "v5p": (256 if context == "64k" else 128, 1024),
+    }.get(kind, (64, 1024))
 ]
 
 
@@ -58,6 +62,15 @@ def test_every_choice_is_a_run(name, choice):
     assert [task.node.id for task in planned.plan.tasks][-1] == "actor_train"
 
 
+def test_what_is_longer_than_the_training_is_stretched_or_refused():
+    division = {("v5p", "64k"): preset.Division(fsdp=16, tensor=4, rollout_tensor=4)}
+    with pytest.raises(ValueError, match="has 32,768 positions, too few for 64k .*; use 8k, 32k"):
+        preset.grpo("hf:A/B", "v5p-64,64k", division, positions=32_768)
+    for positions, factor in ((32_768, 4.0), (65_536, 1.0)):
+        config = preset.grpo("hf:A/B", "v5p-64,64k", division, positions=positions, yarn_factor=4.0)
+        assert config.model.yarn_factor == factor
+
+
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
@@ -66,7 +79,6 @@ def test_every_choice_is_a_run(name, choice):
         ("v5p-64,9k", "no context '9k' is known; use 8k, 32k, 64k"),
         ("v5p-2048,8k", "a pod of v5p has 64 to 1024 chips"),
         ("v5p-96,8k", "divided over 64 chips of v5p; use a multiple"),
-        ("v5p-64,64k", "has 32,768 positions, too few for 64k .*; use 8k, 32k"),
         ("h100-64,32k", "no division for h100 at 32k; there are .*h100,8k"),
     ],
 )

@@ -32,6 +32,7 @@ from distflow_jax.types import flatten_dict, unflatten_dict
 
 _POLICY = "actor"  # the model that is meant where none is named
 _MAX_LISTED = 4  # parameters named in an error
+_STRETCH = ("yarn_factor", "yarn_positions")  # config.json's keys of `model`, and open_model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +117,27 @@ def _chosen(model: str, models: Mapping[str, ArrayTable], where: str) -> str:
 
 
 def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
-    if spec:
-        return open_model(spec)
+    """The model that a run began with, stretched as it was there; `spec`: where it lies now."""
     path = workdir / "config.json"
     if not path.is_file():
+        if spec:
+            return open_model(spec)
         raise FileNotFoundError(
             f"{workdir} holds no config.json, which would name the model: give --source too"
         )
     try:
         config = json.loads(path.read_text("utf-8"))["model"]
-        spec, cache = config["source"], config.get("cache_dir") or None
+        named = config["source"]
+        options = {key: config[key] for key in _STRETCH if key in config}
+        cache = config.get("cache_dir") or None
     except (ValueError, KeyError, TypeError) as error:
+        if spec:
+            return open_model(spec)
         raise ValueError(f"{path} is no config of a run ({error}): give --source too") from error
+    if spec:
+        return open_model(spec, **options)
     try:
-        return open_model(spec, cache_dir=cache)
+        return open_model(named, cache_dir=cache, **options)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"the model that {workdir} was trained from is not there: {error}. Say with --source "

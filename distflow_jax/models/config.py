@@ -1,10 +1,11 @@
 """Shape of a decoder: what the network code needs to know, whatever family it comes from."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3's frequency scaling (Grattafiori et al. 2024, arxiv.org/abs/2407.21783, sec. 3.2)."""
 
     factor: float = 8.0  # long wavelengths are stretched by this
@@ -18,6 +19,51 @@ class RopeScaling:
                 f"rope scaling needs factor >= 1 and high_freq_factor > low_freq_factor, got {self}"
             )
 
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: positions beyond those that a model was trained on. Peng et al. 2023
+    (arxiv.org/abs/2309.00071), sec. 3: frequencies that turn often are left alone, those that turn
+    seldom are stretched, and scores are sharpened.
+    """
+
+    factor: float = 4.0  # how many times original_max_position can be read
+    original_max_position: int = 32_768  # context length the model was first trained on
+    beta_fast: float = 32.0  # pairs that turn more often over the original length are left alone
+    beta_slow: float = 1.0  # those that turn less often are stretched in full
+    attention_factor: float | None = None  # of cosines and sines; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # whether both ends of the ramp are rounded to whole pairs, outwards
+
+    def __post_init__(self):
+        if not (self.factor >= 1 and self.original_max_position >= 1):
+            raise ValueError(
+                f"yarn rope scaling needs factor and original_max_position from 1 on, got {self}"
+            )
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(f"yarn rope scaling needs beta_fast > beta_slow > 0, got {self}")
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(f"yarn rope scaling needs attention_factor > 0, got {self}")
+
+    @property
+    def table_scale(self) -> float:
+        """What cosines and sines are multiplied by: scores grow by its square."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return yarn_table_scale(self.factor)
+
+    @property
+    def max_position(self) -> int:
+        """The longest sequence that it is meant for, in tokens."""
+        return int(self.factor * self.original_max_position)
+
+
+def yarn_table_scale(factor: float, weight: float = 1.0) -> float:
+    """0.1 w ln(factor) + 1, of which the square divides the softmax's temperature. Peng et al.
+    2023, eq. 22."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+RopeScaling = Llama3Scaling | YarnScaling
 
 # What the MLP's gate goes through: Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU and GEGLU.
 ACTIVATIONS = ("silu", "gelu_tanh")

@@ -16,7 +16,7 @@ from flax import nnx
 
 from distflow_jax.models import lora, rope
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, YarnScaling
 from distflow_jax.models.int8 import Int8, lookup, times
 from distflow_jax.models.layer_weights import by_input, by_output
 from distflow_jax.models.moe import Route, mixture
@@ -166,7 +166,8 @@ Tables = tuple[jax.Array, jax.Array]  # rope.rotary_tables
 def _rotations(c: DecoderConfig, position_BT: jax.Array) -> tuple[Tables, Tables | None]:
     """Of layers that see all, and of those with a window."""
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_factor)
-    tables = rope.rotary_tables(position_BT, frequencies)
+    scale = c.rope_scaling.table_scale if isinstance(c.rope_scaling, YarnScaling) else 1.0
+    tables = rope.rotary_tables(position_BT, frequencies, scale)
     if not c.sliding_window:
         return tables, None
     local = rope.inverse_frequencies(c.head_dim, c.rope_local_theta)

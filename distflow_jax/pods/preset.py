@@ -48,18 +48,22 @@ def grpo(
     divisions: Mapping[tuple[str, str], Division],
     *,
     positions: int,
+    yarn_factor: float = 1.0,
 ) -> Config:
     """The config for `choice`, CHIPS,CONTEXT.
 
-    `divisions` by (kind of chip, context); `positions`: the longest sequence that the model can
-    read. Every pod has as many sequences per chip: the more chips, the larger the batch. Raises
+    `divisions` by (kind of chip, context); `positions`: the longest sequence that the model was
+    trained on. YaRN with `yarn_factor` makes it so many times as long, where the context needs it.
+    Every pod has as many sequences per chip: the more chips, the larger the batch. Raises
     ValueError.
     """
     kind, chips, context = _read(choice)
-    if CONTEXTS[context] > positions:
+    stretched = CONTEXTS[context] > positions
+    longest = int(positions * yarn_factor)
+    if CONTEXTS[context] > longest:
         raise ValueError(
-            f"{source} has {positions:,} positions, too few for {context} ({choice!r}); use "
-            f"{_listed(c for c, n in CONTEXTS.items() if n <= positions)}"
+            f"{source} has {longest:,} positions, too few for {context} ({choice!r}); use "
+            f"{_listed(c for c, n in CONTEXTS.items() if n <= longest)}"
         )
     if (kind, context) not in divisions:
         known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
@@ -72,7 +76,7 @@ def grpo(
         )
     tokens = CONTEXTS[context]
     return Config(
-        model=ModelSourceConfig(source),
+        model=ModelSourceConfig(source, yarn_factor=yarn_factor if stretched else 1.0),
         algorithm=AlgorithmConfig(kl_coef=0.001, clip_high=0.28),
         data=DataConfig(
             # as many tokens of a chip whatever the context

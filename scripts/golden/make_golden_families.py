@@ -21,7 +21,8 @@ import numpy as np
 import safetensors.numpy
 import torch
 import transformers
-from family_models import CASES, FAMILY_MODULES, TOKENS, drawn_params
+from family_models import CASES, FAMILY_MODULES, ROPES, TOKENS, drawn_params
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.weights.names import unstacked_arrays
@@ -64,6 +65,19 @@ def entry_of(config: DecoderConfig, folder: Path) -> dict[str, Any]:
     }
 
 
+def rope_of(scaling: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """transformers' frequencies, in float32, and what it multiplies cosines and sines by."""
+    config = transformers.Qwen2Config(rope_scaling=scaling, **sizes)
+    config.head_dim = sizes["head_dim"]
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    return {"frequencies": frequencies.tolist(), "scale": scale}
+
+
+def lines_of(table: dict[str, Any]) -> str:
+    """JSON with a line for each entry."""
+    return "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table.items()) + "\n}"
+
+
 def main() -> None:
     """Makes the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -81,9 +95,10 @@ def main() -> None:
         | {"python": platform.python_version()},
         "positions": POSITIONS,
     }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(e)}" for name, e in entries.items())
+    ropes = {name: rope_of(*numbers) for name, numbers in ROPES.items()}
     body = json.dumps(head, indent=1)[:-2]
-    out.write_text(f'{body},\n "entries": {{\n{lines}\n}}}}\n', "utf-8")
+    ropes, entries = (lines_of(table) for table in (ropes, entries))
+    out.write_text(f'{body},\n "ropes": {ropes},\n "entries": {entries}}}\n', "utf-8")
     json.loads(out.read_text("utf-8"))
 
 

@@ -19,7 +19,7 @@ from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
@@ -38,10 +38,11 @@ def random_params(network, seed):
     }
 
 
-def save_run(folder, steps, source=SPEC):
+def save_run(folder, steps, source=SPEC, **options):
     """A run's folder as training leaves it: {step: {model: parameters}}, an optimizer beside."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model": {"source": source, "cache_dir": ""}}))
+    model = {"source": source, "cache_dir": ""} | options
+    (folder / "config.json").write_text(json.dumps({"model": model}))
     checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(keep=5))
     for step, models in steps.items():
         state = {
@@ -165,6 +166,15 @@ def test_a_source_that_moved_can_be_named(models, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/model.* Say with --source where"):
         run_export(moved)
     assert_bits(dict(run_export(moved, source=SPEC).export.params()), models[2]["actor"])
+
+
+@pytest.mark.parametrize("source", ["", SPEC])
+def test_a_stretched_run_goes_out_stretched(models, tmp_path, source):
+    params = {1: {"actor": models[2]["actor"]}}
+    run = save_run(tmp_path / "run", params, yarn_factor=2.0, yarn_positions=512)
+    config = run_export(run, source=source).export.network
+    assert config.rope_scaling == YarnScaling(2.0, 512)
+    assert config.max_position == CONFIG.max_position  # more than twice 512
 
 
 def test_a_damaged_checkpoint_names_the_others(models, tmp_path):

@@ -117,7 +117,7 @@ def test_every_number_of_the_windows_comes_back():
             {"layer_types": ["full_attention", *["sliding_attention"] * 25]},
             r"in every n-th layer only, .* in layers \[0\]",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear rope scaling .* lacks factor"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -133,7 +133,7 @@ def test_what_the_network_has_not_is_refused(change, message):
 def test_two_scalings_have_no_form():
     scaled = dataclasses.replace(CASES["llama untied"].rope_scaling)
     config = dataclasses.replace(GEMMA, rope_factor=2.0, rope_scaling=scaled)
-    with pytest.raises(ValueError, match="rope_factor=2.0 and RopeScaling.* has no form"):
+    with pytest.raises(ValueError, match="rope_factor=2.0 and Llama3Scaling.* has no form"):
         gemma3.config_to_hf(config)
 
 

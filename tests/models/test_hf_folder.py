@@ -10,7 +10,12 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from distflow_jax.models.config import DecoderConfig, RopeScaling, reward_head_stddev, scalar_model
+from distflow_jax.models.config import (
+    DecoderConfig,
+    Llama3Scaling,
+    reward_head_stddev,
+    scalar_model,
+)
 from distflow_jax.models.families import llama
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.tokenizer import Tokenizer
@@ -30,7 +35,11 @@ TIED = DecoderConfig(
     max_position=128,
 )
 UNTIED = dataclasses.replace(
-    TIED, tie_embeddings=False, rope_theta=5e5, norm_eps=1e-6, rope_scaling=RopeScaling(factor=32.0)
+    TIED,
+    tie_embeddings=False,
+    rope_theta=5e5,
+    norm_eps=1e-6,
+    rope_scaling=Llama3Scaling(factor=32.0),
 )
 MIXTURE = dataclasses.replace(
     TIED, family="qwen3_moe", qk_norm=True, num_experts=5, experts_per_token=2, norm_topk=False

@@ -22,7 +22,7 @@ from tiny_model import (
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.parameters import (
     abstract_params,
@@ -38,7 +38,7 @@ from distflow_jax.types import flatten_dict
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2.json"
 # what the golden model is not: untied, with scaled rotary positions
-SCALING = RopeScaling(factor=8.0, original_max_position=64)
+SCALING = Llama3Scaling(factor=8.0, original_max_position=64)
 OTHER = DecoderConfig(
     vocab_size=40,
     hidden_size=32,
@@ -175,7 +175,7 @@ def llama3_frequencies(theta, head_dim, scaling):
     return np.array(out)
 
 
-@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(32.0), SCALING])
+@pytest.mark.parametrize("scaling", [Llama3Scaling(), Llama3Scaling(32.0), SCALING])
 @pytest.mark.parametrize("theta", [500.0, 500_000.0])
 def test_scaled_frequencies(scaling, theta):
     got = rope.inverse_frequencies(64, theta, scaling)

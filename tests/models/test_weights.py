@@ -24,7 +24,7 @@ from model_files import (
     write_hf,
 )
 
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch
@@ -240,7 +240,7 @@ def test_gguf_names_are_checked_too(tmp_path):
         ({"mlp_bias": True}, "mlp_bias is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "rope scaling .* lacks low_freq",
@@ -258,7 +258,7 @@ def test_unsupported_networks_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama__rope__scaling__type": "linear"}, "rope scaling 'linear'"),
         ({"llama__expert_count": 8}, "mixture of 8 experts is not .*Hugging Face files"),
         ({"llama__rope__dimension_count": 4}, "dimension_count 4 other than the head dim 8"),
         ({"llama__attention__key_length": 16}, "attn_q.weight .32, 32. does not fit"),
@@ -291,11 +291,11 @@ def test_llama3_scaling_from_hugging_face(key):
     }
     config = llama.config_from_hf(hf_settings(TIED, rope_theta=500_000.0, **{key: rope}))
     assert config.rope_theta == 500_000.0
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 
 def test_llama3_scaling_from_gguf(tmp_path):
-    scaling = RopeScaling(factor=32.0)
+    scaling = Llama3Scaling(factor=32.0)
     config = DecoderConfig(**SIZES | {"head_dim": 64}, rope_theta=500_000.0, rope_scaling=scaling)
     tensors = tensors_of(config, random_params(config), "gguf")
     divisors = rope_divisors(scaling, config.rope_theta, 32).astype(np.float32)

@@ -1,11 +1,17 @@
 """GGUF's metadata -> DecoderConfig: what the families have in common."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import (
+    DecoderConfig,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    yarn_table_scale,
+)
 
 
 def decoder_from_gguf(
@@ -59,10 +65,19 @@ def decoder_from_gguf(
                 f"{prefix}.{key} {number(key)} other than the head dim {head_dim} is not supported"
             )
     kind = fields.get(f"{prefix}.rope.scaling.type", "none")
-    if kind != "none" and number("rope.scaling.factor", 0) != 1:
-        raise ValueError(f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs")
     theta = float(number("rope.freq_base", 10_000.0))
-    original = number("rope.scaling.original_context_length", 8192)
+    positions = number("context_length")
+    scaling: RopeScaling | None
+    if kind == "yarn":
+        scaling = _yarn(number, positions)
+        positions = max(positions, scaling.max_position)
+    elif kind == "none" or number("rope.scaling.factor", 0) == 1:
+        original = number("rope.scaling.original_context_length", 8192)
+        scaling = _llama3(rope_freqs, theta, int(original))
+    else:
+        raise ValueError(
+            f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs and 'yarn'"
+        )
     return DecoderConfig(
         family=family,
         vocab_size=number("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None),
@@ -73,26 +88,44 @@ def decoder_from_gguf(
         head_dim=head_dim,
         mlp_size=number("expert_feed_forward_length" if mixture else "feed_forward_length"),
         rope_theta=theta,
-        rope_scaling=_scaling(rope_freqs, theta, int(original)),
+        rope_scaling=scaling,
         # The file holds float32: 1e-5 comes as 9.999999747e-06.
         norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
         tie_embeddings="output.weight" not in tensor_names,
-        max_position=number("context_length"),
+        max_position=positions,
         **switches,
     )
 
 
-def _scaling(rope_freqs: np.ndarray | None, theta: float, original: int) -> RopeScaling | None:
+def _yarn(number: Callable[..., float], positions: int) -> YarnScaling:
+    """llama.cpp has a temperature of its own as a factor of the usual one."""
+    factor = float(number("rope.scaling.factor"))
+    log_weight = number("rope.scaling.yarn_log_multiplier", 0.0)
+    if log_weight:
+        raise ValueError(
+            f"rope.scaling.yarn_log_multiplier={log_weight:g} is not supported, only 0"
+        )
+    extra = number("rope.scaling.attn_factor", 1.0) * number("rope.scaling.yarn_attn_factor", 1.0)
+    return YarnScaling(
+        factor,
+        int(number("rope.scaling.original_context_length", positions)),
+        float(number("rope.scaling.yarn_beta_fast", YarnScaling.beta_fast)),
+        float(number("rope.scaling.yarn_beta_slow", YarnScaling.beta_slow)),
+        None if extra == 1 else extra * yarn_table_scale(factor),
+    )
+
+
+def _llama3(rope_freqs: np.ndarray | None, theta: float, original: int) -> Llama3Scaling | None:
     """The Llama 3 scaling whose divisors are `rope_freqs`; the file keeps nothing else of it."""
     if rope_freqs is None or np.all(rope_freqs == 1):
         return None
-    scaling = RopeScaling(factor=float(rope_freqs.max()), original_max_position=original)
+    scaling = Llama3Scaling(factor=float(rope_freqs.max()), original_max_position=original)
     if not np.allclose(rope_divisors(scaling, theta, len(rope_freqs)), rope_freqs, rtol=1e-4):
         raise ValueError(f"rope_freqs.weight holds other divisors than Llama 3's {scaling}")
     return scaling
 
 
-def rope_divisors(scaling: RopeScaling, theta: float, half: int) -> np.ndarray:
+def rope_divisors(scaling: Llama3Scaling, theta: float, half: int) -> np.ndarray:
     """What Llama 3 divides the `half` = H/2 rotary frequencies by, float64 [H/2].
 
     1 below the wavelength original / high, `factor` above original / low, smooth between.

@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.models.config import DecoderConfig, RopeScaling
+from distflow_jax.models.config import (
+    DecoderConfig,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    yarn_table_scale,
+)
 
 # DecoderConfig's fields and Hugging Face's names of the same numbers.
 _SIZES = {
@@ -64,35 +70,81 @@ def decoder_from_hf(
     # Hugging Face 5 moved rope_theta and rope_scaling into rope_parameters.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    positions = raw.get("max_position_embeddings", max_position)
+    scaling = _scaling_from_hf(rope, positions)
+    if isinstance(scaling, YarnScaling):
+        # Qwen's files have the original length in its place
+        positions = max(positions, scaling.max_position)
     return DecoderConfig(
         family=family,
         **{field: raw[key] for field, key in sizes.items()},
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or head_dim or raw["hidden_size"] // heads,
         rope_theta=float(theta),
-        rope_scaling=_scaling_from_hf(rope),
+        rope_scaling=scaling,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        max_position=raw.get("max_position_embeddings", max_position),
+        max_position=positions,
         **switches,
     )
 
 
-def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling_from_hf(rope: Mapping[str, Any], positions: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
-        hint = ""
-        if kind == "yarn":
-            hint = "; without rope_scaling a Qwen model works up to the length it was trained on"
-        raise ValueError(f"rope type {kind!r} is not supported, only 'default' and 'llama3'{hint}")
+    if kind == "llama3":
+        return _llama3_from_hf(rope)
+    if kind == "yarn":
+        return _yarn_from_hf(rope, positions)
+    raise ValueError(f"rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
+
+
+def _llama3_from_hf(rope: Mapping[str, Any]) -> Llama3Scaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [key for key in keys if key not in rope]
     if missing:
         raise ValueError(f"the llama3 rope scaling of config.json lacks {', '.join(missing)}")
     factor, low, high, original = (rope[key] for key in keys)
-    return RopeScaling(float(factor), float(low), float(high), int(original))
+    return Llama3Scaling(float(factor), float(low), float(high), int(original))
+
+
+def _yarn_from_hf(rope: Mapping[str, Any], positions: int) -> YarnScaling:
+    """What is not said is as transformers takes it: the original length `positions`, the factor
+    what these are of it."""
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if original is None and factor is None:
+        raise ValueError("the yarn rope scaling of config.json lacks factor")
+    original = original or positions
+    factor = factor or positions / original
+    attention = rope.get("attention_factor")
+    weights = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention is None and all(weights):
+        over, under = (yarn_table_scale(factor, weight) for weight in weights)
+        attention = over / under
+    return YarnScaling(
+        float(factor),
+        int(original),
+        float(rope.get("beta_fast") or YarnScaling.beta_fast),
+        float(rope.get("beta_slow") or YarnScaling.beta_slow),
+        None if attention is None else float(attention),
+        bool(rope.get("truncate", YarnScaling.truncate)),
+    )
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    same = {
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+    if isinstance(scaling, Llama3Scaling):
+        bands = ("low_freq_factor", "high_freq_factor")
+        return {"rope_type": "llama3", **same, **{key: getattr(scaling, key) for key in bands}}
+    # what is left out is as any reader takes it; some know no more than the first two
+    optional = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+    own = {key: getattr(scaling, key) for key in optional}
+    said = {key: value for key, value in own.items() if value != getattr(YarnScaling, key)}
+    return {"rope_type": "yarn", **same, **said}
 
 
 def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
@@ -174,15 +226,7 @@ def decoder_to_hf(
         "hidden_act": _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
+        "rope_scaling": None if scaling is None else _scaling_to_hf(scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_position,
         **dict.fromkeys(named, False),

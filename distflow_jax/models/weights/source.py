@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
@@ -98,12 +98,24 @@ class ModelSource:
         return None if self.reader is None else self.reader(np.dtype(dtype))
 
 
-def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
+def open_model(
+    spec: str,
+    *,
+    cache_dir: str | None = None,
+    yarn_factor: float = 1.0,
+    yarn_positions: int = 0,
+) -> ModelSource:
     """Open a model source; reads headers only, and fetches what is not on this machine.
 
     `cache_dir` holds what wheels ship; default $DISTFLOW_CACHE or ~/.cache/distflow_jax.
+    `yarn_factor` stretches the positions of a model that is not stretched by itself: the
+    `yarn_positions` that it was trained on (0: all that it names) by so much, see YarnScaling.
     Raises ValueError or FileNotFoundError that name the source and what to change.
     """
+    return _stretched(_open(spec, cache_dir), yarn_factor, yarn_positions)
+
+
+def _open(spec: str, cache_dir: str | None) -> ModelSource:
     kind, _, rest = spec.partition(":")
     if kind == "random" and rest:
         return _open_random(spec, rest)
@@ -125,7 +137,37 @@ def open_model(spec: str, *, cache_dir: str | None = None) -> ModelSource:
     )
 
 
-def open_shapes(spec: str, *, cache_dir: str | None = None) -> ModelSource:
+def _stretched(source: ModelSource, factor: float, positions: int) -> ModelSource:
+    config = source.config
+    if factor == 1:
+        return source
+    if config.rope_scaling is not None or config.rope_factor != 1:
+        raise ValueError(
+            f"model.yarn_factor={factor:g}: {source.spec} is stretched to {config.max_position} "
+            "positions by its own files; use model.yarn_factor=1"
+        )
+    if positions > config.max_position:
+        raise ValueError(
+            f"model.yarn_positions={positions} is above the {config.max_position} positions of "
+            f"{source.spec}; use at most that, or 0"
+        )
+    scaling = YarnScaling(factor, positions or config.max_position)
+    longest = max(config.max_position, scaling.max_position)
+    digest = hashlib.sha256(f"{source.fingerprint}{scaling}".encode())
+    return dataclasses.replace(
+        source,
+        config=dataclasses.replace(config, rope_scaling=scaling, max_position=longest),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def open_shapes(
+    spec: str,
+    *,
+    cache_dir: str | None = None,
+    yarn_factor: float = 1.0,
+    yarn_positions: int = 0,
+) -> ModelSource:
     """As `open_model`, of a folder that may have config.json and no weights: enough to plan with.
 
     Of a model of the hub no weights are fetched. Without tokenizer.json the tokenizer is one of
@@ -141,8 +183,10 @@ def open_shapes(spec: str, *, cache_dir: str | None = None) -> ModelSource:
             tokenizer = _tokenizer_of(family, config, path)
         else:
             tokenizer = Tokenizer.byte_level(config.vocab_size)
-        return ModelSource(spec, config, tokenizer, fingerprint_files([path / "config.json"]))
-    return open_model(spec, cache_dir=cache_dir)
+        source = ModelSource(spec, config, tokenizer, fingerprint_files([path / "config.json"]))
+    else:
+        source = _open(spec, cache_dir)
+    return _stretched(source, yarn_factor, yarn_positions)
 
 
 def _has_weights(folder: Path) -> bool:
