@@ -21,17 +21,19 @@ from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
 
-_KNOWN = ("data", "fsdp", "tensor")
+_KNOWN = ("data", "fsdp", "context", "tensor")
 
 
 def program_costs(planned: Planned, program: Program, numbers: np.ndarray) -> Costs:
     """FLOPs from the jaxpr, the rest by formulas. ValueError for a mesh that they do not know.
 
     Weights are gathered over fsdp in every pass of a micro-batch (forward; of an update backward
-    too), gradients summed over fsdp and data behind it, beside other work; partial sums of tensor
-    groups are waited for. HBM: weights once for every product they are in, accumulated gradients
-    read and written, the optimizer's state once a step, and each product's input and output.
-    Attention's scores stay on the chip. `numbers`: the mesh's devices, as traffic_of takes them.
+    too), gradients summed over fsdp, data and context behind it, beside other work. Partial sums of
+    tensor groups are waited for, and so are the keys and values of a row that devices share: those
+    of all of it are gathered before attention, and in an update again behind it. HBM: weights once
+    for every product they are in, accumulated gradients read and written, the optimizer's state
+    once a step, and each product's input and output. Attention's scores stay on the chip.
+    `numbers`: the mesh's devices, as traffic_of takes them.
     """
     found = matmul_flops(program.traced.jaxpr)
     sizes = dict(program.mesh.shape)
@@ -87,14 +89,16 @@ def _of_model(
     at_once = sizes.rows_at_a_time(layout)
     steps = sizes.packing.mini_batches * (planned.config.training.epochs if trains else 1)
     micro = steps * -(-sizes.packing.rows[layout] // at_once)  # M
-    tokens = at_once * sizes.packing.limits.tokens  # A
+    parts = mesh.shape.get("context", 1)
+    tokens = at_once * sizes.packing.limits.tokens // parts  # A
     layers = config.num_layers
     again = trains and sizes.forward.remat == "full"
 
     traffic = []
 
-    def add(kind: str, axis: str, size: float, times: int, overlapped: bool = True) -> None:
-        found = _along(kind, (axis,), mesh, numbers, size=size, times=times, overlapped=overlapped)
+    def add(kind: str, axes: str, size: float, times: int, overlapped: bool = True) -> None:
+        names = tuple(axes.split("*"))
+        found = _along(kind, names, mesh, numbers, size=size, times=times, overlapped=overlapped)
         traffic.append(found)
 
     if fsdp > 1:
@@ -102,8 +106,19 @@ def _of_model(
         add("all-gather", "fsdp", passes * micro * weights * item, passes * micro * layers)
         if trains:
             add("reduce-scatter", "fsdp", micro * weights * item, micro * layers)
-    if trains and mesh.shape.get("data", 1) > 1:
-        add("all-reduce", "data", micro * weights / fsdp * item, micro * layers)
+    copies = [axis for axis in ("data", "context") if mesh.shape.get(axis, 1) > 1]
+    if trains and copies:
+        add("all-reduce", "*".join(copies), micro * weights / fsdp * item, micro * layers)
+    if parts > 1:
+        # a device has a part of the query heads, and the keys and values that these need
+        shared = config.num_kv_heads % tensor == 0
+        heads = (config.num_kv_heads if shared else config.num_heads) / tensor
+        row = float(tokens * parts * heads * config.head_dim * item)
+        times = micro * layers * 2
+        gathers = times * (2 if trains else 1)
+        add("all-gather", "context", gathers * row, gathers, overlapped=False)
+        if trains:
+            add("reduce-scatter", "context", times * row, times, overlapped=False)
     if tensor > 1:
         # before attention and the MLP, and behind; as much of the gradient; and again where so.
         # XLA sums all of it on each device going forward, and a part going back

@@ -14,7 +14,7 @@ from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.observe.drawing import Line, Rect, Text
 from distflow_jax.parallel.device_memory import live_bytes
-from distflow_jax.pods.compile import TooLarge, refusing
+from distflow_jax.pods.compile import TooLarge, compile_program, refusing
 from distflow_jax.pods.picture import MEMORY_COLORS, draw_pod
 from distflow_jax.pods.plan import plan_on
 from distflow_jax.pods.topology import open_topology
@@ -168,11 +168,26 @@ def test_a_program_that_does_not_fit_alone_is_named(says, needs):
             raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
+def test_rows_that_devices_share():
+    """Their keys and values are gathered, their gradients summed."""
+    pod, planned = planned_for("gpu:1x8", "mesh.context=2", "training.attention=blocks")
+    plan = plan_on(pod, planned, compiled=False)
+    model, packing = planned.source.config, planned.sizes.packing
+    rows, tokens = packing.rows[planned.sizes.mesh.layout], packing.limits.tokens
+    keys = rows * tokens * model.num_kv_heads * model.head_dim * 2 * model.num_layers
+    for name, gathers in (("reference", 1), ("actor_train", 2)):
+        found = plan.costs[name].to_tree()["bytes_by_axes"]
+        assert found["context"]["all-gather"] == gathers * 2 * keys
+    assert found["context"]["reduce-scatter"] == 2 * keys
+    gradients = rows * num_params(model) / 4 * 2  # in bfloat16, of what a device has
+    assert found["context"]["all-reduce"] == gradients
+
+
 def test_axes_that_formulas_do_not_know():
     with pytest.raises(
-        ValueError, match="formulas know the mesh axes data, fsdp, tensor and not context=2"
+        ValueError, match="formulas know the mesh axes data, fsdp, context, tensor and not stage=2"
     ):
-        plan_on(*planned_for("gpu:1x8", "mesh.context=2"), compiled=False)
+        plan_on(*planned_for("gpu:1x8", "mesh.stage=2"), compiled=False)
 
 
 def test_a_model_needs_no_weights_to_be_planned_with(tmp_path):
@@ -207,6 +222,23 @@ def test_tpus_are_compiled_for(of_tpus):
     assert not of_tpus.problem and of_tpus.memory.fullest.total < of_tpus.pod.chip.memory
     text = of_tpus.describe()
     assert "rollout: stragglers" in text and "beside work" in text
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
+def test_formulas_say_what_the_compiler_does_with_shared_rows(data):
+    sizes = [f"mesh.data={data}", "mesh.context=2", "training.attention=blocks"]
+    pod, planned = planned_for("v5e:4x4", *sizes)
+    guess = plan_on(pod, planned, compiled=False)
+    for name in ("reference", "actor_train"):
+        found = guess.costs[name].to_tree()["bytes_by_axes"]
+        compiled = compile_program(guess.programs[name], pod).to_tree()["bytes_by_axes"]
+        for kind in ("all-gather", "reduce-scatter"):
+            assert found["context"].get(kind) == compiled["context"].get(kind), name
+    axes = "context" if data == 1 else "data*context"
+    sums = compiled[axes]["all-reduce"]  # of the layers; the table's go another way
+    assert found[axes]["all-reduce"] == pytest.approx(sums, rel=0.1)
 
 
 @needs_libtpu
