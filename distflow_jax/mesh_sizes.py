@@ -19,7 +19,7 @@ def mesh_sizes(
     config: MeshConfig, model: DecoderConfig, machine: Machine
 ) -> tuple[MeshSizes, dict[str, MeshSizes]]:
     """Meshes of the training roles: (the common one, those of `mesh.roles`)."""
-    _check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
+    check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
     common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
     roles = {
         name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
@@ -40,7 +40,7 @@ def _role_sizes(
     part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
     if part is not None:
         machine = machine.part(part[1] - part[0])
-    _check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
     sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
     if model.num_layers % sizes.stage:
         common = math.gcd(model.num_layers, machine.devices)
@@ -92,7 +92,7 @@ def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) ->
         )
 
 
-def _check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
+def check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
     """A tensor group takes whole hosts or a part of one, and a share of each of these sizes."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
     for name, size in sizes.items():

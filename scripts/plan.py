@@ -4,11 +4,14 @@ Examples:
   python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04
   python scripts/plan.py --config=configs/grpo_smollm2.py --out=plan --mermaid
   python scripts/plan.py --config=configs/tiny.py --topology=v5e:4x4 --out=plan
+  python scripts/plan.py --config=configs/tiny.py --topology=gpu:2x8 --sweep
 
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
 --nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
 seconds: see docs/scaling.md. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
 and plan.mmd, a Mermaid flowchart; of a pod its memory and seconds, pod.svg and pod.png, too.
+--sweep looks for the fastest layout of the pod that fits, whatever config.mesh says, and prints its
+flags; --out then writes sweep.txt and sweep.json.
 
 Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
 mistake that you can mend, said in one line.
@@ -19,7 +22,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +45,7 @@ from distflow_jax.observe.drawing import to_svg
 from distflow_jax.observe.png import to_png
 from distflow_jax.pods.picture import draw_pod
 from distflow_jax.pods.plan import plan_on
+from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
 from distflow_jax.programs.costs import costs_of
@@ -58,6 +62,10 @@ TOPOLOGY = flags.DEFINE_string(
 MEAN_RESPONSE = flags.DEFINE_integer(
     "mean_response", 0, "Tokens of a mean response, for --topology's estimate; 0: the longest.", 0
 )
+SWEEP = flags.DEFINE_boolean("sweep", False, "Look for the fastest layout of --topology that fits.")
+SWEEP_COMPILE = flags.DEFINE_integer(
+    "sweep_compile", 3, "Compile at most so many of --sweep's best layouts; 0: formulas alone.", 0
+)
 PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
 COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs, for their memory and bytes.")
 MERMAID = flags.DEFINE_boolean("mermaid", False, "Print the plan as a Mermaid flowchart, too.")
@@ -73,9 +81,15 @@ def main(argv: list[str]) -> int:
             f"--topology={TOPOLOGY.value} has a number of devices: leave --devices={DEVICES.value} "
             "out"
         )
+    if SWEEP.value and not TOPOLOGY.value:
+        raise ValueError(
+            "--sweep needs the pod to look at: give --topology, v5p:4x4x4 for instance"
+        )
     pod = open_topology(TOPOLOGY.value) if TOPOLOGY.value else None
     machine = pod.machine if pod else wanted_machine()
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
+    if SWEEP.value:
+        return sweep_pod(pod, config, chosen)
     planned = plan_run(config, machine, chosen, open_source=open_shapes)
     if pod:
         planned = dataclasses.replace(planned, devices=pod.devices)
@@ -124,6 +138,30 @@ def plan_pod(pod: Pod, planned: Planned) -> int:
         (folder / "pod.png").write_bytes(to_png(drawing))
     if found.problem:
         print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def sweep_pod(pod: Pod, config: Config, chosen: Collection[str]) -> int:
+    """Looks for the fastest layout on a pod that fits, and shows which it is."""
+    found = sweep(
+        pod,
+        config,
+        chosen,
+        mean_response=MEAN_RESPONSE.value,
+        compiles=SWEEP_COMPILE.value if COMPILE.value else 0,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    text = found.describe()
+    print(text)
+    if OUT.value:
+        folder = pathlib.Path(OUT.value)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sweep.txt").write_text(text, encoding="utf-8")
+        tree = json.dumps(found.to_tree(), indent=1)
+        (folder / "sweep.json").write_text(tree, encoding="utf-8")
+    if found.problem:
+        print(f"error: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 

@@ -580,6 +580,7 @@ SCRIPT_CASES = [
     ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
     ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
+    ("plan", "--sweep", "--sweep needs the pod to look at: give --topology"),
     ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
     ("generate", "", "give either --prompt or --file"),
     ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),

@@ -221,19 +221,25 @@ def _cells(e: Estimate) -> tuple[str, ...]:
 
 
 def plan_on(
-    pod: Pod, planned: Planned, *, mean_response: int = 0, compiled: bool = True
+    pod: Pod,
+    planned: Planned,
+    *,
+    mean_response: int = 0,
+    compiled: bool = True,
+    programs: Mapping[str, Program] | None = None,
 ) -> PodPlan:
     """Compiles all of a plan for a pod, whose devices it has. Makes no array.
 
     `mean_response` in tokens, for the time of sampling; 0: the longest allowed. Without `compiled`,
-    which takes a pod that compiles, formulas tell what programs cost. Raises ValueError where a
-    mesh does not fit the pod, or the formulas.
+    which takes a pod that compiles, formulas tell what programs cost. `programs`: those of
+    `machinery.trace`, where they are known. Raises ValueError where a mesh does not fit the pod, or
+    the formulas.
     """
     pod.check_mesh("mesh", planned.sizes.mesh)
     for role, mesh in planned.sizes.role_meshes.items():
         pod.check_mesh(f"mesh.roles.{role}", mesh)
     load = _load(pod, planned, mean_response)
-    programs = trace(planned)
+    programs = trace(planned) if programs is None else programs
     costs, refused = (_compiled if compiled else _by_formulas)(pod, planned, programs)
     chips = {name: programs[name].mesh.size if name in programs else pod.size for name in costs}
     chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in _SAMPLER if n in costs}

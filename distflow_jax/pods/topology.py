@@ -98,11 +98,18 @@ class Pod:
             f"{c.flops / 1e12:.0f} TFLOP/s (bfloat16), one way {links} ({c.source})\n"
         )
 
-    def check_mesh(self, where: str, mesh: MeshSizes) -> None:
-        """ValueError unless the devices along each axis of a mesh are a box of the pod's places."""
+    def holds(self, mesh: MeshSizes) -> bool:
+        """Whether the devices along each axis of a mesh are a box of the pod's places."""
         names, shape = zip(*mesh.layout.axes, strict=True)
         if math.prod(shape) != self.size:
-            return  # a part of every host
+            return True  # a part of every host
+        return all(self._spans(names, shape, axis) for axis in names)
+
+    def check_mesh(self, where: str, mesh: MeshSizes) -> None:
+        """ValueError with sizes that the pod holds, where it does not hold this mesh."""
+        if self.holds(mesh):
+            return
+        names, shape = zip(*mesh.layout.axes, strict=True)
         for axis in reversed(names):
             if self._spans(names, shape, axis):
                 continue
