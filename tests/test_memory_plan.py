@@ -3,7 +3,11 @@
 import dataclasses
 import gc
 import json
+import pathlib
+import subprocess
+import sys
 
+import haste
 import jax
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.dag.residency import residency
 from distflow_jax.machine import Machine
-from distflow_jax.machinery import make_engine, make_meshes, trace
+from distflow_jax.machinery import build, make_engine, make_meshes, trace
 from distflow_jax.memory_advice import _changes, shortage
 from distflow_jax.memory_plan import (
     Held,
@@ -34,6 +38,7 @@ from distflow_jax.states import States
 from distflow_jax.training.state import sharded_params
 from distflow_jax.types import Layout
 
+ROOT = pathlib.Path(__file__).parents[1]
 SMALL = [
     "model.source=random:llama?hidden=64&layers=4&heads=4&kv_heads=2&mlp=128&vocab=512",
     "algorithm.kl_coef=0.04",  # a reference model
@@ -246,6 +251,44 @@ def test_a_run_that_does_not_fit_ends_before_step_1(tmp_path):
     with pytest.raises(ValueError, match="needs about .* of each device, which has 524.3 KiB"):
         run.train_here(config, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
+    """configs/tiny.py on 8 devices: the arrays that lie there when a segment begins, with what its
+    compiled program reports beside its arguments, are within 15 % of what scripts/plan.py said."""
+    script = [sys.executable, str(ROOT / "scripts/plan.py"), f"--out={tmp_path / 'plan'}"]
+    command = [*script, f"--config={ROOT / 'configs/tiny.py'}"]
+    subprocess.run(command, check=True, capture_output=True, env=haste.environment(devices=8))
+    planned = json.loads((tmp_path / "plan" / "plan.json").read_text())["memory"]["segments"]
+    gc.collect()
+    others, taken = live_bytes(), {}  # the first: what other tests still hold
+
+    def watching(setup, spans):
+        machinery = build(setup, spans)
+
+        def watched(name, runner):
+            def run(states, values):
+                taken[name] = live_bytes() - others
+                if name in machinery.programs:
+                    found = machinery.programs[name].compile().memory_analysis()
+                    fresh = found.output_size_in_bytes - found.alias_size_in_bytes
+                    taken[name] += found.temp_size_in_bytes + fresh
+                return runner(states, values)
+
+            return run
+
+        machinery.runners = {name: watched(name, r) for name, r in machinery.runners.items()}
+        return machinery
+
+    monkeypatch.setattr(run, "build", watching)
+    config = override(tiny.get_config(), ["training.steps=1"])
+    assert run.train_here(from_config_dict(Config, config), tmp_path / "run") == 0
+    totals = {s["name"]: s["total"] for s in planned}
+    del totals["update_weights"]  # no node of the plan, and beside it lies less than in a rollout
+    assert totals.keys() == taken.keys() - {"reward"}
+    for name, total in totals.items():
+        assert taken[name] == pytest.approx(total, rel=0.15), name
 
 
 @pytest.mark.slow
