@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device.rates import product_rate
 from peers.paced import Side, report, wait_for_turn
 
 from distflow_jax.algorithms.config import AlgorithmConfig
@@ -66,7 +67,6 @@ CASES = {  # samples of a prompt, tokens of a prompt and of a response
 }
 SIDES = ("ours", "separate", "transformers", "tunix")
 PEERS = pathlib.Path(__file__).parent / "peers"
-PRODUCT = 1536  # size of the plain product
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -130,22 +130,6 @@ def needed_flops(model: DecoderConfig, rows: Rows) -> float:
     pairs = int(packed_mask(first.segment, parent_segment(first)).sum())
     tokens, scored = int((rows.segment > 0).sum()), int(rows.response_mask.sum())
     return training_flops(model, Work(tokens, scored, pairs))
-
-
-def product_rate() -> float:
-    """FLOP/s of a plain float32 product, the best of five."""
-    a = jnp.ones((PRODUCT, PRODUCT))
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(_square(a))
-        times.append(time.perf_counter() - start)
-    return 2 * PRODUCT**3 / min(times)
-
-
-@jax.jit
-def _square(a: jax.Array) -> jax.Array:
-    return a @ a
 
 
 def attention_of(

@@ -1,0 +1,237 @@
+"""Whether a device computes what the CPU beside it does: the trainer's numbers, and sampled tokens.
+
+Float32 is compared with products as exact as the device has them, so that what differs is rounding;
+bfloat16 runs as in training, by the platform's Pallas kernels. Both against float32 on the CPU.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.parameters import param_specs
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.responses import GroupRequest, Response
+from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.row_attention import AttentionSizes, row_attention
+from distflow_jax.types import unflatten_dict
+
+MODEL = DecoderConfig(
+    vocab_size=512,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=256,
+    tie_embeddings=False,
+)
+# Largest error of a log-prob, of the loss, of the gradient by its norm; and by how much the CPU may
+# have preferred its own token where the device draws another one (perturbed logits). Float32: sums
+# in another order. bfloat16 has 8 bits: a CPU that computes in it is off by 0.1, 2e-6, 0.02, 0.07.
+TOLERANCES = {
+    "float32": {"logp": 1e-3, "loss": 1e-4, "gradient": 1e-3, "margin": 1e-3},
+    "bfloat16": {"logp": 0.25, "loss": 1e-3, "gradient": 0.06, "margin": 0.25},
+}
+# with entropy, since of one update per batch the policy loss itself is the same for all parameters
+ALGORITHM = AlgorithmConfig(entropy_coef=0.1)
+_ROWS, _LENGTH, _SAMPLES, _PROMPT = 2, 512, 4, 100
+_RESPONSE = 40  # tokens that are sampled
+_TEMPERATURES = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One number that is compared."""
+
+    what: str
+    error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the device is as near to the CPU as it has to be; never for what is no number."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.holds else "WRONG"
+        return f"{verdict:5s} {self.what}: {self.error:.2g}, at most {self.tolerance:.2g}"
+
+
+def check(device: jax.Device) -> list[Comparison]:
+    """All comparisons of a device with this machine's CPU."""
+    host = jax.devices("cpu")[0]
+    params = _params()
+    trained, sampled = _trainer(host, params, "float32"), _sampler(host, params, "float32")
+    found = []
+    for dtype, tolerances in TOLERANCES.items():
+        errors = _errors(_trainer(device, params, dtype), trained)
+        errors |= _token_errors(_sampler(device, params, dtype), sampled)
+        for name, error in errors.items():
+            kind = name.split()[0]
+            found.append(Comparison(f"{dtype} {name}", error, tolerances[kind]))
+    return found
+
+
+def _params() -> dict[str, Any]:
+    """Float32 NumPy parameters, larger than at birth: predictions are sharp, and tokens decided."""
+    rng, flat = np.random.default_rng(0), {}
+    for path, spec in param_specs(MODEL).items():
+        noise = rng.standard_normal(spec.shape, np.float32)
+        flat[path] = 1 + 0.2 * noise if spec.stddev is None else 0.1 * noise
+    return unflatten_dict(flat)
+
+
+def _exact(dtype: str) -> contextlib.AbstractContextManager:
+    """Products of float32 in float32, which GPUs and TPUs do not make unless asked to."""
+    exact = jax.default_matmul_precision("highest")
+    return exact if dtype == "float32" else contextlib.nullcontext()
+
+
+# -- the trainer ---------------------------------------------------------------------------------
+
+
+def _batch() -> PolicyBatch:
+    """Rows of two prompts each, whose responses share them; advantages are random."""
+    rng = np.random.default_rng(1)
+    groups = 2 * _ROWS
+    sizes = rng.integers(8, 36, (groups, _SAMPLES))
+
+    def ids(size: int) -> np.ndarray:
+        return rng.integers(3, MODEL.vocab_size, size, dtype=np.int32)
+
+    prompts = [ids(_PROMPT) for _ in range(groups)]
+    number = groups * _SAMPLES
+    sequences = Sequences(
+        group=[i // _SAMPLES for i in range(number)],
+        sample=[i % _SAMPLES for i in range(number)],
+        prompt=[prompts[i // _SAMPLES] for i in range(number)],
+        response=[ids(size) for size in sizes.flat],
+        response_mask=[np.ones(size, bool) for size in sizes.flat],
+    )
+    per_row = 2 * _SAMPLES
+    at = tuple(tuple(range(i, i + per_row)) for i in range(0, number, per_row))
+    placement = Placement(RowShape(1, _ROWS, _LENGTH, per_row), (at,), True)
+    rows = jax.tree.map(lambda x: x[0], to_rows(sequences, placement))
+    advantage = np.where(rows.response_mask, rng.normal(size=rows.tokens.shape), 0)
+    return PolicyBatch(rows, advantage.astype(np.float32), None, None, None)
+
+
+def _trainer(device: jax.Device, params: Any, dtype: str) -> dict[str, Any]:
+    """Log-probs [R, L], loss and gradient of the policy's objective on a device, as NumPy."""
+    group = MODEL.num_heads // MODEL.num_kv_heads
+    sizes = AttentionSizes(_LENGTH, _LENGTH, _ROWS, group, MODEL.head_dim, dtype)
+    attention = row_attention("auto", device.platform, sizes)
+    forward = ForwardConfig(
+        dtype, 128, "none", attention_block=attention.block, attention_by=attention.by
+    )
+    objective = policy_objective(MODEL, ALGORITHM, forward, max_response=_LENGTH)
+
+    def run(params, batch):
+        batch, denominators = objective.prepare(batch)
+        temperature = jnp.float32(1)
+
+        def loss(params):
+            return objective.evaluate(params, batch, denominators, temperature)[0]
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        logp, _ = response_logp(params, MODEL, batch.rows, temperature, forward)
+        return {"logp": logp, "loss": value, "gradient": gradient}
+
+    mesh = Mesh(np.array([[device]], dtype=object), ("fsdp", "tensor"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    with _exact(dtype), jax.default_device(device), use_mesh(mesh):
+        return jax.device_get(jax.jit(run)(*jax.device_put((params, _batch()), whole)))
+
+
+def _errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    def flat(tree):
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+
+    gradients = flat(found["gradient"]), flat(wanted["gradient"])
+    return {
+        "logp": float(np.abs(found["logp"] - wanted["logp"]).max()),
+        "loss": float(abs(found["loss"] - wanted["loss"])),
+        "gradient": float(
+            np.linalg.norm(gradients[0] - gradients[1]) / np.linalg.norm(gradients[1])
+        ),
+    }
+
+
+# -- the sampler ---------------------------------------------------------------------------------
+
+
+def _sampler(device: jax.Device, params: Any, dtype: str) -> dict[float, list[Response]]:
+    """Responses by temperature: several to each of some prompts, over several pages."""
+    mesh = Mesh(np.array([[device]], dtype=object), ("data", "tensor"))
+    config = EngineConfig(
+        slots=4 * _SAMPLES,
+        max_prompt=_PROMPT,
+        max_response=_RESPONSE,
+        tokens_per_call=8,
+        page_size=16 if device.platform != "tpu" else 128,
+        group_size=_SAMPLES,
+        dtype=dtype,
+    )
+    rng, found = np.random.default_rng(2), {}
+    prompts = rng.integers(3, MODEL.vocab_size, (4, _PROMPT), dtype=np.int32)
+    with _exact(dtype), jax.default_device(device):
+        engine = RolloutEngine(MODEL, config, mesh, stop_ids=(), seed=0)
+        weights = engine.load_params(jax.device_put(params, device))
+        engine.compile(weights)
+        state = engine.init_decode_state()
+        for temperature in _TEMPERATURES:
+            requests = [
+                GroupRequest(
+                    Prompt(i, i, tokens, "", "random", "", {}), _SAMPLES, _RESPONSE, temperature
+                )
+                for i, tokens in enumerate(prompts)
+            ]
+            state, found[temperature], _ = run_requests(engine, weights, state, requests)
+    return found
+
+
+def _token_errors(
+    found: dict[float, list[Response]], wanted: dict[float, list[Response]]
+) -> dict[str, float]:
+    errors = {}
+    for temperature in _TEMPERATURES:
+        pairs = list(zip(found[temperature], wanted[temperature], strict=True))
+        name = "at temperature 0" if temperature == 0 else "of sampled tokens"
+        errors[f"margin {name}"] = max(_margin_lost(mine, theirs) for mine, theirs in pairs)
+        if temperature:
+            errors[f"logp {name}"] = max(_logp_error(mine, theirs) for mine, theirs in pairs)
+    return errors
+
+
+def _agreeing(mine: Response, theirs: Response) -> int:
+    """Tokens up to the first that differs: those after it are drawn from something else."""
+    differ = np.flatnonzero(mine.tokens != theirs.tokens)
+    return int(differ[0]) if len(differ) else len(theirs.tokens)
+
+
+def _margin_lost(mine: Response, theirs: Response) -> float:
+    """The CPU's own lead of the token that the device did not draw; 0 where all are the same."""
+    first = _agreeing(mine, theirs)
+    return float(theirs.margin[first]) if first < len(theirs.tokens) else 0.0
+
+
+def _logp_error(mine: Response, theirs: Response) -> float:
+    same = slice(0, _agreeing(mine, theirs))
+    return float(np.abs(mine.logp[same] - theirs.logp[same]).max(initial=0.0))
+
+
+def describe(comparisons: Sequence[Comparison]) -> str:
+    """A line each."""
+    return "\n".join(map(str, comparisons))

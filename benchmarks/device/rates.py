@@ -1,0 +1,120 @@
+"""What this job's devices reach: a plain product, a copy of memory, collectives between them.
+
+n devices, S the side of a square matrix.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from distflow_jax.parallel.device_memory import device_memory_bytes
+from distflow_jax.parallel.mesh import canonical_order
+from distflow_jax.pods.chips import Chip, chip_of
+
+_PRODUCT = {"cpu": 1536}  # S
+_COPIED = {"cpu": 256 << 20}  # bytes, beyond every cache
+_ACCELERATOR_PRODUCT, _ACCELERATOR_COPIED = 8192, 1 << 30
+_REPEATS = 5
+
+
+def this_chip(dtype: str) -> Chip:
+    """The chip of this job's devices by its maker's numbers; where these are not known, at the
+    rates that `measured_chip` finds."""
+    return chip_of(jax.devices()[0].device_kind) or measured_chip(dtype)
+
+
+def measured_chip(dtype: str) -> Chip:
+    """This job's devices at the rates that they reach when all are at work, products in `dtype`."""
+    number = jax.device_count()
+    link, hop = _links() if number > 1 else (0.0, 0.0)
+    return Chip(
+        name=jax.devices()[0].device_kind,
+        platform=jax.default_backend(),
+        memory=device_memory_bytes(),
+        flops=product_rate(dtype),
+        memory_bandwidth=copy_rate(),
+        link_bandwidth=link,
+        hop_seconds=hop,
+        source="measured",
+    )
+
+
+def between(first: Chip, second: Chip) -> Chip:
+    """The chip at the mean of rates that were measured twice."""
+    rates = ("flops", "memory_bandwidth", "link_bandwidth", "hop_seconds")
+    means = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in rates}
+    return dataclasses.replace(first, **means)
+
+
+def product_rate(dtype: str = "float32") -> float:
+    """FLOP/s of a device in a plain product of square matrices, the best of five."""
+    side = _PRODUCT.get(jax.default_backend(), _ACCELERATOR_PRODUCT)
+    x = _on_each(np.full((side, side), 1 / side, jnp.dtype(dtype)))
+    return 2 * side**3 / _best(lambda: _squared(x))
+
+
+def copy_rate() -> float:
+    """Bytes/s of a device's memory, read plus written, while an array is read and written."""
+    size = _COPIED.get(jax.default_backend(), _ACCELERATOR_COPIED)
+    held = [_on_each(np.zeros(size // 4, np.float32))]
+
+    def run():
+        # in place: on a CPU pages that are touched for the first time cost more than the copy
+        held[0] = _added(held[0])
+        return held[0]
+
+    return 2 * size / _best(run)
+
+
+def _links() -> tuple[float, float]:
+    """(bytes/s, one way, that a ring through all devices has; seconds of one hop of it)."""
+    mesh = _all_devices()
+    size, hops = 64 << 20, mesh.size - 1
+
+    def gather(count: int) -> float:
+        x = jax.device_put(np.zeros(count, np.float32), NamedSharding(mesh, PartitionSpec("all")))
+        whole = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        return _best(lambda: whole(x))
+
+    hop = gather(mesh.size) / hops
+    return size * hops / mesh.size / max(gather(size // 4) - hops * hop, 1e-9), hop
+
+
+@jax.jit
+def _squared(x: jax.Array) -> jax.Array:
+    return x @ x
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+def _all_devices() -> Mesh:
+    return Mesh(np.array(canonical_order(jax.devices()), dtype=object), ("all",))
+
+
+def _on_each(x: np.ndarray) -> jax.Array:
+    """[n, ...]: the array once on every device. Compiles nothing."""
+    mesh = _all_devices()
+    there = NamedSharding(mesh, PartitionSpec("all"))
+    return jax.make_array_from_callback((mesh.size, *x.shape), there, lambda index: x[None])
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Seconds of the fastest of several calls, after one that compiles."""
+    jax.block_until_ready(run())
+    return min(_seconds(run) for _ in range(_REPEATS))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start

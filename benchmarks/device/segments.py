@@ -1,0 +1,99 @@
+"""A run that keeps no checkpoint, and the time of each of its segments."""
+
+import contextlib
+import pathlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from distflow_jax.batch import Rows
+from distflow_jax.config import Config
+from distflow_jax.dag.worker import Runner
+from distflow_jax.observe.device_times import DeviceTimes
+from distflow_jax.observe.watchdog import Watchdog
+from distflow_jax.observe.writers import read_metrics
+from distflow_jax.run import Run
+from distflow_jax.setup import prepare
+
+
+class Nowhere:
+    """In place of a Checkpointer: there is nothing to go on from, and nothing is kept."""
+
+    def latest(self) -> None:
+        """No step."""
+
+    def save(self, step: int, trained: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Forgets it."""
+
+
+class SegmentTimes:
+    """Seconds of every segment and step of a run, and how many rows a program had.
+
+    Programs are followed, not waited for (observe/device_times.py): the run goes on as it would.
+    """
+
+    def __init__(self, run: Run):
+        self._run, self._times = run, DeviceTimes()
+        self._host: dict[str, float] = {}
+        self.rows: dict[str, int] = {}  # by segment, of its last call
+        run.runners = {name: self._timed(name, r) for name, r in run.runners.items()}
+
+    def take(self) -> dict[str, list[float]]:
+        """Seconds by segment, one number for each step but the first; ends the following."""
+        found: dict[str, list[float]] = {}
+        for key, seconds in sorted((self._times.take() | self._host).items(), key=_step):
+            if _step((key, seconds)) > 1:
+                found.setdefault(key.partition("/")[2], []).append(seconds)
+        self._times.close()
+        return found
+
+    def _timed(self, name: str, runner: Runner) -> Runner:
+        program = self._run.machinery.programs.get(name)
+
+        def follow(states, values):
+            self.rows[name] = _filled(values)
+            devices, key = program.mesh.local_devices, f"{self._run.step}/{name}"
+            # states are donated to the next program that wants them
+            return self._times.follow(
+                key, devices, lambda: runner(states, values), lambda found: found[1:]
+            )
+
+        def clock(states, values):
+            started = time.perf_counter()
+            found = runner(states, values)
+            self._host[f"{self._run.step}/{name}"] = time.perf_counter() - started
+            return found
+
+        return clock if program is None else follow
+
+
+def run_timed(
+    config: Config, folder: pathlib.Path
+) -> tuple[Run, SegmentTimes, list[dict[str, float]]]:
+    """Runs all steps; (the run, its segments' times, metrics of each step but the first).
+
+    What a run prints is in stdout.txt of its new `folder`. Raises ValueError or FileNotFoundError
+    for what does not fit.
+    """
+    setup = prepare(config)
+    folder.mkdir(parents=True)
+    said = (folder / "stdout.txt").open("w", encoding="utf-8")
+    with contextlib.closing(setup.rewards), said, contextlib.redirect_stdout(said):
+        run = Run(setup, folder, Nowhere(), Watchdog(config.health, 1))
+        times = SegmentTimes(run)
+        run.loop(threading.Event())
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 1]
+    return run, times, steps
+
+
+def _filled(values: Sequence[Any]) -> int:
+    """Rows that hold a sequence."""
+    rows = next((x for x in values if isinstance(x, Rows)), None)
+    return 0 if rows is None else int(jax.device_get(rows.valid).any(-1).sum())
+
+
+def _step(item: tuple[str, float]) -> int:
+    return int(item[0].partition("/")[0])

@@ -1,0 +1,122 @@
+"""One optimizer step of a run's own compiled program, on rows that are full."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from decode_ours import random_params
+from device.work import Work, update_run
+
+from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
+from distflow_jax.machine import Machine
+from distflow_jax.machinery import make_meshes, trace
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.flops import Work as Tokens
+from distflow_jax.models.flops import causal_pairs, training_flops
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.pods.chips import Chip
+from distflow_jax.programs.costs import costs_of
+from distflow_jax.setup import plan_run
+from distflow_jax.states import optimizer_of
+from distflow_jax.tracing import Program
+from distflow_jax.training.state import init_state
+
+UPDATE = "actor_train"
+
+
+def time_update(
+    model: str, chip: Chip, work: Work, *, micro_rows: int, remat: str
+) -> dict[str, Any]:
+    """Seconds and model FLOPs utilisation of one optimizer step, compilation excluded.
+
+    FLOPs are those of models/flops.py: causal attention counts half of a square, and what is
+    computed again nothing. Raises ValueError where sizes do not fit together.
+    """
+    planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
+    config, decoder = planned.config, planned.source.config
+    program = trace(planned)[UPDATE]
+    started = time.perf_counter()
+    costs = costs_of(program.traced, program.compile())
+    compiling = time.perf_counter() - started
+
+    mesh = make_meshes(planned.sizes)[planned.sizes.mesh.layout]
+    optimizer, _ = optimizer_of(config, "ACTOR")
+    params = random_params(decoder, "float32", mesh)
+    states: dict[str, Any] = {"actor": init_state(params, decoder, optimizer, mesh)}
+    del params  # the state has them, and is donated
+    values = _values(program, decoder, work)
+    seconds, compilations = [], Compilations()
+    for step in range(1 + work.repeats):
+        started = time.perf_counter()
+        states, _, metrics = jax.block_until_ready(program(states, values))
+        if step:
+            seconds.append(time.perf_counter() - started)
+        else:
+            compilations.take()
+    compilations.close()
+    needed = _needed_flops(decoder, work)
+    median = statistics.median(seconds)
+    tokens = work.rows * work.row_tokens
+    return {
+        "micro_rows": micro_rows,
+        "remat": remat,
+        "attention": planned.sizes.attention.name,
+        "compute_dtype": planned.sizes.forward.compute_dtype,
+        "compile_seconds": compiling,
+        "seconds": seconds,
+        "median_seconds": median,
+        "tokens_per_second": tokens / median,
+        "model_flops": needed,
+        "mfu": needed / (median * jax.device_count() * chip.flops),
+        "hardware_flops": costs.flops,
+        "program_gb": None if costs.peak_bytes is None else costs.peak_bytes / 2**30,
+        "peak_gb_so_far": peak_memory_gb(),
+        "compilations": compilations.take(),
+        "grad_norm": float(metrics["actor/grad_norm"]),
+    }
+
+
+def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:
+    """The program's fields: rows that are full, and random numbers for every other field."""
+    spec = next(x for x in program.inputs if isinstance(x, Rows))
+    mini_batches, count, length = spec.tokens.shape
+    assert mini_batches == 1 and count >= work.rows, (spec.tokens.shape, work.rows)
+    rng = np.random.default_rng(0)
+
+    def ids(size: int) -> np.ndarray:
+        return rng.integers(3, model.vocab_size, size, dtype=np.int32)
+
+    numbers, response = range(work.rows), length - work.prompt
+    sequences = Sequences(
+        group=[i // 2 for i in numbers],
+        sample=[i % 2 for i in numbers],
+        prompt=[ids(work.prompt) for _ in numbers],
+        response=[ids(response) for _ in numbers],
+        response_mask=[np.ones(response, bool) for _ in numbers],
+    )
+    at = tuple((i,) for i in numbers) + ((),) * (count - work.rows)
+    shape = RowShape(1, count, length, spec.parent.shape[2])
+    rows = to_rows(sequences, Placement(shape, (at,), False))
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), rows, spec)
+
+    def numbers_of(spec: jax.ShapeDtypeStruct) -> jax.Array:
+        drawn = rng.normal(size=spec.shape) * rows.response_mask
+        return jax.device_put(drawn.astype(spec.dtype), spec.sharding)
+
+    return [placed if isinstance(x, Rows) else numbers_of(x) for x in program.inputs]
+
+
+def _needed_flops(model: DecoderConfig, work: Work) -> float:
+    window = model.sliding_window
+    return training_flops(
+        model,
+        Tokens(
+            tokens=work.rows * work.row_tokens,
+            scored=work.rows * (work.row_tokens - work.prompt),
+            pairs=work.rows * causal_pairs(work.row_tokens),
+            near_pairs=work.rows * causal_pairs(work.row_tokens, window),
+        ),
+    )

@@ -1,0 +1,84 @@
+"""What is timed, and the runs that it is part of."""
+
+import dataclasses
+
+from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.coordinator.loader import DataConfig
+from distflow_jax.rewards.pool import RewardConfig
+from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.training.config import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sizes, in tokens where nothing else is said; of one device where that is said."""
+
+    row_tokens: int = 4096
+    prompt: int = 512  # of an update's rows and of decoding
+    # an update
+    rows: int = 16  # of a device, each one prompt and one response
+    micro_rows: tuple[int, ...] = (1, 4)  # of a device at a time: a variant each
+    # decoding
+    slots: int = 256  # of a device
+    decoded: int = 512  # of each response
+    # responses to a prompt, of decoding and of a whole step
+    samples: int = 16
+    # a whole step
+    prompts: int = 32
+    response: int = 512  # at most, which random weights nearly always reach
+    steps: int = 4  # without the first
+    repeats: int = 5  # of all other measurements
+
+    def on(self, devices: int) -> "Work":
+        """The work of so many devices together."""
+        micro = tuple(devices * n for n in self.micro_rows)
+        return dataclasses.replace(
+            self, rows=devices * self.rows, micro_rows=micro, slots=devices * self.slots
+        )
+
+
+QUICK = Work(
+    row_tokens=256,
+    prompt=32,
+    rows=4,
+    micro_rows=(1, 2),
+    slots=8,
+    decoded=32,
+    samples=4,
+    prompts=2,
+    response=16,
+    steps=2,
+    repeats=2,
+)
+
+
+def update_run(model: str, work: Work, micro_rows: int, remat: str) -> Config:
+    """A run whose update has `work.rows` rows, each filled by a prompt and one response."""
+    return Config(
+        model=ModelSourceConfig(model),
+        data=DataConfig(prompts_per_step=work.rows // 2, max_prompt_length=work.prompt),
+        rollout=RolloutConfig(
+            num_samples=2, max_response_length=work.row_tokens - work.prompt, num_slots=8
+        ),
+        training=TrainingConfig(
+            row_tokens=work.row_tokens, micro_batch_rows=micro_rows, remat=remat
+        ),
+    )
+
+
+def step_run(model: str, work: Work, micro_rows: int) -> Config:
+    """GRPO on additions: `work.steps` steps after the first, one update each, no KL."""
+    return Config(
+        model=ModelSourceConfig(model),
+        data=DataConfig(prompts_per_step=work.prompts),
+        rollout=RolloutConfig(
+            num_samples=work.samples,
+            max_response_length=work.response,
+            num_slots=work.prompts * work.samples,
+        ),
+        # a digit anywhere: random weights write one now and then
+        reward=RewardConfig(function="pattern", kwargs={"pattern": ".*[0-9].*"}),
+        training=TrainingConfig(
+            steps=1 + work.steps, row_tokens=work.row_tokens, micro_batch_rows=micro_rows
+        ),
+    )
