@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +10,12 @@ import jax
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.parameters import arrange, init_params, param_shardings, place_params
+from distflow_jax.models.parameters import init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.trained_weights import read_trained
@@ -94,8 +93,7 @@ def read_weights(
         params = load_or_init_params(source, config.seed, mesh)
     local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
     replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
-    kept = sizes.engine.weights_dtype
-    held = functools.partial(arrange, source.config, sizes.engine.weights, dtype=kept)
+    holding = held_weights(source.config, sizes.engine, local)
     with turn or contextlib.nullcontext():
-        weights = WeightSync(replica, local, sizes.engine.dtype, held)(params)
+        weights = WeightSync(replica, local, sizes.engine.dtype, holding)(params)
         return jax.block_until_ready(weights), step

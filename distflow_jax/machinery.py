@@ -18,7 +18,7 @@ from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
 from distflow_jax.models import lora
 from distflow_jax.models.config import DecoderConfig, adapted
-from distflow_jax.models.parameters import arrange, param_shardings
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
 from distflow_jax.offload import Offload
@@ -26,7 +26,7 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.rewards.pool import RewardPool
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.setup import Planned, Setup, sampler_layout
 from distflow_jax.sizes import Sizes
@@ -248,10 +248,9 @@ def make_sync(planned: Planned, local_mesh: jax.sharding.Mesh) -> WeightSync:
     config, sizes, model = planned.config, planned.sizes, planned.source.config
     replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, planned.devices)
     replicas = param_shardings(model, replica_mesh)
-    kept = sizes.engine.weights_dtype
-    held = functools.partial(arrange, model, sizes.engine.weights, dtype=kept)
     merge = functools.partial(lora.merged, scale=config.lora.scale)
-    return WeightSync(replicas, local_mesh, sizes.engine.dtype, held, merge)
+    holding = held_weights(model, sizes.engine, local_mesh)
+    return WeightSync(replicas, local_mesh, sizes.engine.dtype, holding, merge)
 
 
 def make_engine(

@@ -389,7 +389,10 @@ class Run:
                 if not compiled:
                     with self.phases.span("compile_sampler"):
                         engine.compile(weights)
-                        self.memory = self.memory.with_sampler(engine.temporaries(weights))
+                        self.memory = self.memory.with_sampler(
+                            engine.temporaries(weights),
+                            self.machinery.sync.temporaries(self._policy_params(policy)),
+                        )
                 compiled = True
         self._check_memory()
 

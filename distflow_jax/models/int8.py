@@ -11,13 +11,11 @@ converts a program's weights before it uses them. Jacob et al. 2018, arxiv.org/a
 a scale per channel and zero at zero.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 
 class Int8(NamedTuple):
@@ -43,17 +41,6 @@ def quantise(x: jax.Array, dims: tuple[int, ...] = (-1,)) -> tuple[jax.Array, ja
     # a row of zeros has scale 0: its quotient would be nan
     whole = jnp.where(scale > 0, jnp.round(x / scale), 0)
     return whole.astype(jnp.int8), jnp.squeeze(scale, dims)
-
-
-def quantised(weight: jax.Array, inputs: tuple[int, ...], scales: NamedSharding) -> Int8:
-    """A weight as int8 where it lies; products sum over its dims `inputs`. `scales`: layout of the
-    scales."""
-    return _program(weight, inputs, Int8(weight.sharding, scales))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _program(weight: jax.Array, inputs: tuple[int, ...], layouts: Int8) -> Int8:
-    return Int8(*map(jax.lax.with_sharding_constraint, quantise(weight, inputs), layouts))
 
 
 def times(

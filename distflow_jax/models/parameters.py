@@ -1,10 +1,9 @@
-"""A network's parameters: each declared once, made, placed on a mesh and arranged for a sampler.
+"""A network's parameters: each declared once, made and placed on a mesh.
 
 What a path means and which shape it has says DecoderConfig.
 """
 
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import numpy as np
 
 from distflow_jax.models import lora
 from distflow_jax.models.config import DecoderConfig, ScalarModel
-from distflow_jax.models.int8 import quantised
-from distflow_jax.models.layer_weights import are_apart, set_apart
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
@@ -140,33 +137,6 @@ def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
     specs = param_specs(config)
     return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
-
-
-def arrange(
-    config: DecoderConfig, weights: str, params: dict[str, Any], *, dtype: str = "auto"
-) -> dict[str, Any]:
-    """Placed parameters as a sampler holds them: `weights` is one of layer_weights.WEIGHTS.
-
-    `dtype`: "auto" (as they come), or "int8": all but norms, biases and routers are rounded, an
-    array at a time.
-    `params` may be emptied.
-    """
-    mesh = params["final_norm"].sharding.mesh
-    specs = param_specs(config)
-    if dtype == "int8":
-        for path, spec in specs.items():
-            *groups, name = path.split("/")
-            group = functools.reduce(dict.__getitem__, groups, params)
-            if spec.inputs:
-                group[name] = quantised(group.pop(name), spec.inputs, _scales(mesh, spec))
-    if not are_apart(weights, mesh.devices.flat[0].platform):
-        return params
-    return set_apart(params, {path: (spec.axes, spec.inputs) for path, spec in specs.items()})
-
-
-def _scales(mesh: jax.sharding.Mesh, spec: ParamSpec) -> jax.sharding.NamedSharding:
-    kept = [d for d in range(len(spec.shape)) if d not in spec.inputs]
-    return sharding(mesh, tuple(spec.axes[d] for d in kept), tuple(spec.shape[d] for d in kept))
 
 
 def abstract_params(config: Network) -> dict[str, Any]:

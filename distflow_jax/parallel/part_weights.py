@@ -1,7 +1,8 @@
 """Weights from a part of every host's devices to the samplers, which have all of them.
 
 First every process's part gets, in one resharding program, what its own devices will hold, each
-piece as seldom as the part's size allows; then pieces are copied device to device within the host.
+piece as seldom as the part's size allows; then pieces are copied device to device within the host,
+and brought into the form of the samplers there.
 """
 
 import itertools
@@ -14,41 +15,65 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distflow_jax.parallel.refinement import Refinement, relabelled
+from distflow_jax.parallel.routes import Layouts, Put, Take
 
-class PartSync:
-    """Reshards, casts and copies parameters: part of every host -> local mesh on all of it.
 
-    `shardings` are the samplers' layouts on the (replica, tensor) mesh over all devices, a pytree
-    like the parameters; `prepare`, traceable, makes these of what is given. A device of the part
-    needs no room beyond what it will hold itself where the sampler's tensor width (of a host, at
-    most all its devices) divides the part.
+class PartRoute:
+    """From a part of every host to the local mesh on all of it; see routes.Route.
+
+    A device of the part needs no room beyond what it will hold itself of a piece, where the
+    samplers' tensor width (of a host, at most all its devices) divides the part.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        shardings: Any,
-        local_mesh: Mesh,
-        dtype: str,
-        prepare: Callable[[Any], Any] = lambda params: params,
-    ):
-        replicas = jax.tree.leaves(shardings)[0].mesh
-        processes = len({d.process_index for d in mesh.devices.flat})
+    def __init__(self, trainer: Mesh, replicas: Mesh, local: Mesh):
+        processes = len({d.process_index for d in replicas.devices.flat})
         width, of_host = replicas.shape["tensor"], replicas.size // processes
         hosts, wide = max(1, width // of_host), min(width, of_host)  # of a sampler
-        pieces = math.gcd(wide, mesh.size // processes)
+        pieces = math.gcd(wide, trainer.size // processes)
         shape = (processes // hosts, hosts, -1, pieces)
-        stage = Mesh(mesh.devices.reshape(shape), ("replica", "host", "copy", "tensor"))
+        names = ("replica", "host", "copy", "tensor")
+        self._stage, self._local = Mesh(trainer.devices.reshape(shape), names), local
         self._each = wide // pieces  # a sampler's pieces in one on the way
-        staged = jax.tree.map(lambda s: NamedSharding(stage, _staged_spec(s.spec)), shardings)
-        target = jnp.dtype(dtype)
-        # copy: what is on the way may end as the sampler's own, and the trainer's is overwritten
-        self._reshard = jax.jit(
-            lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(target)), prepare(params)),
-            out_shardings=staged,
+        self._sources = self._choose_sources(self._stage, local, wide)
+        self._common = Refinement(trainer, self._stage)
+        self.view = self._common.view
+
+    def place(self, layout: NamedSharding) -> NamedSharding:
+        """On the local mesh."""
+        return NamedSharding(self._local, layout.spec)
+
+    def step(self, take: Take, put: Put, layouts: Layouts) -> "PartStep":
+        """See Route."""
+        staged = jax.tree.map(self._staged, layouts.arriving)
+        arriving, held = (jax.tree.map(self.place, x) for x in (layouts.arriving, layouts.held))
+
+        def reshard(params, start):
+            piece = take(params, start)
+            return jax.tree.map(self._common.travel, piece, layouts.leaving, staged)
+
+        def spread(piece):
+            return jax.tree.map(self._spread, piece, staged, arriving)
+
+        common = jax.tree.map(self._common.layout, staged)
+        return PartStep(
+            jax.jit(reshard, out_shardings=common),
+            spread,
+            jax.jit(put, donate_argnums=0, out_shardings=held),
         )
-        self._local = jax.tree.map(lambda s: NamedSharding(local_mesh, s.spec), shardings)
-        self._sources = self._choose_sources(stage, local_mesh, wide)
+
+    def _staged(self, layout: NamedSharding) -> NamedSharding:
+        axes = (("host", "tensor") if axis == "tensor" else axis for axis in layout.spec)
+        return NamedSharding(self._stage, PartitionSpec(*axes))
+
+    def _spread(self, x: jax.Array, staged: NamedSharding, layout: NamedSharding) -> jax.Array:
+        held = [
+            {shard.device: shard.data for shard in piece.addressable_shards}
+            for piece in _split(relabelled(x, staged), self._each)
+        ]
+        arrays = [held[piece][source] for _, piece, source in self._sources]
+        copies = jax.device_put(arrays, [device for device, *_ in self._sources])
+        return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
 
     def _choose_sources(self, stage: Mesh, local: Mesh, wide: int) -> list[tuple[Any, int, Any]]:
         """(own device, which piece of what is on the way, device it lies on), by canonical order.
@@ -69,32 +94,20 @@ class PartSync:
             sources.append((device, piece, source))
         return sources
 
-    def trace(self, params: Any) -> jax.stages.Traced:
+
+class PartStep:
+    """Reshards on the part, copies within the host, and writes there; see routes.Step."""
+
+    def __init__(self, reshard: Callable, spread: Callable[[Any], Any], put: Callable):
+        self._reshard, self._spread, self._put = reshard, spread, put
+
+    def __call__(self, out: Any, params: Any, start: np.int32) -> Any:
+        """Runs its programs."""
+        return self._put(out, self._spread(self._reshard(params, start)), start)
+
+    def trace(self, out: Any, params: Any, start: np.int32) -> jax.stages.Traced:
         """The resharding program, to the part's own devices."""
-        return self._reshard.trace(params)
-
-    def __call__(self, params: Any) -> Any:
-        """Parameters on this process's own devices."""
-        staged, structure = jax.tree.flatten(self._reshard(params))
-        layouts = jax.tree.leaves(self._local)
-        spread = []
-        for i, layout in enumerate(layouts):
-            spread.append(self._spread(staged[i], layout))
-            staged[i] = None  # one array at a time is there twice
-        return jax.tree.unflatten(structure, spread)
-
-    def _spread(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
-        held = [
-            {shard.device: shard.data for shard in piece.addressable_shards}
-            for piece in _split(x, self._each)
-        ]
-        arrays = [held[piece][source] for _, piece, source in self._sources]
-        copies = jax.device_put(arrays, [device for device, *_ in self._sources])
-        return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
-
-
-def _staged_spec(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(("host", "tensor") if axis == "tensor" else axis for axis in spec))
+        return self._reshard.trace(params, start)
 
 
 def _split(x: jax.Array, pieces: int) -> tuple[jax.Array, ...]:

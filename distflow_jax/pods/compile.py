@@ -6,22 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.machinery import make_engine, make_sync
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.int8 import Int8
-from distflow_jax.models.parameters import param_specs
+from distflow_jax.memory_plan import device_bytes
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.parallel.rules import sharding
 from distflow_jax.pods.topology import Pod
-from distflow_jax.programs.costs import Costs, costs_of
-from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.programs.costs import Costs, costs_of, in_turn
+from distflow_jax.rollout.engine import held_weights
+from distflow_jax.rollout.sizing import weight_bytes
 from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
-from distflow_jax.types import unflatten_dict
 
 # "Used 17.5G of 15.75G hbm", or "(16.29G) exceeds available HBM (15.75G)"
 _SIZES = re.compile(r"([\d.]+[KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+[KMGT])")
@@ -46,11 +42,15 @@ def compile_sync(planned: Planned, programs: Mapping[str, Program], pod: Pod) ->
     """
     params = sampled_params(planned, programs)
     local = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, planned.devices)
-    traced = make_sync(planned, local).trace(params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    with refusing(UPDATE_WEIGHTS):
-        compiled = traced.lower().compile()
-    return costs_of(traced, compiled, dict(mesh.shape), pod.numbers(mesh))
+    parts = []
+    for traced, times in make_sync(planned, local).programs(params):
+        with refusing(UPDATE_WEIGHTS):
+            compiled = traced.lower().compile()
+        costs = costs_of(traced, compiled, dict(mesh.shape), pod.numbers(mesh))
+        parts.append((costs, times))
+    weights = weight_bytes(planned.source.config, planned.sizes.engine, local.shape["tensor"])
+    return in_turn(parts, argument_bytes=device_bytes(params), output_bytes=weights)
 
 
 def sampled_params(planned: Planned, programs: Mapping[str, Program]) -> Any:
@@ -68,7 +68,8 @@ def compile_sampler(planned: Planned, pod: Pod) -> dict[str, Costs]:
     hosts = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, pod.devices)
     pod = pod.part(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
-    params = sampler_params(planned.source.config, engine.config, engine.mesh)
+    holding = held_weights(engine.model, engine.config, engine.mesh)
+    params = holding.specs(engine.mesh, engine.config.dtype)
     costs = {}
     for name, traced in engine.traced(params).items():
         with refusing(name):
@@ -76,24 +77,6 @@ def compile_sampler(planned: Planned, pod: Pod) -> dict[str, Costs]:
         numbers = pod.numbers(engine.mesh)
         costs[name] = costs_of(traced, compiled, dict(engine.mesh.shape), numbers)
     return costs
-
-
-def sampler_params(model: DecoderConfig, engine: EngineConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Specs of the weights as a TPU's sampler holds them: layers stacked, in the engine's dtype or
-    as int8 with a scale for each output."""
-    found = {}
-    for path, spec in param_specs(model).items():
-        layout = sharding(mesh, spec.axes, spec.shape)
-        if engine.weights_dtype == "int8" and spec.inputs:
-            kept = [d for d in range(len(spec.shape)) if d not in spec.inputs]
-            axes, shape = (tuple(x[d] for d in kept) for x in (spec.axes, spec.shape))
-            values = jax.ShapeDtypeStruct(spec.shape, jnp.int8, sharding=layout)
-            scales = sharding(mesh, axes, shape)
-            found[path] = Int8(values, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=scales))
-        else:
-            dtype = jnp.dtype(engine.dtype)
-            found[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout)
-    return unflatten_dict(found)
 
 
 @contextlib.contextmanager

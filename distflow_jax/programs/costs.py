@@ -1,7 +1,7 @@
 """What a program costs, before it has run."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from distflow_jax.programs import hlo
 from distflow_jax.programs.flops import matmul_flops
-from distflow_jax.programs.traffic import Traffic, bytes_by_axes, traffic_of
+from distflow_jax.programs.traffic import Traffic, bytes_by_axes, merged, traffic_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,3 +84,28 @@ def costs_of(
             alias_bytes=memory.alias_size_in_bytes,
         )
     return costs
+
+
+def in_turn(parts: Sequence[tuple[Costs, int]], *, argument_bytes: int, output_bytes: int) -> Costs:
+    """Costs of compiled programs that run one after the other, each so many times, as of one.
+
+    `argument_bytes` and `output_bytes` are those of all of them; temporaries those of the program
+    that takes the most.
+    """
+    kinds: dict[str, float] = {}
+    for cost, times in parts:
+        for kind, size in (cost.collective_bytes or {}).items():
+            kinds[kind] = kinds.get(kind, 0.0) + times * size
+    temporaries = [cost.temp_bytes for cost, _ in parts if cost.temp_bytes is not None]
+    return Costs(
+        sum(times * cost.flops for cost, times in parts),
+        tuple(dict.fromkeys(name for cost, _ in parts for name in cost.unbounded)),
+        bytes_accessed=sum(times * (cost.bytes_accessed or 0.0) for cost, times in parts),
+        collective_bytes=kinds,
+        traffic=merged(one.repeated(times) for cost, times in parts for one in cost.traffic),
+        argument_bytes=argument_bytes,
+        output_bytes=output_bytes,
+        temp_bytes=max(temporaries, default=None),
+        alias_bytes=0,
+        unread=sum(cost.unread for cost, _ in parts),
+    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,10 @@ class Traffic:
     times: int
     # devices, int [groups, devices of one]; of a permutation [pairs, 2]
     groups: np.ndarray = dataclasses.field(repr=False, compare=False)
+
+    def repeated(self, times: int) -> "Traffic":
+        """That of a program that runs so many times."""
+        return dataclasses.replace(self, bytes=times * self.bytes, times=times * self.times)
 
 
 def traffic_of(
@@ -61,3 +66,15 @@ def bytes_by_axes(traffic: Iterable[Traffic]) -> dict[str, dict[str, float]]:
         kinds = found.setdefault("*".join(one.axes), {})
         kinds[one.kind] = kinds.get(one.kind, 0.0) + one.bytes
     return found
+
+
+def merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Traffic of several programs, one for each kind and groups of devices, the largest first."""
+    found: dict[tuple[Any, ...], Traffic] = {}
+    for one in traffic:
+        key = (one.kind, one.axes, one.overlapped, one.groups.shape, one.groups.tobytes())
+        if key in found:
+            size, times = found[key].bytes + one.bytes, found[key].times + one.times
+            one = dataclasses.replace(one, bytes=size, times=times)
+        found[key] = one
+    return tuple(sorted(found.values(), key=lambda one: -one.bytes))

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.parameters import arrange, param_shardings
+from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout import decode, decode_state, occupancy, recording, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
@@ -25,6 +26,12 @@ from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.sampler_program import sampler_program
 from distflow_jax.rollout.slot_requests import Given, SlotRequest, change_columns, insert_columns
+
+
+def held_weights(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> HeldWeights:
+    """The form in which an engine on `mesh` holds its weights."""
+    platform = mesh.devices.flat[0].platform
+    return HeldWeights(model, platform, config.weights, config.weights_dtype)
 
 
 class RolloutEngine(engine_api.Engine):
@@ -87,8 +94,7 @@ class RolloutEngine(engine_api.Engine):
         dtype = jnp.dtype(self.config.dtype)
         layout = param_shardings(self.model, self._mesh)
         placed = jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
-        kept = self.config.weights_dtype
-        return arrange(self.model, self.config.weights, placed, dtype=kept)
+        return held_weights(self.model, self.config, self._mesh).hold_placed(placed)
 
     def prefill(
         self,

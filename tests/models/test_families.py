@@ -14,9 +14,9 @@ from tiny_model import mesh_of
 
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.config import DecoderConfig, Llama3Scaling
+from distflow_jax.models.held_weights import HeldWeights
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import (
-    arrange,
     init_params,
     param_shardings,
     param_specs,
@@ -73,7 +73,9 @@ def test_logits_are_those_of_transformers(case):
 def test_layers_and_devices_do_not_matter(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2)
     params = place_params(config, drawn_params(config), param_shardings(config, mesh))
-    assert_golden(case, logits_of(config, arrange(config, weights, params), mesh))
+    assert_golden(
+        case, logits_of(config, HeldWeights(config, "cpu", weights).hold_placed(params), mesh)
+    )
 
 
 @pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 untied"])
@@ -253,7 +255,7 @@ def test_int8_leaves_vectors_alone(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2, names=("data", "tensor"))
     given = dict(drawn_params(config))
     params = place_params(config, given.items(), param_shardings(config, mesh))
-    kept = arrange(config, weights, params, dtype="int8")
+    kept = HeldWeights(config, "cpu", weights, "int8").hold_placed(params)
     for path, spec in param_specs(config).items():
         if not path.startswith("layers/"):
             continue

@@ -8,8 +8,9 @@ from tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.held_weights import HeldWeights
 from distflow_jax.models.layer_weights import are_apart, by_input, by_output
-from distflow_jax.models.parameters import arrange, param_shardings
+from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_weight, hidden_states
 
 UNTIED = DecoderConfig(**{**TINY.__dict__, "tie_embeddings": False})
@@ -37,7 +38,7 @@ def test_the_network_is_the_same(config, axes):
     mesh = mesh_of(*axes, names=("data", "tensor"))
     given = random_params(config)
     placed = jax.device_put(given, param_shardings(config, mesh))
-    apart = arrange(config, "apart", jax.tree.map(jnp.copy, placed))
+    apart = HeldWeights(config, "cpu", "apart").hold_placed(jax.tree.map(jnp.copy, placed))
     assert len(apart["layers"]) == config.num_layers
     for number, layer in enumerate(apart["layers"]):
         query, output = given["layers"]["query"], given["layers"]["output"]

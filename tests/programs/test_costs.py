@@ -1,12 +1,15 @@
 """All costs of one program."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from distflow_jax.programs.costs import Costs, costs_of
+from distflow_jax.programs.costs import Costs, costs_of, in_turn
+from distflow_jax.programs.traffic import Traffic
 
 
 def update(state, weight):
@@ -56,3 +59,30 @@ def test_costs_are_plain_data(traced):
         tree = costs.to_tree()
         assert json.loads(json.dumps(tree)) == tree
         assert tree["peak_bytes"] == costs.peak_bytes
+
+
+def test_programs_one_after_the_other():
+    """One of them three times: all adds up but temporaries."""
+    pairs, other = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
+    gather = Traffic("all-gather", ("fsdp",), False, 100.0, 2, pairs)
+    permute = Traffic("collective-permute", ("tensor",), True, 30.0, 1, other)
+    first = Costs(10.0, (), 50.0, {"all-gather": 100.0}, (gather,), temp_bytes=7)
+    kinds = {"all-gather": 100.0, "collective-permute": 30.0}
+    second = Costs(1.0, ("loop",), 5.0, kinds, (gather, permute), temp_bytes=9, unread=1)
+    found = in_turn([(first, 1), (second, 3)], argument_bytes=40, output_bytes=60)
+    assert found == Costs(
+        13.0,
+        ("loop",),
+        65.0,
+        {"all-gather": 400.0, "collective-permute": 90.0},
+        (
+            dataclasses.replace(gather, bytes=400.0, times=8),
+            dataclasses.replace(permute, bytes=90.0, times=3),
+        ),
+        argument_bytes=40,
+        output_bytes=60,
+        temp_bytes=9,
+        alias_bytes=0,
+        unread=1,
+    )
+    assert found.peak_bytes == 109

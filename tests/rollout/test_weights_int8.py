@@ -22,8 +22,9 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.held_weights import HeldWeights
 from distflow_jax.models.int8 import Int8
-from distflow_jax.models.parameters import arrange, param_shardings, param_specs
+from distflow_jax.models.parameters import param_shardings, param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.writers import read_metrics
@@ -55,9 +56,8 @@ CONFIG = EngineConfig(
 def kept(model, params, axes=(1, 1), layers="stacked"):
     """Parameters as int8 on a mesh of ("data", "tensor")."""
     mesh = mesh_of(*axes, names=("data", "tensor"))
-    return arrange(
-        model, layers, jax.device_put(params, param_shardings(model, mesh)), dtype="int8"
-    )
+    placed = jax.device_put(params, param_shardings(model, mesh))
+    return HeldWeights(model, "cpu", layers, "int8").hold_placed(placed)
 
 
 def restored(model, params):
@@ -224,7 +224,7 @@ def test_a_sync_brings_the_trainers_weights_and_compiles_nothing(part):
         param_shardings(TINY, replica_mesh(2)),
         sampler_mesh(2),
         "float32",
-        functools.partial(arrange, TINY, "auto", dtype="int8"),
+        HeldWeights(TINY, "cpu", "auto", "int8"),
     )
     layout = param_shardings(TINY, mesh_of(part, 1))
     first, second = (jax.device_put(random_params(TINY, seed), layout) for seed in (7, 2))

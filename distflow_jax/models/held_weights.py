@@ -1,0 +1,134 @@
+"""The form in which a sampler holds weights: how they lie, and in which numbers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.int8 import Int8, quantise
+from distflow_jax.models.layer_weights import are_apart
+from distflow_jax.models.parameters import ParamSpec, param_specs
+from distflow_jax.parallel.rules import sharding
+from distflow_jax.types import flatten_dict, unflatten_dict
+
+
+class HeldWeights:
+    """Layers stacked or apart (layer_weights.py), as they come or as int8 with a scale for each
+    output (int8.py), which norms, biases and routers never are.
+
+    `weights` is one of layer_weights.WEIGHTS, for a sampler on `platform`; `dtype`: "auto" (as they
+    come) or "int8".
+    """
+
+    def __init__(self, model: DecoderConfig, platform: str, weights: str, dtype: str = "auto"):
+        apart = are_apart(weights, platform)
+        self._forms = {
+            path: _Form(
+                spec,
+                int8=dtype == "int8" and bool(spec.inputs),
+                turned=apart and path != "embed/embedding",
+                by_layer=apart and path.startswith("layers/"),
+            )
+            for path, spec in param_specs(model).items()
+        }
+
+    def hold(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Some of the parameters in this form; traceable. Layers come stacked, any number of them;
+        apart they become a list of dicts."""
+        return _collected({p: self._forms[p].hold(x) for p, x in flatten_dict(params).items()})
+
+    def hold_placed(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Parameters in this form where they lie, an array at a time. `params` may be emptied."""
+        mesh, held = params["final_norm"].sharding.mesh, {}
+        for path, form in self._forms.items():
+            *groups, name = path.split("/")
+            group = functools.reduce(dict.__getitem__, groups, params)
+            held[path] = _program(form, mesh)(group.pop(name))
+        return _collected(held)
+
+    def specs(self, mesh: Mesh, dtype: str) -> dict[str, Any]:
+        """All parameters in this form on a mesh, as ShapeDtypeStructs with shardings. `dtype`: of
+        what is not rounded."""
+        return _collected({p: form.spec(mesh, dtype) for p, form in self._forms.items()})
+
+    def layouts(self, mesh: Mesh) -> dict[str, Any]:
+        """The shardings of all parameters in this form on a mesh."""
+        return jax.tree.map(lambda spec: spec.sharding, self.specs(mesh, "float32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """That of one parameter. `turned`: outputs in front of inputs; `by_layer`: a list."""
+
+    param: ParamSpec
+    int8: bool
+    turned: bool
+    by_layer: bool
+
+    def hold(self, x: jax.Array) -> Any:
+        if self.int8:
+            x = Int8(*quantise(x, self.param.inputs))
+        if not self.by_layer:
+            return self._turn(x)
+        count = len(jax.tree.leaves(x)[0])
+        return [self._turn(jax.tree.map(lambda x, i=i: x[i], x)) for i in range(count)]
+
+    def spec(self, mesh: Mesh, dtype: str) -> Any:
+        own, order = self._own, self._order
+
+        def one(dims, dtype):
+            axes, shape = tuple(own.axes[d] for d in dims), tuple(own.shape[d] for d in dims)
+            layout = sharding(mesh, axes, shape)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout)
+
+        found = one(order, dtype)
+        if self.int8:
+            found = Int8(one(order, "int8"), one(self._outputs, "float32"))
+        return [found] * self.param.shape[0] if self.by_layer else found
+
+    @property
+    def _own(self) -> ParamSpec:
+        """Of a layer, where it is on its own."""
+        spec = self.param
+        if not self.by_layer:
+            return spec
+        inputs = tuple(d - 1 for d in spec.inputs)
+        return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs)
+
+    @property
+    def _outputs(self) -> tuple[int, ...]:
+        own = self._own
+        return tuple(d for d in range(len(own.shape)) if d not in own.inputs)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        own = self._own
+        return self._outputs + own.inputs if self.turned else tuple(range(len(own.shape)))
+
+    def _turn(self, x: Any) -> Any:
+        if isinstance(x, Int8):
+            return Int8(self._turn(x.values), x.scale)
+        return x.transpose(self._order)
+
+
+@functools.cache
+def _program(form: _Form, mesh: Mesh) -> Callable[[jax.Array], Any]:
+    layouts = jax.tree.map(lambda spec: spec.sharding, form.spec(mesh, "float32"))
+    return jax.jit(form.hold, out_shardings=layouts)
+
+
+def _collected(flat: dict[str, Any]) -> dict[str, Any]:
+    """{path: array} -> nested dicts; of lists, one for each layer, a list of dicts."""
+    lists = {path: x for path, x in flat.items() if isinstance(x, list)}
+    tree = unflatten_dict({path: x for path, x in flat.items() if path not in lists})
+    if lists:
+        names = [path.removeprefix("layers/") for path in lists]
+        tree["layers"] = [
+            dict(zip(names, each, strict=True)) for each in zip(*lists.values(), strict=True)
+        ]
+    return tree
