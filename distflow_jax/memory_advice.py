@@ -76,7 +76,7 @@ def _changes(
         return Change(text, max(of(segment).total for segment in memory.segments))
 
     def programs_take(share: Callable[[int], float], segment: Segment) -> Segment:
-        if not segment.trains:
+        if not segment.trains or segment.temporaries is None:
             return segment
         return dataclasses.replace(segment, temporaries=int(share(segment.temporaries)))
 

@@ -7,7 +7,7 @@ device, of the fullest where they differ.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,12 +77,15 @@ class MemoryPlan:
         """The segment that needs the most."""
         return max(self.segments, key=lambda segment: segment.total)
 
-    def with_sampler(self, temporaries: int | None, sync: int | None = None) -> "MemoryPlan":
+    def with_sampler(
+        self, temporaries: int | None, sync: int | None = None, left_out: Collection[str] = ()
+    ) -> "MemoryPlan":
         """The plan, knowing what the sampler's programs need, which are compiled last, and,
-        where that was compiled, `sync`, the one that brings it weights."""
+        where that was compiled, `sync`, the one that brings it weights. Nothing becomes known of
+        segments `left_out`."""
 
         def one(segment: Segment) -> Segment:
-            if segment.temporaries is not None:
+            if segment.temporaries is not None or segment.name in left_out:
                 return segment
             needed = sync if segment.name == UPDATE_WEIGHTS else temporaries
             return dataclasses.replace(segment, temporaries=needed)
@@ -239,7 +242,7 @@ def _segment(
 ) -> Segment:
     """The segment on the fullest device of `layout`."""
     parts = {h.layout for h in held if h.layout.part and overlaps(h.layout, layout)}
-    gradients = min(gradients, extra or 0)
+    gradients = gradients if extra is None else min(gradients, extra)
 
     def on(part: Layout) -> Segment:
         sizes = dict.fromkeys(("parameters", "optimizer", "sampler_weights", "cache"), 0)

@@ -8,10 +8,11 @@ Examples:
 
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
 --nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
-seconds: see docs/scaling.md. --out writes plan.txt, plan.json, the pictures plan.svg and plan.png,
-and plan.mmd, a Mermaid flowchart; of a pod its memory and seconds, pod.svg and pod.png, too.
---sweep looks for the fastest layout of the pod that fits, whatever config.mesh says, and prints its
-flags; --out then writes sweep.txt and sweep.json.
+seconds: see docs/scaling.md; --only=actor_train compiles one program of several. --out writes
+plan.txt, plan.json, the pictures plan.svg and plan.png, and plan.mmd, a Mermaid flowchart; of a pod
+its memory and seconds, pod.svg and pod.png, too. --sweep looks for the fastest layout of the pod
+that fits, whatever config.mesh says, and prints its flags; --out then writes sweep.txt and
+sweep.json.
 
 Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
 mistake that you can mend, said in one line.
@@ -66,6 +67,9 @@ SWEEP = flags.DEFINE_boolean("sweep", False, "Look for the fastest layout of --t
 SWEEP_COMPILE = flags.DEFINE_integer(
     "sweep_compile", 3, "Compile at most so many of --sweep's best layouts; 0: formulas alone.", 0
 )
+ONLY = flags.DEFINE_list(
+    "only", [], "Of --topology's programs compile these alone: actor_train,decode; empty: all."
+)
 PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
 COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs, for their memory and bytes.")
 MERMAID = flags.DEFINE_boolean("mermaid", False, "Print the plan as a Mermaid flowchart, too.")
@@ -86,6 +90,11 @@ def main(argv: list[str]) -> int:
             "--sweep needs the pod to look at: give --topology, v5p:4x4x4 for instance"
         )
     pod = open_topology(TOPOLOGY.value) if TOPOLOGY.value else None
+    if ONLY.value and (SWEEP.value or not (pod and pod.compiles and COMPILE.value)):
+        raise ValueError(
+            f"--only={','.join(ONLY.value)} chooses what is compiled of one plan for a TPU's "
+            "--topology: leave it out"
+        )
     machine = pod.machine if pod else wanted_machine()
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
     if SWEEP.value:
@@ -125,7 +134,11 @@ def main(argv: list[str]) -> int:
 def plan_pod(pod: Pod, planned: Planned) -> int:
     """Compiles the plan for a pod and shows what it takes there."""
     found = plan_on(
-        pod, planned, mean_response=MEAN_RESPONSE.value, compiled=COMPILE.value and pod.compiles
+        pod,
+        planned,
+        mean_response=MEAN_RESPONSE.value,
+        compiled=COMPILE.value and pod.compiles,
+        only=ONLY.value,
     )
     text = f"{planned.text()}\n{found.describe()}"
     print(text)

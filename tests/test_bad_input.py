@@ -581,6 +581,7 @@ SCRIPT_CASES = [
     ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
     ("plan", "--sweep", "--sweep needs the pod to look at: give --topology"),
+    ("plan", "--only=actor_train", "chooses what is compiled of one plan for a TPU's --topology"),
     ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
     ("generate", "", "give either --prompt or --file"),
     ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),

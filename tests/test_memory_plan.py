@@ -145,6 +145,8 @@ def test_plan_as_text_and_json(compiled):
     temporaries = {s.name: s.temporaries for s in memory.segments}
     assert temporaries["rollout"] == 1234 and temporaries["update_weights"] is None
     assert memory.with_sampler(5) == memory  # what is known stays
+    unknown = compiled.memory()
+    assert unknown.with_sampler(5, left_out=[s.name for s in unknown.segments]) == unknown
     text = memory.describe()
     assert text.startswith(f"memory of a device, which has {binary(memory.device)}")
     for segment in memory.segments:

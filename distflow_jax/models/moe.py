@@ -24,6 +24,7 @@ import numpy as np
 from distflow_jax.models.grouped_product import grouped_product
 from distflow_jax.models.int8 import Int8
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
+from distflow_jax.programs.loops import share
 
 # (probabilities float32 [B, T, E], layer input) -> (experts int32 [B, T, K], layer output)
 Route = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
@@ -182,13 +183,15 @@ def expert_mlps(
     inverse = jnp.argsort(order).astype(jnp.int32)
     iota = jnp.arange(experts, dtype=jnp.int32)
     sizes = jnp.sum(expert_M[:, None] == iota[None], axis=0, dtype=jnp.int32)
+    devices = width("experts") if across else 1
     product = functools.partial(grouped_product, sizes=sizes, turned=turned, ragged=ragged)
     once = h_BTD.reshape(-1, 1, size)
     x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
     x = _permuted(x, order, inverse)
     if across:  # rows of no group may come out as anything, and so may their gradients
         x = jnp.where((jnp.arange(len(x), dtype=jnp.int32) < sizes.sum())[:, None], x, 0)
-    y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+    with share(devices):  # there is room for all pairs of the group
+        y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
     y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
     if across:
         y = jnp.where(is_own[..., None], y, 0)

@@ -60,8 +60,8 @@ def sampled_params(planned: Planned, programs: Mapping[str, Program]) -> Any:
     return state.params if isinstance(state, TrainState) else state
 
 
-def compile_sampler(planned: Planned, pod: Pod) -> dict[str, Costs]:
-    """Costs of one sampler's largest programs: "prefill" of a row, "decode" of k steps.
+def compile_sampler(planned: Planned, pod: Pod, name: str) -> Costs:
+    """Costs of one of a sampler's largest programs: "prefill" of a row, or "decode" of k steps.
 
     A sampler needs nobody else, and is a slice of its own. Raises TooLarge.
     """
@@ -69,14 +69,10 @@ def compile_sampler(planned: Planned, pod: Pod) -> dict[str, Costs]:
     pod = pod.part(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
     holding = held_weights(engine.model, engine.config, engine.mesh)
-    params = holding.specs(engine.mesh, engine.config.dtype)
-    costs = {}
-    for name, traced in engine.traced(params).items():
-        with refusing(name):
-            compiled = traced.lower().compile()
-        numbers = pod.numbers(engine.mesh)
-        costs[name] = costs_of(traced, compiled, dict(engine.mesh.shape), numbers)
-    return costs
+    traced = engine.traced(holding.specs(engine.mesh, engine.config.dtype))[name]
+    with refusing(name):
+        compiled = traced.lower().compile()
+    return costs_of(traced, compiled, dict(engine.mesh.shape), pod.numbers(engine.mesh))
 
 
 @contextlib.contextmanager

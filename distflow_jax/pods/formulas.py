@@ -6,6 +6,7 @@ group (all it meets in a pass), c bytes of a weight or an activation as it is co
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +22,19 @@ from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
 
-_KNOWN = ("data", "fsdp", "context", "tensor")
+_KNOWN = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def program_costs(planned: Planned, program: Program, numbers: np.ndarray) -> Costs:
     """FLOPs from the jaxpr, the rest by formulas. ValueError for a mesh that they do not know.
 
     Weights are gathered over fsdp in every pass of a micro-batch (forward; of an update backward
-    too), gradients summed over fsdp, data and context behind it, beside other work. Partial sums of
-    tensor groups are waited for, and so are the keys and values of a row that devices share: those
-    of all of it are gathered before attention, and in an update again behind it. HBM: weights once
-    for every product they are in, accumulated gradients read and written, the optimizer's state
-    once a step, and each product's input and output. Attention's scores stay on the chip.
-    `numbers`: the mesh's devices, as traffic_of takes them.
+    too), gradients summed behind it over fsdp and whatever has copies of them, beside other work.
+    Waited for are partial sums of tensor groups, tokens on their way to experts and back, and keys
+    and values of a row that devices share. HBM: weights once for every product they are in,
+    accumulated gradients read and written, the optimizer's state once a step, and each product's
+    input and output. Attention's scores stay on the chip. `numbers`: the mesh's devices, as
+    traffic_of takes them.
     """
     found = matmul_flops(program.traced.jaxpr)
     sizes = dict(program.mesh.shape)
@@ -54,7 +55,7 @@ def sync_costs(planned: Planned, mesh: jax.sharding.Mesh, numbers: np.ndarray) -
     """Weights for the samplers: gathered once by every chip, from those that share them."""
     engine, tensor = planned.sizes.engine, planned.sizes.rollout_tensor
     size = float(weight_bytes(planned.source.config, engine, tensor))
-    axes = tuple(axis for axis in ("fsdp", "tensor") if mesh.shape.get(axis, 1) > 1)
+    axes = tuple(axis for axis in ("fsdp", "expert", "tensor") if mesh.shape.get(axis, 1) > 1)
     traffic = []
     if axes:
         one = _along("all-gather", axes, mesh, numbers, size=size, times=1, overlapped=False)
@@ -85,49 +86,56 @@ def _of_model(
     state = program.given_states[task.state_key]
     params = state.params if isinstance(state, TrainState) else state
     tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(params)) / tensor  # P
+    expert, context = (mesh.shape.get(axis, 1) for axis in ("expert", "context"))
+    dense, of_experts = (n / tensor for n in _counts(params))
+    of_experts /= expert
+    weights = dense + of_experts  # P
     at_once = sizes.rows_at_a_time(layout)
     steps = sizes.packing.mini_batches * (planned.config.training.epochs if trains else 1)
     micro = steps * -(-sizes.packing.rows[layout] // at_once)  # M
-    parts = mesh.shape.get("context", 1)
-    tokens = at_once * sizes.packing.limits.tokens // parts  # A
+    tokens = at_once * sizes.packing.limits.tokens / context  # A
     layers = config.num_layers
     again = trains and sizes.forward.remat == "full"
 
     traffic = []
 
-    def add(kind: str, axes: str, size: float, times: int, overlapped: bool = True) -> None:
-        names = tuple(axes.split("*"))
-        found = _along(kind, names, mesh, numbers, size=size, times=times, overlapped=overlapped)
-        traffic.append(found)
+    def add(kind: str, axes: Sequence[str], size: float, times: int, alone: bool = False) -> None:
+        over = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+        if over and size:
+            one = _along(kind, over, mesh, numbers, size=size, times=times, overlapped=not alone)
+            traffic.append(one)
 
-    if fsdp > 1:
-        passes = 2 if trains else 1
-        add("all-gather", "fsdp", passes * micro * weights * item, passes * micro * layers)
-        if trains:
-            add("reduce-scatter", "fsdp", micro * weights * item, micro * layers)
-    copies = [axis for axis in ("data", "context") if mesh.shape.get(axis, 1) > 1]
-    if trains and copies:
-        add("all-reduce", "*".join(copies), micro * weights / fsdp * item, micro * layers)
-    if parts > 1:
-        # a device has a part of the query heads, and the keys and values that these need
-        shared = config.num_kv_heads % tensor == 0
-        heads = (config.num_kv_heads if shared else config.num_heads) / tensor
-        row = float(tokens * parts * heads * config.head_dim * item)
-        times = micro * layers * 2
-        gathers = times * (2 if trains else 1)
-        add("all-gather", "context", gathers * row, gathers, overlapped=False)
-        if trains:
-            add("reduce-scatter", "context", times * row, times, overlapped=False)
+    passes = 2 if trains else 1
+    add("all-gather", ["fsdp"], passes * micro * weights * item, passes * micro * layers)
+    if trains:
+        add("reduce-scatter", ["fsdp"], micro * weights * item, micro * layers)
+        # of what devices have copies of
+        each = micro / fsdp * item
+        if expert == 1:
+            add("all-reduce", ["data", "context"], each * weights, micro * layers)
+        else:
+            add("all-reduce", ["data", "expert", "context"], each * dense, micro * layers)
+            add("all-reduce", ["data", "context"], each * of_experts, micro * layers)
+    # keys and values of the whole row, of those heads that the device has
+    copied = config.num_kv_heads % tensor  # one for each of queries then
+    heads = (config.num_heads if copied else config.num_kv_heads) / tensor
+    row = 2.0 * context * tokens * heads * config.head_dim * item
+    add("all-gather", ["context"], passes * micro * layers * row, 2 * passes * micro * layers, True)
+    if trains:
+        add("reduce-scatter", ["context"], micro * layers * row, 2 * micro * layers, True)
+    # tokens of the group to their experts, and back; as much of the gradient
+    times = micro * layers * passes
+    group = float(expert * tokens * config.hidden_size * item)
+    add("all-gather", ["expert"], (times + micro * layers * again) * group, times, True)
+    add("reduce-scatter", ["expert"], times * group, times, True)
     if tensor > 1:
         # before attention and the MLP, and behind; as much of the gradient; and again where so.
         # XLA sums all of it on each device going forward, and a part going back
         sums = {"all-gather": 1 + trains + again, "all-reduce": 1 + again, "reduce-scatter": trains}
         stream = float(tokens * config.hidden_size * item)
-        for kind, passes in sums.items():
-            if passes:
-                times = micro * layers * 2 * passes
-                add(kind, "tensor", times * stream, times, overlapped=False)
+        for kind, number in sums.items():
+            times = micro * layers * 2 * number
+            add(kind, ["tensor"], times * stream, times, True)
 
     products = (3 + again) if trains else 1
     accessed = micro * products * (weights + tokens * _widths(config, tensor) * layers) * item
@@ -136,6 +144,14 @@ def _of_model(
         # gradients; parameters and two moments, read and written
         accessed += micro * 2 * own + steps * 7 * own
     return traffic, accessed
+
+
+def _counts(params: Any) -> tuple[int, int]:
+    """(weights that every device of an expert axis has, those of experts)."""
+    found = [0, 0]
+    for x in jax.tree.leaves(params):
+        found["expert" in x.sharding.spec] += math.prod(x.shape)
+    return found[0], found[1]
 
 
 def _widths(config: DecoderConfig, tensor: int) -> float:

@@ -1,7 +1,8 @@
 """What a run would take on a pod: every segment's memory, work, traffic and estimated seconds."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ class PodPlan:
     """A plan compiled for a pod.
 
     `costs` and `chips` (how many it runs on) are by the segment's name. What alone is too large has
-    a reason in `refused`, and no costs.
+    a reason in `refused`, and no costs; nor has what was `left_out`, not to be compiled.
     """
 
     pod: Pod
@@ -64,6 +65,7 @@ class PodPlan:
     memory: MemoryPlan
     refused: Mapping[str, str]
     missing: str  # what to change where memory does not suffice; "" where it does
+    left_out: tuple[str, ...] = ()
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -92,8 +94,9 @@ class PodPlan:
         text = f"{self.spare:.1%} of HBM to spare, in {fullest.name!r}"
         if self.refused:
             return f"{text}, without what is too large\n"
-        if any(segment.temporaries is None for segment in self.memory.segments):
-            return f"{text}, without temporaries\n"
+        unknown = [s.name for s in self.memory.segments if s.temporaries is None]
+        if unknown:
+            return f"{text}, without temporaries of {', '.join(unknown)}\n"
         if self.spare < SPARE:
             return f"WARNING: {text}: below {SPARE:.0%}, a run may end for want of memory\n"
         return f"{text}\n"
@@ -132,7 +135,8 @@ class PodPlan:
             "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
             f"nothing of this was measured\n\n{aligned(self._seconds_rows())}\n\n"
             f"a step: {self.seconds:.3g} s, without rewards and whatever else hosts do"
-            f"{', and without what is too large' if self.refused else ''}\n"
+            f"{', and without what is too large' if self.refused else ''}"
+            f"{', and without what was not compiled' if self.left_out else ''}\n"
         )
         return "\n".join(parts)
 
@@ -157,6 +161,7 @@ class PodPlan:
             "memory": self.memory.to_tree() | {"spare": self.spare},
             "estimated_generation": self.generation.to_tree() if self.generation else None,
             "estimated_step_seconds": self.seconds,
+            "not_compiled": list(self.left_out),
             "problem": self.problem,
         }
 
@@ -183,6 +188,7 @@ class PodPlan:
             cells += ["-" if peak is None else binary(peak), share]
             rows.append((name, *cells, human(cost.flops / self.chips[name], "")))
         rows += [(name, *["-"] * 4, "too large", "-", "-") for name in self.refused]
+        rows += [(name, *["-"] * 4, "not compiled", "-", "-") for name in self.left_out]
         return rows
 
     def _traffic_rows(self) -> list[tuple[str, ...]]:
@@ -227,26 +233,34 @@ def plan_on(
     mean_response: int = 0,
     compiled: bool = True,
     programs: Mapping[str, Program] | None = None,
+    only: Collection[str] = (),
 ) -> PodPlan:
     """Compiles all of a plan for a pod, whose devices it has. Makes no array.
 
     `mean_response` in tokens, for the time of sampling; 0: the longest allowed. Without `compiled`,
     which takes a pod that compiles, formulas tell what programs cost. `programs`: those of
-    `machinery.trace`, where they are known. Raises ValueError where a mesh does not fit the pod, or
-    the formulas.
+    `machinery.trace`, where they are known. `only`: names of programs, of which no others are
+    compiled; (): all. Raises ValueError where a mesh does not fit the pod, or the formulas, and for
+    a name that no program has.
     """
     pod.check_mesh("mesh", planned.sizes.mesh)
     for role, mesh in planned.sizes.role_meshes.items():
         pod.check_mesh(f"mesh.roles.{role}", mesh)
     load = _load(pod, planned, mean_response)
     programs = trace(planned) if programs is None else programs
-    costs, refused = (_compiled if compiled else _by_formulas)(pod, planned, programs)
+    names = (*_SAMPLER, UPDATE_WEIGHTS) if planned.samplers else ()
+    left_out = _left_out((*names, *programs), only)
+    if compiled:
+        costs, refused = _compiled(pod, planned, programs, left_out)
+    else:
+        costs, refused = _by_formulas(pod, planned, programs), {}
     chips = {name: programs[name].mesh.size if name in programs else pod.size for name in costs}
     chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in _SAMPLER if n in costs}
     known = {name: costs.get(name, Costs(0.0)) for name in programs}
     taken = [costs[n].temp_bytes for n in _SAMPLER if n in costs]
     sync = costs[UPDATE_WEIGHTS].temp_bytes if UPDATE_WEIGHTS in costs else None
-    memory = plan_memory(planned, programs, known).with_sampler(max(taken, default=None), sync)
+    needed = max(taken) if len(taken) == len(_SAMPLER) else None
+    memory = plan_memory(planned, programs, known).with_sampler(needed, sync, left_out)
     return PodPlan(
         pod,
         planned,
@@ -258,39 +272,52 @@ def plan_on(
         memory,
         refused,
         "" if refused else shortage(planned, memory, programs, known),
+        left_out,
     )
 
 
+def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
+    """Of the programs' names those that are not asked for. ValueError for `only` what is none."""
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise ValueError(
+            f"--only={','.join(only)}: no program is named {', '.join(map(repr, unknown))}; this "
+            f"run has {', '.join(names)}"
+        )
+    return tuple(name for name in names if only and name not in only)
+
+
 def _compiled(
-    pod: Pod, planned: Planned, programs: Mapping[str, Program]
+    pod: Pod, planned: Planned, programs: Mapping[str, Program], left_out: Collection[str]
 ) -> tuple[dict[str, Costs], dict[str, str]]:
     """(costs by the segment's name, why others are too large)."""
-    work: dict[str, Callable[[], dict[str, Costs]]] = {}
+    work: dict[str, Callable[[], Costs]] = {}
     if planned.samplers:
-        work["rollout"] = lambda: compile_sampler(planned, pod)
-        work[UPDATE_WEIGHTS] = lambda: {UPDATE_WEIGHTS: compile_sync(planned, programs, pod)}
+        for name in _SAMPLER:
+            work[name] = functools.partial(compile_sampler, planned, pod, name)
+        work[UPDATE_WEIGHTS] = lambda: compile_sync(planned, programs, pod)
     for name, program in programs.items():
-        work[name] = lambda name=name, program=program: {name: compile_program(program, pod)}
+        work[name] = functools.partial(compile_program, program, pod)
     costs: dict[str, Costs] = {}
     refused = {}
     for name, compile_it in work.items():
+        if name in left_out:
+            continue
         try:
-            costs |= compile_it()
+            costs[name] = compile_it()
         except TooLarge as error:
             refused[name] = str(error)
     return costs, refused
 
 
-def _by_formulas(
-    pod: Pod, planned: Planned, programs: Mapping[str, Program]
-) -> tuple[dict[str, Costs], dict[str, str]]:
+def _by_formulas(pod: Pod, planned: Planned, programs: Mapping[str, Program]) -> dict[str, Costs]:
     costs = {}
     if planned.samplers:
         mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
         costs[UPDATE_WEIGHTS] = formulas.sync_costs(planned, mesh, pod.numbers(mesh))
     for name, program in programs.items():
         costs[name] = formulas.program_costs(planned, program, pod.numbers(program.mesh))
-    return costs, {}
+    return costs
 
 
 def _generation(pod: Pod, planned: Planned, load: Load) -> GenerationEstimate:

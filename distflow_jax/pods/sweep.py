@@ -17,8 +17,8 @@ from distflow_jax.pods.plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
 from distflow_jax.setup import Planned, plan_run
 
-# Of mesh.*. The others stay as configured: stages and experts are not known to the formulas, and
-# what rows in parts are for, temporaries, is not either
+# Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts
+# and rows in parts are for, temporaries, is not either
 AXES = ("data", "fsdp", "tensor", "rollout_tensor")
 _SHOWN = 12  # rows of the table
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.extend import core
 
-from distflow_jax.programs.loops import bound_of
+from distflow_jax.programs.loops import bound_of, sharing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Flops:
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.total + other.total, self.unbounded + other.unbounded)
 
-    def times(self, factor: int) -> "Flops":
+    def times(self, factor: float) -> "Flops":
         """All of it, `factor` times over."""
         return Flops(self.total * factor, self.unbounded)
 
@@ -30,7 +30,7 @@ def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
     A scan counts its length, a `bounded_loop` its bound, a conditional its dearest branch, a
     `shard_map` every device of its manual axes. Where attention is masked the whole product counts,
     as it runs, and of a layer with a window all blocks of keys. A ragged product counts each row
-    once, a kernel what it says of itself.
+    once, a kernel what it says of itself; what devices `share` counts once for all of them.
     """
     return _flops(jaxpr, "")
 
@@ -40,7 +40,7 @@ def _flops(jaxpr: core.Jaxpr | core.ClosedJaxpr, path: str) -> Flops:
         jaxpr = jaxpr.jaxpr
     total = Flops(0.0)
     for eqn in jaxpr.eqns:
-        total += _eqn_flops(eqn, path)
+        total += _eqn_flops(eqn, path).times(1 / sharing(str(eqn.source_info.name_stack)))
     return total
 
 

@@ -1,7 +1,10 @@
-"""Loops that run as often as the data say, and say themselves how often that is at most."""
+"""Work whose amount the data say, and that says itself how much it is: loops, at most; shares of
+devices, in the mean."""
 
+import math
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import jax
@@ -9,6 +12,7 @@ import jax
 Carry = TypeVar("Carry")
 
 # the scope's name is the last before the loop's own; jvp(...), vmap(...) may be around it
+_SHARE = re.compile(r"\bone_of_(\d+)\b")
 _BOUND = re.compile(r"at_most_(\d+)\)*$")
 
 
@@ -30,6 +34,17 @@ def bounded_while(
     """`while_loop(cond, body, init)` that runs at most `most` times; see `bounded_loop`."""
     with jax.named_scope(f"at_most_{most}"):
         return jax.lax.while_loop(cond, body, init)
+
+
+def share(devices: int) -> AbstractContextManager[None]:
+    """Within it shapes have room for all that so many devices do together, and each does its share:
+    as much as the others, where the data are dealt evenly."""
+    return jax.named_scope(f"one_of_{devices}")
+
+
+def sharing(name: str) -> int:
+    """How many devices share the work of that name: 1 outside `share`. See bound_of."""
+    return math.prod(map(int, _SHARE.findall(name)))
 
 
 def bound_of(name: str) -> int | None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.attention import InRow, masked_attention
 from distflow_jax.models.block_attention import block_attention
+from distflow_jax.models.kernels.flash_cost import flash_cost
 from distflow_jax.models.kernels.flash_tpu import listed_tiles
 from distflow_jax.models.tiles import Reach, tiles_of
 from distflow_jax.programs.flops import matmul_flops
@@ -125,14 +126,33 @@ def test_a_device_gives_what_loops_give(platform):
 
 
 def test_a_kernel_counts_all_of_its_products():
-    """Two forward, and seven backward: both kernels compute scores and their gradients again."""
+    """Two forward, and seven backward: both kernels compute scores and their gradients again. In
+    tiles of a row that is one sequence, of which there are none above the diagonal."""
     q, k = jnp.zeros((2, 512, 8, 64)), jnp.zeros((2, 512, 2, 64))
     mask = jnp.ones((2, 512, 512), bool)
     masked = matmul_flops(jax.make_jaxpr(masked_attention)(q, k, k, mask)).total
     for by in ("gpu", "tpu"):
         found = matmul_flops(traced(by).jaxpr)
         delta = 2 * q.size
-        assert found.total == masked / 2 * (2 + 3 + 4) + delta and not found.unbounded
+        one = jnp.ones((1, 512), jnp.int32)
+        tiles = tiles_of(one, one, SIDE[by])
+        share = int(tiles.num_keys.sum()) / tiles.keys.size
+        assert found.total == masked / 2 * share * (2 + 3 + 4) + delta and not found.unbounded
+
+
+def test_parts_of_a_row_count_as_many_tiles_each():
+    """A device has a piece from each end of the row, so that all have as many tiles."""
+
+    def cost(parts):
+        q, k = jnp.zeros((1, 32 // parts, 2, 64, 32)), jnp.zeros((1, 32, 2, 16, 32))
+        return flash_cost(q, k, products=1, moved=0).flops
+
+    assert 4 * cost(4) == cost(1) == 2 * 32 * 33 / 2 * 2 * 64 * 16 * 32
+    one, place = jnp.ones((1, 512), jnp.int32), jnp.arange(512, dtype=jnp.int32)[None]
+    for part in range(4):
+        own = jnp.concatenate([jnp.split(place, 8, axis=1)[i] for i in (part, 7 - part)], axis=1)
+        tiles = tiles_of(one[:, :128], one[:, :128], 16, InRow(own, one, place))
+        assert 2 * 64 * 16 * 32 * 2 * int(tiles.num_keys.sum()) == cost(4)
 
 
 def test_listed_are_the_tiles_in_use():

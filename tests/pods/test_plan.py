@@ -185,9 +185,37 @@ def test_rows_that_devices_share():
 
 def test_axes_that_formulas_do_not_know():
     with pytest.raises(
-        ValueError, match="formulas know the mesh axes data, fsdp, context, tensor and not stage=2"
+        ValueError, match="formulas know the mesh axes data, .*, tensor and not stage=2"
     ):
         plan_on(*planned_for("gpu:1x8", "mesh.stage=2"), compiled=False)
+
+
+MIXTURE = (
+    "model.source=random:qwen3_moe?hidden=256&layers=4&heads=4&kv_heads=4&mlp=512&experts=8&active=2"
+    "&vocab=512"
+)
+
+
+def test_devices_that_share_experts_or_rows_send_more_kinds():
+    mixture = plan_on(*planned_for("gpu:4x8", MIXTURE, "mesh.expert=4"), compiled=False)
+    costs = mixture.costs["actor_train"]
+    assert not costs.unbounded
+    sent = costs.to_tree()["bytes_by_axes"]
+    tokens, layers = 4 * mixture.planned.sizes.packing.limits.tokens, 4
+    rows = mixture.planned.sizes.packing.rows[mixture.planned.sizes.mesh.layout]
+    once = rows * layers * tokens * 256 * 2  # bfloat16
+    assert sent["expert"]["all-gather"] == 3 * once  # forward, again, gradient
+    assert sent["expert"]["reduce-scatter"] == 2 * once
+    of_experts = layers * 8 * (3 * 256 * 512 + 256)  # with their outputs of the router
+    others = num_params(mixture.planned.source.config) - of_experts
+    assert sent["expert"]["all-reduce"] == rows * others / 8 * 2
+    assert sent["fsdp"]["reduce-scatter"] == rows * (others + of_experts / 4) * 2
+
+    shared = plan_on(*planned_for("gpu:4x8", "mesh.context=2"), compiled=False)
+    sent = shared.costs["actor_train"].to_tree()["bytes_by_axes"]
+    kept = rows * 2 * layers * (tokens / 4) * 2 * 256 * 2
+    assert sent["context"]["all-gather"] == 2 * kept == 2 * sent["context"]["reduce-scatter"]
+    assert sent["context"]["all-reduce"] == 2 * rows * num_params(shared.planned.source.config) / 8
 
 
 def test_a_model_needs_no_weights_to_be_planned_with(tmp_path):
@@ -269,3 +297,40 @@ def test_formulas_say_what_the_compiler_does(of_tpus):
             for x in (found, wanted)
         )
         assert of_formula == pytest.approx(compiled, rel=0.25), name
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "assignments", "kinds"),
+    [
+        # of so small a pair XLA makes all-reduces of what is reduce-scattered
+        ("context", ["mesh.context=2"], ["all-gather"]),
+        ("expert", [MIXTURE, "mesh.expert=4"], ["all-gather", "reduce-scatter"]),
+    ],
+)
+def test_so_they_do_where_rows_or_experts_are_shared(axis, assignments, kinds):
+    pod, planned = planned_for("v5e:4x4", *assignments)
+    names = ["reference", "actor_train"]
+    compiled = plan_on(pod, planned, only=names)
+    assert set(compiled.costs) == set(names)
+    guess = plan_on(pod, planned, compiled=False)
+    for name in names:
+        found, wanted = (p.costs[name].to_tree()["bytes_by_axes"][axis] for p in (guess, compiled))
+        for kind in kinds:
+            assert found[kind] == pytest.approx(wanted[kind], rel=0.25), (name, kind)
+
+
+def test_programs_that_are_not_compiled_are_named(of_gpus):
+    names = tuple(n for n in of_gpus.costs if n != "actor_train")
+    costs = {"actor_train": of_gpus.costs["actor_train"]}
+    found = dataclasses.replace(of_gpus, costs=costs, left_out=names)
+    rows = [line for line in found.describe().splitlines() if "not compiled" in line]
+    assert [row.split()[0] for row in rows[: len(names)]] == list(names)
+    assert "without what was not compiled" in rows[-1]
+    assert found.to_tree()["not_compiled"] == list(names)
+
+
+def test_a_program_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="--only=actor,decode: .* 'actor'; .* decode, .*actor_tr"):
+        plan_on(*planned_for("gpu:1x8"), compiled=False, only=["actor", "decode"])

@@ -42,11 +42,18 @@ def test_trainers_programs_cost_what_they_execute(kind, options):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("logp", {}), ("update", {"remat": "none"}), ("update", {"remat": "full"})],
+    [
+        ("logp", {}),
+        ("logp", {"expert": 2}),
+        ("update", {"remat": "none"}),
+        ("update", {"remat": "full"}),
+        ("update", {"remat": "full", "expert": 2}),
+    ],
 )
 def test_of_a_mixture_the_experts_that_tokens_go_through_count(kind, options):
+    """Also where devices share the experts, each with room for the tokens of all."""
     found = matmul_flops(trace(kind, model=MIXTURE, **options).jaxpr)
-    wanted = executed_flops(kind, model=MIXTURE, remat=options.get("remat", "full"))
+    wanted = executed_flops(kind, model=MIXTURE, **({"remat": "full"} | options))
     assert found.unbounded == ()
     assert found.total == pytest.approx(wanted, rel=0.01)
 

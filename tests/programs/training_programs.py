@@ -4,13 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, scalar_model
 from distflow_jax.models.grouped_product import block_size
+from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -24,7 +25,7 @@ MINI_BATCHES, ROWS, TOKENS, SEQUENCES, MICRO = 2, 8, 64, 4, 2
 
 
 def abstract_rows(mesh) -> Rows:
-    layout = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    layout = NamedSharding(mesh, rows_spec(mesh))
 
     def of(size, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((MINI_BATCHES, ROWS, size), dtype, sharding=layout)
@@ -49,10 +50,11 @@ def trace(
     chunk: int = 16,
     fsdp: int = 1,
     tensor: int = 1,
+    expert: int = 1,
     model: DecoderConfig = MODEL,
 ):
     """jax.stages.Traced of logp, values or update."""
-    mesh = mesh_of(fsdp, tensor)
+    mesh = mesh_of(fsdp, tensor, expert=expert)
     forward = ForwardConfig(remat=remat, logp_chunk=chunk, attention_block=block)
     shape = UpdateShape(mesh, MICRO, 14)
     rows, temperature = abstract_rows(mesh), jax.ShapeDtypeStruct((), jnp.float32)
@@ -73,21 +75,26 @@ def trace(
     return update.trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32), temperature)
 
 
-def expert_rows(model: DecoderConfig) -> float:
+def expert_rows(model: DecoderConfig, devices: int = 1) -> float:
     """Rows that meet an expert's matrices for each token: blocks are counted as many as there may
-    be, and whole."""
-    rows = MICRO * TOKENS * model.experts_per_token
-    size = block_size(rows, model.num_experts)
-    return (rows // size + model.num_experts) * size / (MICRO * TOKENS)
+    be, and whole. `devices` that share the experts have a part of them for the tokens of all."""
+    tokens, experts = devices * MICRO * TOKENS, model.num_experts // devices
+    rows = tokens * model.experts_per_token
+    size = block_size(rows, experts)
+    return (rows // size + experts) * size / tokens
 
 
-def executed_flops(kind: str, *, remat: str = "full", model: DecoderConfig = MODEL) -> float:
+def executed_flops(
+    kind: str, *, remat: str = "full", model: DecoderConfig = MODEL, expert: int = 1
+) -> float:
     """Where every row is full of response tokens. Attention is full: what is masked is computed."""
     c = model
     heads = c.num_heads * c.head_dim
     weights = 2 * c.hidden_size * (heads + c.num_kv_heads * c.head_dim)  # query, output; key, value
     mlp = 3 * c.hidden_size * c.mlp_size
-    weights += c.hidden_size * c.num_experts + expert_rows(c) * mlp if c.num_experts else mlp
+    if c.num_experts:
+        mlp = c.hidden_size * c.num_experts + expert_rows(c, expert) * mlp
+    weights += mlp
     layers = c.num_layers * (2 * weights + 2 * 2 * TOKENS * heads)
     head = 2 * c.vocab_size * c.hidden_size
     if kind == "logp":

@@ -4,16 +4,17 @@ import jax
 from jax.experimental import pallas as pl
 
 
-def flash_cost(
-    q: jax.Array, k: jax.Array, others: jax.Array, *, products: int, moved: int
-) -> pl.CostEstimate:
-    """Were every tile of `others` [B, O, M] listed: `products` of matrices in each.
+def flash_cost(q: jax.Array, k: jax.Array, *, products: int, moved: int) -> pl.CostEstimate:
+    """Were every row one sequence: `products` of matrices in each tile on or below the diagonal.
 
-    q [B, n, K, X, H] and k [B, m, K, C, H]; `moved`: bytes read, each once.
+    q [B, n, K, X, H] and k [B, m, K, C, H]; `moved`: bytes read, each once. No packing lists more
+    tiles than m (m + 1) / 2 of a whole row, and of these every part of one has as many.
     """
-    scores = others.size * k.shape[2] * k.shape[3] * q.shape[3]
+    rows, blocks, kv_heads, queries, head_dim = q.shape
+    tiles = rows * blocks * (k.shape[1] + 1) // 2
+    scores = tiles * kv_heads * queries * k.shape[3]
     return pl.CostEstimate(
-        flops=2 * products * scores * q.shape[4], transcendentals=scores, bytes_accessed=moved
+        flops=2 * products * scores * head_dim, transcendentals=scores, bytes_accessed=moved
     )
 
 

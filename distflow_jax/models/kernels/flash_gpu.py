@@ -126,7 +126,7 @@ def _call(kernel, arguments, results, *, parts, products, interpret):
             num_warps=4 if head_dim <= 64 else 8,
             num_stages=2 if head_dim <= 128 else 1,  # else too much shared memory for some GPUs
         ),
-        cost_estimate=flash_cost(q, k, others, products=products, moved=nbytes(*given)),
+        cost_estimate=flash_cost(q, k, products=products, moved=nbytes(*given)),
         interpret=interpret,
         name=f"flash_attention{kernel.__name__}",
     )(flat(others + first), number.reshape(-1), *map(flat, given))

@@ -110,7 +110,7 @@ def forward(
         [jax.ShapeDtypeStruct(q.mT.shape, q.dtype), per_row],
         sums=[per_row.shape, per_row.shape, q.mT.shape],
         size=_size(q, k),
-        cost=flash_cost(q, k, tiles.keys, products=2, moved=nbytes(*queries, *keys)),
+        cost=flash_cost(q, k, products=2, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
     # a block that sees nothing is in no step, and is never written
@@ -142,7 +142,7 @@ def backward(
         [jax.ShapeDtypeStruct(q.mT.shape, q.dtype)],
         sums=[q.mT.shape],
         size=_size(q, k),
-        cost=flash_cost(q, k, tiles.keys, products=3, moved=nbytes(*queries, *keys)),
+        cost=flash_cost(q, k, products=3, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
     d_k, d_v = _over_tiles(
@@ -153,7 +153,7 @@ def backward(
         [jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
         sums=[k.shape, v.shape],
         size=_size(q, k),
-        cost=flash_cost(q, k, tiles.keys, products=4, moved=nbytes(*queries, *keys)),
+        cost=flash_cost(q, k, products=4, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
     d_q = jnp.where((tiles.num_keys > 0)[:, :, None, None, None], d_q.mT, 0)
