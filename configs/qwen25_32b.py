@@ -2,14 +2,25 @@
 
     python scripts/train.py --config=configs/qwen25_32b.py:v5p-64,8k --workdir=runs/qwen25_32b \
         --config.data.train=DATA
-    python scripts/plan.py --config=configs/qwen25_32b.py:v5p-64,8k --topology=TOPOLOGY \
+    python scripts/plan.py --config=configs/qwen25_32b.py:v5p-64,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_32b
 
-The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). None of these has
-been compiled: they are sizes that divide, and no more than that.
+The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). What plan.py says of the
+fewest chips that a choice takes: GiB of HBM in the fullest segment, and how much is to spare. Those
+by formulas know no temporaries, which take a part of what is to spare.
+
+choice      topology     fullest       to spare  how
+v5e-256,8k  v5e:16x16    10.7 of 15.8     32 %   formulas; offload=idle
+v5e-256,32k v5e:16x16    10.6 of 15.8     33 %   formulas; offload=idle
+v5p-64,8k   v5p:4x4x4    49.2 of 95.7     49 %   compiled, all of it
+v5p-128,32k v5p:4x4x8    38.6 of 95.7     60 %   formulas
+v5p-256,64k v5p:4x8x8    36.9 of 95.7     61 %   formulas
+h100-32,8k  h100:4x8     44.9 of 70.8     37 %   formulas
+h100-32,32k h100:4x8     21.3 of 70.8     70 %   formulas; offload=idle
+h200-8,8k   h200:1x8     61.1 of 124.8    51 %   formulas; offload=idle
+h200-16,32k h200:2x8     33.9 of 124.8    73 %   formulas; offload=idle
 
 64k is beyond the 32,768 positions of its training: model.yarn_factor=4, as its model card has it.
-By formulas, without temporaries, v5p-256 at 64k holds 35.0 of 95.7 GiB; it was not compiled.
 """
 
 from ml_collections import ConfigDict
@@ -19,11 +30,14 @@ from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
     ("v5e", "8k"): Division(fsdp=16, tensor=8, rollout_tensor=8, offload="idle"),
+    ("v5e", "32k"): Division(fsdp=16, tensor=8, context=2, rollout_tensor=8, offload="idle"),
     ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
     ("v5p", "32k"): Division(fsdp=16, tensor=4, context=2, rollout_tensor=4),
     ("v5p", "64k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=4),
     ("h100", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=4),
-    ("h200", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=4),
+    ("h100", "32k"): Division(fsdp=4, tensor=8, rollout_tensor=8, offload="idle"),
+    ("h200", "8k"): Division(fsdp=1, tensor=8, rollout_tensor=4, offload="idle"),
+    ("h200", "32k"): Division(fsdp=2, tensor=8, rollout_tensor=8, offload="idle"),
 }
 
 

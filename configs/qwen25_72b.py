@@ -2,15 +2,27 @@
 
     python scripts/train.py --config=configs/qwen25_72b.py:v5p-64,8k --workdir=runs/qwen25_72b \
         --config.data.train=DATA
-    python scripts/plan.py --config=configs/qwen25_72b.py:v5p-64,8k --topology=TOPOLOGY \
+    python scripts/plan.py --config=configs/qwen25_72b.py:v5p-64,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_72b
 
-The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). Compiled
-(docs/scaling.md): all of v5p-64,8k fits v5p:4x4x4, 71.9 of 95.7 GiB, 24.9 % to spare; of v5e-256,8k
-and v5p-128,32k the update alone, 12.0 of 15.75 GiB and 81.1 of 95.7. The others have not been.
+The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). What plan.py says of the
+fewest chips that a choice takes: GiB of HBM in the fullest segment, and how much is to spare. Those
+by formulas know no temporaries, which take a part of what is to spare.
+
+choice      topology     fullest       to spare  how
+v5e-256,8k  v5e:16x16    13.0 of 15.8     17 %   compiled, all of it; offload=idle, int8 samplers
+v5p-64,8k   v5p:4x4x4    74.0 of 95.7     23 %   compiled, all of it
+v5p-128,32k v5p:4x4x8    80.6 of 95.7     16 %   compiled, all of it
+v5p-256,64k v5p:4x8x8    50.7 of 95.7     47 %   formulas
+h100-64,8k  h100:8x8     31.7 of 70.8     55 %   formulas; offload=idle
+h100-64,32k h100:8x8     31.0 of 70.8     56 %   formulas; offload=idle
+h200-32,8k  h200:4x8     44.0 of 124.8    65 %   formulas; offload=idle
+h200-64,32k h200:8x8     39.5 of 124.8    68 %   formulas; offload=idle
+
+A v5e's samplers are slow: 32 chips share each, of which every one has all 8 key/value heads
+(docs/scaling.md).
 
 64k is beyond the 32,768 positions of its training: model.yarn_factor=4, as its model card has it.
-By formulas, without temporaries, v5p-256 at 64k holds 46.4 of 95.7 GiB; it was not compiled.
 """
 
 from ml_collections import ConfigDict
@@ -20,13 +32,20 @@ from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
     ("v5e", "8k"): Division(
-        fsdp=16, tensor=16, rollout_tensor=32, cache_fraction=0.33, offload="idle"
+        fsdp=16,
+        tensor=16,
+        rollout_tensor=32,
+        cache_fraction=0.35,
+        sampler_dtype="int8",
+        offload="idle",
     ),
     ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=8),
     ("v5p", "32k"): Division(fsdp=16, tensor=4, context=2, rollout_tensor=8),
     ("v5p", "64k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=8),
-    ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8),
-    ("h200", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8),
+    ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
+    ("h100", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
+    ("h200", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=8, offload="idle"),
+    ("h200", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
 }
 
 

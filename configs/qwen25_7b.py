@@ -2,15 +2,25 @@
 
     python scripts/train.py --config=configs/qwen25_7b.py:v5p-64,8k --workdir=runs/qwen25_7b \
         --config.data.train=DATA
-    python scripts/plan.py --config=configs/qwen25_7b.py:v5p-64,8k --topology=TOPOLOGY \
+    python scripts/plan.py --config=configs/qwen25_7b.py:v5p-64,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_7b
 
-The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). None of these has
-been compiled. By formulas, without temporaries, v5p-64 at 8k holds 11.8 of 95.7 GiB; the others are
-sizes that divide, and no more than that.
+The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). What plan.py says of the
+fewest chips that a choice takes: GiB of HBM in the fullest segment, and how much is to spare. Those
+by formulas know no temporaries, which take a part of what is to spare.
+
+choice      topology     fullest       to spare  how
+v5e-256,8k  v5e:16x16     8.1 of 15.8     49 %   formulas
+v5e-256,32k v5e:16x16     6.2 of 15.8     61 %   formulas; offload=idle
+v5p-64,8k   v5p:4x4x4    16.7 of 95.7     83 %   compiled, all of it
+v5p-64,32k  v5p:4x4x4    12.7 of 95.7     87 %   formulas
+v5p-128,64k v5p:4x4x8    12.7 of 95.7     87 %   formulas
+h100-8,8k   h100:1x8     38.4 of 70.8     46 %   formulas
+h100-8,32k  h100:1x8     31.7 of 70.8     55 %   formulas
+h200-8,8k   h200:1x8     38.4 of 124.8    69 %   formulas
+h200-8,32k  h200:1x8     38.9 of 124.8    69 %   formulas
 
 64k is beyond the 32,768 positions of its training: model.yarn_factor=4, as its model card has it.
-By formulas, without temporaries, v5p-128 at 64k holds 12.3 of 95.7 GiB; it was not compiled.
 """
 
 from ml_collections import ConfigDict
@@ -25,7 +35,9 @@ DIVISIONS = {
     ("v5p", "32k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
     ("v5p", "64k"): Division(fsdp=16, tensor=4, context=2, rollout_tensor=4),
     ("h100", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
+    ("h100", "32k"): Division(fsdp=4, tensor=2, rollout_tensor=2),
     ("h200", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
+    ("h200", "32k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
 }
 
 

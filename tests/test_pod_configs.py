@@ -20,11 +20,8 @@ MILLIONS = {"qwen25_7b": 7616, "qwen25_32b": 32764, "qwen25_72b": 72706, "qwen3_
 CHOICES = [
     (name, f"{kind}-{chips},{context}")
     for name in MILLIONS
-    for kind, context in importlib.import_module(f"configs.{name}").DIVISIONS
-    for chips in {
-        "v5e": (256,),
-        "v5p": (256 if context == "64k" else 128, 1024),
-    }.get(kind, (64, 1024))
+    for (kind, context), by in importlib.import_module(f"configs.{name}").DIVISIONS.items()
+    for chips in sorted({max(by.chips, preset.CHIPS[kind][0]), preset.CHIPS[kind][1]})
 ]
 
 
@@ -59,6 +56,7 @@ def test_every_choice_is_a_run(name, choice):
     model = dataclasses.replace(config.model, source=str(SHAPES / name))
     planned = plan_run(dataclasses.replace(config, model=model), machine, open_source=open_shapes)
     assert planned.sizes.engine.slots > 0
+    assert planned.sizes.attention.name == "kernel"
     assert [task.node.id for task in planned.plan.tasks][-1] == "actor_train"
 
 
@@ -79,7 +77,7 @@ def test_what_is_longer_than_the_training_is_stretched_or_refused():
         ("v5p-64,9k", "no context '9k' is known; use 8k, 32k, 64k"),
         ("v5p-2048,8k", "a pod of v5p has 64 to 1024 chips"),
         ("v5p-96,8k", "divided over 64 chips of v5p; use a multiple"),
-        ("h100-64,32k", "no division for h100 at 32k; there are .*h100,8k"),
+        ("v5e-256,32k", "no division for v5e at 32k; there are .*v5e,8k"),
     ],
 )
 def test_a_choice_that_is_none_is_said_in_one_line(choice, says):

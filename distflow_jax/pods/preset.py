@@ -34,6 +34,7 @@ class Division:
     expert: int = 1
     context: int = 1
     cache_fraction: float = 0.15  # of HBM, of a sampler's keys and values
+    sampler_dtype: str = "auto"  # int8: of a sampler's weights, keys and values, with a correction
     offload: str = "none"
 
     @property
@@ -77,7 +78,11 @@ def grpo(
     tokens = CONTEXTS[context]
     return Config(
         model=ModelSourceConfig(source, yarn_factor=yarn_factor if stretched else 1.0),
-        algorithm=AlgorithmConfig(kl_coef=0.001, clip_high=0.28),
+        algorithm=AlgorithmConfig(
+            kl_coef=0.001,
+            clip_high=0.28,
+            correction="none" if by.sampler_dtype == "auto" else "token_tis",
+        ),
         data=DataConfig(
             # as many tokens of a chip whatever the context
             prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),
@@ -89,13 +94,15 @@ def grpo(
             max_response_length=tokens - _PROMPT,
             num_slots=0,
             cache_fraction=by.cache_fraction,
+            cache_dtype=by.sampler_dtype,
+            weights_dtype=by.sampler_dtype,
         ),
         reward=RewardConfig(function="math"),
         training=TrainingConfig(
             steps=200,
             row_tokens=tokens,
             remat="full",
-            attention="blocks",  # never the scores of a whole row
+            attention="kernel",  # auto would take the scores of a whole row where none fits
             offload=by.offload,
         ),
         mesh=MeshConfig(
