@@ -11,27 +11,32 @@ from jax.sharding import Mesh
 
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import Int8, quantise
-from distflow_jax.models.layer_weights import are_apart
+from distflow_jax.models.layer_weights import Turned, way_of
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.types import flatten_dict, unflatten_dict
 
+# matrices that have the hidden dim first; that XLA holds keys' and values' in order anyway
+_TURNED = {"head", *(f"layers/{name}" for name in ("query", "gate", "up"))}
+
 
 class HeldWeights:
-    """Layers stacked or apart (layer_weights.py), as they come or as int8 with a scale for each
-    output (int8.py), which norms, biases and routers never are.
+    """Layers stacked, turned or apart (layer_weights.py), as they come or as int8 with a scale for
+    each output (int8.py), which norms, biases and routers never are.
 
     `weights` is one of layer_weights.WEIGHTS, for a sampler on `platform`; `dtype`: "auto" (as they
     come) or "int8".
     """
 
     def __init__(self, model: DecoderConfig, platform: str, weights: str, dtype: str = "auto"):
-        apart = are_apart(weights, platform)
+        way = way_of(weights, platform)
+        apart = way == "apart"
         self._forms = {
             path: _Form(
                 spec,
                 int8=dtype == "int8" and bool(spec.inputs),
                 turned=apart and path != "embed/embedding",
+                marked=way == "turned" and path in _TURNED and "experts" not in spec.axes,
                 by_layer=apart and path.startswith("layers/"),
             )
             for path, spec in param_specs(model).items()
@@ -63,11 +68,13 @@ class HeldWeights:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """That of one parameter. `turned`: outputs in front of inputs; `by_layer`: a list."""
+    """That of one parameter. `turned`: outputs in front of inputs; `marked`: so, and it says so;
+    `by_layer`: a list."""
 
     param: ParamSpec
     int8: bool
     turned: bool
+    marked: bool
     by_layer: bool
 
     def hold(self, x: jax.Array) -> Any:
@@ -89,6 +96,8 @@ class _Form:
         found = one(order, dtype)
         if self.int8:
             found = Int8(one(order, "int8"), one(self._outputs, "float32"))
+        if self.marked:
+            return Turned(found)
         return [found] * self.param.shape[0] if self.by_layer else found
 
     @property
@@ -108,12 +117,15 @@ class _Form:
     @property
     def _order(self) -> tuple[int, ...]:
         own = self._own
-        return self._outputs + own.inputs if self.turned else tuple(range(len(own.shape)))
+        order = tuple(range(len(own.shape)))
+        return self._outputs + own.inputs if self.turned or self.marked else order
 
     def _turn(self, x: Any) -> Any:
         if isinstance(x, Int8):
-            return Int8(self._turn(x.values), x.scale)
-        return x.transpose(self._order)
+            turned = Int8(x.values.transpose(self._order), x.scale)
+        else:
+            turned = x.transpose(self._order)
+        return Turned(turned) if self.marked else turned
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from distflow_jax.models import lora, rope
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.config import DecoderConfig, YarnScaling
 from distflow_jax.models.int8 import Int8, lookup, times
-from distflow_jax.models.layer_weights import by_input, by_output
+from distflow_jax.models.layer_weights import Turned, by_input, by_output, by_row
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
@@ -262,7 +262,11 @@ class _Layer:
     def project(self, x: jax.Array, w: Weights, name: str, inputs: int = 1) -> jax.Array:
         """x [X, I] times a weight of the layer, and its adapter where it has one."""
         product = functools.partial(times, by_output if self.apart else by_input)
-        y, adapters = product(x, w[name], inputs=inputs), self.config.lora
+        if isinstance(w[name], Turned):
+            y = times(by_row, x, w[name].weight, inputs=inputs)
+        else:
+            y = product(x, w[name], inputs=inputs)
+        adapters = self.config.lora
         if adapters is None or name not in adapters.targets:
             return y
         low = product(x, w[name + lora.A], inputs=inputs)
@@ -298,6 +302,8 @@ def head_weight(
     if c.tie_embeddings:
         return _gathered(params["embed"]["embedding"], dtype)
     head = params["head"]
+    if isinstance(head, Turned):
+        return _gathered(head.weight, dtype)
     return _gathered(head if isinstance(params["layers"], list) else head.T, dtype)
 
 
@@ -312,11 +318,7 @@ def _gathered(table: jax.Array | Int8, dtype: Any) -> jax.Array | Int8:
 def head_logits(c: DecoderConfig, params: dict[str, Any], hidden_XD: jax.Array) -> jax.Array:
     """Next-token logits float32 [X, V] of final hidden states."""
     weight = head_weight(c, params, hidden_XD.dtype)
-
-    def by_rows(x, weight, inputs, dtype):
-        return jnp.einsum("XD,VD->XV", x, weight, preferred_element_type=dtype)
-
-    product = by_output if isinstance(params["layers"], list) else by_rows
+    product = by_output if isinstance(params["layers"], list) else by_row
     return times(product, hidden_XD, weight, dtype=jnp.float32)
 
 

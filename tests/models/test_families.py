@@ -16,6 +16,7 @@ from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.held_weights import HeldWeights
 from distflow_jax.models.int8 import Int8
+from distflow_jax.models.layer_weights import Turned
 from distflow_jax.models.parameters import (
     init_params,
     param_shardings,
@@ -69,7 +70,7 @@ def test_logits_are_those_of_transformers(case):
 
 
 @pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 tied", "gemma3 tied"])
-@pytest.mark.parametrize("weights", ["stacked", "apart"])
+@pytest.mark.parametrize("weights", ["stacked", "turned", "apart"])
 def test_layers_and_devices_do_not_matter(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2)
     params = place_params(config, drawn_params(config), param_shardings(config, mesh))
@@ -250,7 +251,7 @@ def test_random_models_have_what_the_family_has(case):
 
 
 @QWENS
-@pytest.mark.parametrize("weights", ["stacked", "apart"])
+@pytest.mark.parametrize("weights", ["stacked", "turned", "apart"])
 def test_int8_leaves_vectors_alone(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2, names=("data", "tensor"))
     given = dict(drawn_params(config))
@@ -265,6 +266,8 @@ def test_int8_leaves_vectors_alone(case, weights):
                 value = kept["layers"][layer][name]
             else:
                 value = jax.tree.map(lambda x, layer=layer: x[layer], kept["layers"][name])
+            if isinstance(value, Turned):
+                (value,) = value
             assert isinstance(value, Int8) == bool(spec.inputs), path
             if not spec.inputs:
                 assert name.endswith(("norm", "bias"))

@@ -1,4 +1,4 @@
-"""Weights of layers apart: the same numbers, each with its outputs first, laid out as before."""
+"""Weights of layers apart or turned: the same numbers, outputs first, laid out as before."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tiny_model import TINY, mesh_of, random_params
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.held_weights import HeldWeights
-from distflow_jax.models.layer_weights import are_apart, by_input, by_output
+from distflow_jax.models.layer_weights import Turned, by_input, by_output, by_row, way_of
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_weight, hidden_states
 
@@ -27,7 +27,7 @@ def test_products(rows, inputs, outputs):
     want = (x @ weight.reshape(x.shape[1], -1)).reshape(rows, *outputs)
     turned = np.moveaxis(weight, range(len(inputs)), range(-len(inputs), 0))
     x, weight, turned = (jnp.asarray(a, jnp.float32) for a in (x, weight, turned))
-    for product, w in ((by_input, weight), (by_output, turned)):
+    for product, w in ((by_input, weight), (by_output, turned), (by_row, turned)):
         got = jax.jit(product, static_argnums=2)(x, w, len(inputs))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -38,6 +38,14 @@ def test_the_network_is_the_same(config, axes):
     mesh = mesh_of(*axes, names=("data", "tensor"))
     given = random_params(config)
     placed = jax.device_put(given, param_shardings(config, mesh))
+    turned = HeldWeights(config, "tpu", "auto").hold_placed(jax.tree.map(jnp.copy, placed))
+    for name in ("query", "gate", "up"):
+        (matrix,) = turned["layers"][name]
+        assert matrix.shape[-1] == config.hidden_size
+        assert matrix.addressable_shards[0].data.shape[1] == matrix.shape[1] // axes[1]
+        np.testing.assert_array_equal(np.moveaxis(matrix, -1, 1), given["layers"][name])
+    assert isinstance(turned.get("head", Turned(None)), Turned)
+    assert turned["layers"]["down"].shape == given["layers"]["down"].shape
     apart = HeldWeights(config, "cpu", "apart").hold_placed(jax.tree.map(jnp.copy, placed))
     assert len(apart["layers"]) == config.num_layers
     for number, layer in enumerate(apart["layers"]):
@@ -66,13 +74,16 @@ def test_the_network_is_the_same(config, axes):
         )
         return hidden, kept, head_weight(config, params)
 
-    for got, want in zip(jax.tree.leaves(run(apart)), jax.tree.leaves(run(placed)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    wanted = jax.tree.leaves(run(placed))
+    for held in (apart, turned):
+        for got, want in zip(jax.tree.leaves(run(held)), wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_who_holds_them_apart():
-    assert are_apart("auto", "cpu") and are_apart("auto", "gpu") and are_apart("apart", "tpu")
-    assert not are_apart("auto", "tpu") and not are_apart("stacked", "gpu")
-    assert not are_apart("stacked", "cpu")
-    with pytest.raises(ValueError, match="weights must be one of auto, stacked, apart, got 'x'"):
-        are_apart("x", "cpu")
+def test_who_holds_them_how():
+    assert [way_of("auto", platform) for platform in ("cpu", "gpu", "tpu")] == [
+        "apart", "apart", "turned"
+    ]  # fmt: skip
+    assert way_of("stacked", "tpu") == "stacked" and way_of("apart", "tpu") == "apart"
+    with pytest.raises(ValueError, match="one of auto, stacked, turned, apart, got 'x'"):
+        way_of("x", "cpu")

@@ -59,8 +59,8 @@ def assert_same(got, want):
         (FOUR, MeshSizes(1, 2, stage=4), "bfloat16", ("stacked", "int8")),
         (FOUR, MeshSizes(1, 2, data=2, context=2), "bfloat16", ("apart", "int8")),
         (FOUR, MeshSizes(1, 1, (1, 3), stage=2), "bfloat16", ("apart", "auto")),
-        (FOUR, MeshSizes(2, 2, (0, 4)), "bfloat16", ("stacked", "int8")),
-        (MIXTURE, MeshSizes(2, 1, expert=4), "float32", ("stacked", "auto")),
+        (FOUR, MeshSizes(2, 2, (0, 4)), "bfloat16", ("turned", "int8")),
+        (MIXTURE, MeshSizes(2, 1, expert=4), "float32", ("turned", "auto")),
     ],
     ids=["stages", "copies and context", "stages of a part", "a part", "experts"],
 )

@@ -287,10 +287,17 @@ def test_kernels_give_what_pages_give(responses, axes):
     assert_agree(other.run(REQUESTS), responses)
 
 
-@pytest.mark.parametrize("axes", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_stacked_weights_give_what_weights_apart_give(responses, axes):
-    """As accelerators have them: a scan over the layers."""
-    other = Sampler(axes, weights="stacked")
+@pytest.mark.parametrize(
+    ("axes", "weights"),
+    [
+        ((1, 1), "turned"),
+        pytest.param((1, 1), "stacked", marks=pytest.mark.slow),
+        pytest.param((2, 2), "turned", marks=pytest.mark.slow),
+    ],
+)
+def test_stacked_weights_give_what_weights_apart_give(responses, axes, weights):
+    """As TPUs have them: a scan over the layers."""
+    other = Sampler(axes, weights=weights)
     assert isinstance(other.params["layers"], dict)
     assert_agree(other.run(REQUESTS), responses)
 

@@ -173,7 +173,7 @@ def test_log_probs_are_those_of_the_rounded_weights(model):
 @pytest.mark.parametrize(
     ("model", "axes", "changes"),
     [
-        (TINY, (1, 1), {"weights": "stacked"}),
+        (TINY, (1, 1), {"weights": "turned"}),
         (TINY, (2, 2), {}),
         (UNTIED, (2, 2), {"weights": "stacked"}),
     ],
