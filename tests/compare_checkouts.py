@@ -1,6 +1,6 @@
 """Compares the training runs of two checkouts of this repository, bit for bit.
 
-    python tests/compare_checkouts.py OLD NEW --out=/tmp/compare [--cases=grpo,ppo] [--processes=1,2]
+    python tests/compare_checkouts.py OLD NEW --out=/tmp/compare --cases=grpo,ppo --processes=1,2
 
 Each case is configs/tiny.py with a few settings, run by both checkouts' scripts/train.py. Compared
 are the rows of metrics.jsonl without times (`timing_s/`, `timing_per_token_ms/`, `perf/`), the
@@ -101,8 +101,8 @@ def differences(old: pathlib.Path, new: pathlib.Path) -> Iterator[str]:
     for a, b in zip(before, after, strict=False):
         names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
         if names:
-            first = names[0]
-            yield f"step {a['step']}: {first} {a.get(first)} -> {b.get(first)} ({len(names)} in all)"
+            values = f"{a.get(names[0])} -> {b.get(names[0])}"
+            yield f"step {a['step']}: {names[0]} {values} ({len(names)} differ)"
             break
     before, after = responses(old), responses(new)
     if unequal := [name for name in before | after if before.get(name) != after.get(name)]:
