@@ -15,6 +15,7 @@ from peers.decode_turns import Case, Decoder, clocked, serve
 
 from distflow_jax.batch import Prompt
 from distflow_jax.inference import load_or_init_params
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.layer_weights import by_output
 from distflow_jax.models.parameters import param_shardings, param_specs
@@ -24,7 +25,6 @@ from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 MEASURED_SECONDS = 0.5  # of a ceiling, each time
 COPIED_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}  # beyond every cache

@@ -16,6 +16,7 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
+from distflow_jax.layout import Layout
 from distflow_jax.models import lora
 from distflow_jax.models.config import DecoderConfig, adapted
 from distflow_jax.models.parameters import param_shardings
@@ -35,7 +36,6 @@ from distflow_jax.stages.table import first_state_of, resolve
 from distflow_jax.states import States, optimizer_of
 from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.training.update import UpdateShape
-from distflow_jax.types import Layout
 
 Span = Callable[[str], AbstractContextManager]
 

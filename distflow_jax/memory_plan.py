@@ -15,6 +15,7 @@ import jax
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Unit, aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Stay
+from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
@@ -25,7 +26,6 @@ from distflow_jax.setup import Planned
 from distflow_jax.states import bases_of, network_of
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
-from distflow_jax.types import Layout, overlaps
 
 _EVERYWHERE = Layout("mesh")
 

@@ -26,7 +26,7 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
-from distflow_jax.hints import hint
+from distflow_jax.did_you_mean import hint
 from distflow_jax.machine import Machine
 from distflow_jax.observe.cells import (
     LINES,
@@ -46,10 +46,10 @@ from distflow_jax.observe.report_curves import FIRST, TOGETHER, charts_of
 from distflow_jax.observe.report_page import escaped
 from distflow_jax.observe.report_tables import answers
 from distflow_jax.observe.run_folder import RunFolder, read_run, read_samples
-from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.settings import value_at, with_values
 from distflow_jax.setup import config_table, plan_run
+from distflow_jax.user_functions import load_function
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _HERE = "__main__"  # the module that cells define their functions in

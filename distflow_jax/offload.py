@@ -14,10 +14,10 @@ import jax
 
 from distflow_jax.dag.residency import Item, Stay
 from distflow_jax.dag.worker import Runner
+from distflow_jax.layout import Layout, overlaps
 from distflow_jax.parallel import host_memory
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.training.state import TrainState
-from distflow_jax.types import Layout, overlaps
 
 
 @dataclasses.dataclass

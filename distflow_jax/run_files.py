@@ -6,9 +6,9 @@ import pathlib
 from typing import Any
 
 from distflow_jax.batch import Samples
+from distflow_jax.layout import ROUTED_EXPERTS, flatten_dict
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
-from distflow_jax.types import ROUTED_EXPERTS, flatten_dict
 
 log = logging.getLogger("distflow_jax")
 

@@ -25,12 +25,12 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency
 from distflow_jax.dag.router_replay import with_router_replay
-from distflow_jax.hints import hint
+from distflow_jax.did_you_mean import hint
+from distflow_jax.layout import Layout, flatten_dict
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
-from distflow_jax.plugins import load_function
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.environments import Environments, load_environment
 from distflow_jax.settings import with_settings
@@ -38,7 +38,7 @@ from distflow_jax.sizes import Sizes, derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.table import Demands, resolve, wanted_reads
 from distflow_jax.states import ModelOfRun, models_of, samplers_of
-from distflow_jax.types import Layout, flatten_dict
+from distflow_jax.user_functions import load_function
 
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:

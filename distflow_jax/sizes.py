@@ -10,6 +10,7 @@ from distflow_jax.coordinator.balance import RowLimits, rows_bound
 from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
+from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.mesh_sizes import mesh_sizes
 from distflow_jax.models.config import DecoderConfig, adapted
@@ -28,7 +29,6 @@ from distflow_jax.training.microbatch import (
     microbatches_of_stages,
 )
 from distflow_jax.training.row_attention import AttentionSizes, RowAttention, row_attention
-from distflow_jax.types import Layout
 
 
 @dataclasses.dataclass(frozen=True)

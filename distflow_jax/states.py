@@ -15,6 +15,7 @@ import optax
 from distflow_jax.config import Config
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
+from distflow_jax.layout import Layout
 from distflow_jax.models import lora
 from distflow_jax.models.config import (
     DecoderConfig,
@@ -33,7 +34,6 @@ from distflow_jax.training.state import (
     init_state,
     sharded_params,
 )
-from distflow_jax.types import Layout
 
 SCALAR_ROLES = ("CRITIC", "REWARD")
 

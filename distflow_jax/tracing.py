@@ -20,10 +20,10 @@ from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.worker import Stage, make_runner
+from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs.options import compiler_options
 from distflow_jax.stages.table import per_token_fields
-from distflow_jax.types import ROUTED_EXPERTS, Edge, Layout
 
 Value = tuple[str | None, str]  # (source, field)
 

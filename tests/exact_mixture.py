@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
 from distflow_jax.models.config import DecoderConfig
-from distflow_jax.types import flatten_dict
 
 
 class Exact(NamedTuple):

@@ -20,6 +20,7 @@ from tiny_model import (
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import RowShape
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
@@ -28,7 +29,6 @@ from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
-from distflow_jax.types import flatten_dict
 
 LENGTH, ROWS = 128, 8
 TEMPERATURE = np.float32(0.8)

@@ -11,6 +11,7 @@ from ml_collections import config_dict
 
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.layout import flatten_dict
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
@@ -18,7 +19,6 @@ from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.table import resolve
-from distflow_jax.types import flatten_dict
 
 NAMES = sorted(
     p.stem

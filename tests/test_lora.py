@@ -21,6 +21,7 @@ from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.config import (
     LORA_TARGETS,
@@ -41,7 +42,6 @@ from distflow_jax.training.objectives.policy import PolicyBatch, policy_objectiv
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
-from distflow_jax.types import flatten_dict
 
 ROOT = pathlib.Path(__file__).parents[1]
 LORA = LoraConfig(rank=4, alpha=6.0)

@@ -17,6 +17,7 @@ from distflow_jax import memory_plan, run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.dag.residency import residency
+from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import build, make_engine, make_meshes, trace
 from distflow_jax.memory_advice import _changes, shortage
@@ -36,7 +37,6 @@ from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.setup import plan_run
 from distflow_jax.states import States
 from distflow_jax.training.state import sharded_params
-from distflow_jax.types import Layout
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = [

@@ -18,6 +18,7 @@ from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.pipelines import built_in
 from distflow_jax.dag.planner import plan
+from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.observe.compilations import Compilations
@@ -26,7 +27,6 @@ from distflow_jax.program_table import bytes_of_fields, describe, fields_on_mesh
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.setup import plan_run
 from distflow_jax.tracing import FieldSpecs, trace_plan
-from distflow_jax.types import Layout
 
 HOST = Layout("host")
 MESH, WIDE = MeshSizes(4, 2), MeshSizes(8, 1)

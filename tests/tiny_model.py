@@ -23,12 +23,12 @@ from distflow_jax.batch import (
 )
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
+from distflow_jax.layout import Layout, unflatten_dict
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.rollout.responses import Response
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.types import Layout, unflatten_dict
 
 # 320 tokens: not a multiple of the sampler's block of 128, but of 8 devices
 TINY = DecoderConfig(

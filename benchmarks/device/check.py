@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
+from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
@@ -25,7 +26,6 @@ from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.row_attention import AttentionSizes, row_attention
-from distflow_jax.types import unflatten_dict
 
 MODEL = DecoderConfig(
     vocab_size=512,

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.config import (
     DecoderConfig,
     ScalarModel,
@@ -28,7 +29,6 @@ from distflow_jax.models.parameters import Network, param_specs
 from distflow_jax.models.weights.hf_folder import Export
 from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 _POLICY = "actor"  # the model that is meant where none is named
 _MAX_LISTED = 4  # parameters named in an error

@@ -20,13 +20,13 @@ from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
+from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.peers import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.types import KEEP, Edge, Layout, hosts_of, overlaps
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from distflow_jax.dag.graph import hint
 from distflow_jax.dag.plan import Plan, Task
-from distflow_jax.types import Edge
+from distflow_jax.layout import Edge
 
 LOADER = "(loader)"  # no node's id looks like this
 AFTER = "after"  # the kind of a wire that carries nothing

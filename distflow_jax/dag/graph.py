@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from distflow_jax.hints import hint
+from distflow_jax.did_you_mean import hint
 
 ROLES = ("ACTOR", "CRITIC", "REFERENCE", "REWARD", "ROLLOUT")
 TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE")

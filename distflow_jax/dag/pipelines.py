@@ -6,8 +6,8 @@ from typing import Any
 
 from distflow_jax.dag.graph import Graph
 from distflow_jax.dag.yaml_form import BUILT_IN, read_graph
-from distflow_jax.hints import hint
-from distflow_jax.plugins import load_function
+from distflow_jax.did_you_mean import hint
+from distflow_jax.user_functions import load_function
 
 
 def built_in() -> dict[str, pathlib.Path]:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from distflow_jax.dag.graph import Node, Region, When
-from distflow_jax.types import Edge, Layout
+from distflow_jax.layout import Edge, Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
 from distflow_jax.dag.plan import Plan, Task
-from distflow_jax.hints import hint
-from distflow_jax.types import KEEP, Edge, Layout, move_between, overlaps, part_text
+from distflow_jax.did_you_mean import hint
+from distflow_jax.layout import KEEP, Edge, Layout, move_between, overlaps, part_text
 
 HOST = Layout("host")
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from distflow_jax.dag.plan import Plan, Task, aligned
-from distflow_jax.types import Layout, overlaps
+from distflow_jax.layout import Layout, overlaps
 
 Item = tuple[str, str]  # key of a model's state, and what of it: "params", "moments" or "cache"
 

@@ -7,7 +7,7 @@ So no graph, built in or a user's, has to know whether its policy is a mixture.
 import dataclasses
 
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.types import ROUTED_EXPERTS
+from distflow_jax.layout import ROUTED_EXPERTS
 
 
 def with_router_replay(graph: Graph) -> Graph:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distflow_jax.dag.plan import Plan, Task, Unit
-from distflow_jax.types import Edge, Metrics
+from distflow_jax.layout import Edge, Metrics
 
 COUNTS = ("_calls", "/errors", "/timeouts")  # ends of metrics that add up over rounds
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from distflow_jax.dag.graph import Graph, Node, Region
-from distflow_jax.hints import hint
+from distflow_jax.did_you_mean import hint
 
 BUILT_IN = pathlib.Path(__file__).parents[2] / "configs" / "dags"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")

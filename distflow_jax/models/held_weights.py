@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.layer_weights import Turned, way_of
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.parallel.rules import sharding
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 # matrices that have the hidden dim first; that XLA holds keys' and values' in order anyway
 _TURNED = {"head", *(f"layers/{name}" for name in ("query", "gate", "up"))}

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.config import DecoderConfig, LoraConfig, ScalarModel
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 A, B = "_lora_a", "_lora_b"
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import sharding
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 Network = DecoderConfig | ScalarModel
 

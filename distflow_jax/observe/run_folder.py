@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.types import flatten_dict
+from distflow_jax.layout import flatten_dict
 
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
 _MOST_LINES = 20_000  # of metrics; of stragglers a tenth

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.types import Layout, axes_text, part_text
+from distflow_jax.layout import Layout, axes_text, part_text
 
 Part = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may give

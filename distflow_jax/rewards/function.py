@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distflow_jax import plugins
+from distflow_jax import user_functions as plugins
 from distflow_jax.rewards.table import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

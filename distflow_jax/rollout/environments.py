@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax import plugins
+from distflow_jax import user_functions as plugins
 from distflow_jax.batch import Prompt
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.environment import Environment, Turn

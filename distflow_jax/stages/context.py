@@ -10,6 +10,7 @@ from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows
+from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -19,7 +20,6 @@ from distflow_jax.rollout.responses import Response
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape
-from distflow_jax.types import ROUTED_EXPERTS
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]

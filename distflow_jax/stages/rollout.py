@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
 from distflow_jax.rollout.episodes import (
     Episode,
@@ -12,7 +13,6 @@ from distflow_jax.rollout.episodes import (
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import columns, respond
 from distflow_jax.stages.context import Stage, StageContext, own_part
-from distflow_jax.types import ROUTED_EXPERTS
 
 
 def build_rollout(context: StageContext) -> Stage:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.config import AlgorithmConfig
-from distflow_jax.hints import hint
-from distflow_jax.plugins import load_function
+from distflow_jax.did_you_mean import hint
+from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.context import NodeLike, Stage, StageContext
@@ -22,7 +22,7 @@ from distflow_jax.stages.update import (
     build_value_update,
 )
 from distflow_jax.stages.values import build_scores, build_values
-from distflow_jax.types import ROUTED_EXPERTS
+from distflow_jax.user_functions import load_function
 
 Builder = Callable[[StageContext], Stage]
 

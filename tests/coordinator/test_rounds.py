@@ -9,8 +9,8 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.rounds import EndOfData, Rounds, informative
 from distflow_jax.coordinator.shares import PackingPlan
+from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.types import Edge, Layout, move_between
 
 HOST = Layout("host")
 MESH = MeshSizes(4, 2)

@@ -12,13 +12,13 @@ from distflow_jax.dag.graph import DATA, Graph
 from distflow_jax.dag.pipelines import built_in, load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.yaml_form import read_graph, write_graph
+from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.stages.table import resolve
 from distflow_jax.training.config import TrainingConfig
-from distflow_jax.types import Layout
 
 MESH, HOST = Layout("mesh", (("fsdp", 8),)), Layout("host")
 LAYOUTS = dict.fromkeys(("ACTOR", "CRITIC", "REFERENCE", "REWARD MODEL_TRAIN"), MESH)

@@ -12,7 +12,7 @@ import pytest
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import plan
-from distflow_jax.types import Layout, move_between
+from distflow_jax.layout import Layout, move_between
 
 HOST = Layout("host")
 MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))

@@ -10,7 +10,7 @@ import pytest
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node, Region
 from distflow_jax.dag.planner import plan
-from distflow_jax.types import Layout
+from distflow_jax.layout import Layout
 
 HOST = Layout("host")
 MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))

@@ -6,7 +6,7 @@ from distflow_jax.config import Config
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, residency
-from distflow_jax.types import Layout
+from distflow_jax.layout import Layout
 
 HOST = Layout("host")
 SAMPLERS = {"rollout": "actor"}

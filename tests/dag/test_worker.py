@@ -7,7 +7,7 @@ import pytest
 from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.worker import make_runner, run_step
-from distflow_jax.types import Layout
+from distflow_jax.layout import Layout
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {"ACTOR": MESH, "ROLLOUT": HOST, "REWARD": HOST}

@@ -12,6 +12,7 @@ from family_models import CASES, TOKENS, drawn_params
 from model_files import hf_settings, tensors_of, write_gguf, write_hf
 from tiny_model import mesh_of
 
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.held_weights import HeldWeights
@@ -26,7 +27,6 @@ from distflow_jax.models.parameters import (
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "families.json").read_text())
 EACH = pytest.mark.parametrize("case", CASES)

@@ -11,13 +11,13 @@ from model_files import write_gguf
 from test_hf_folder import assert_bits, export_of, random_params, tensors_in
 from tiny_model import mesh_of
 
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.config import DecoderConfig, scalar_model
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.types import flatten_dict
 
 GEMMA = dataclasses.replace(CASES["gemma3 tied"], vocab_size=300)
 # as google/gemma-3-1b-it and -4b-it have them, without what says nothing of the network

@@ -20,6 +20,7 @@ from tiny_model import (
 )
 
 from distflow_jax.batch import RowShape, Samples
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import DecoderConfig, Llama3Scaling
@@ -34,7 +35,6 @@ from distflow_jax.models.parameters import (
 from distflow_jax.models.transformer import Decoder, bind, params_of
 from distflow_jax.parallel.rules import partition_spec, rows_spec, use_mesh
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
-from distflow_jax.types import flatten_dict
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2.json"
 # what the golden model is not: untied, with scaled rotary positions

@@ -25,6 +25,7 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.worker import make_runner, run_step
+from distflow_jax.layout import flatten_dict
 from distflow_jax.machinery import build
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
@@ -36,7 +37,6 @@ from distflow_jax.states import States
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
-from distflow_jax.types import flatten_dict
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
 

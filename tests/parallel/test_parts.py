@@ -17,6 +17,7 @@ from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.worker import make_runner, run_step
+from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.mesh import (
@@ -28,7 +29,6 @@ from distflow_jax.parallel.mesh import (
 )
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.parallel.transfer import WeightSync
-from distflow_jax.types import Layout
 from tests.parallel.test_repartition import spread
 
 MINIS, ROWS = 2, 10

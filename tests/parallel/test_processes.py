@@ -14,8 +14,8 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
+from distflow_jax.layout import Layout
 from distflow_jax.parallel import job, processes
-from distflow_jax.types import Layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 

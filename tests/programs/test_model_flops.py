@@ -10,12 +10,12 @@ from training_programs import MINI_BATCHES, MIXTURE, MODEL, ROWS, TOKENS, trace
 from distflow_jax.batch import RowShape
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
+from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
 from distflow_jax.models.config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.flops import Work, causal_pairs, forward_flops, training_flops
 from distflow_jax.programs.flops import matmul_flops
 from distflow_jax.training.forward import parent_segment
-from distflow_jax.types import Layout
 
 
 def full_rows(minis):

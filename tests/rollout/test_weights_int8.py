@@ -20,6 +20,7 @@ from distflow_jax import run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
+from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.held_weights import HeldWeights
@@ -37,7 +38,6 @@ from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.sizing import weight_bytes
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
-from distflow_jax.types import flatten_dict, unflatten_dict
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 MODELS = pytest.mark.parametrize("model", [TINY, UNTIED], ids=["tied", "untied"])

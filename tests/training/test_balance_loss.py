@@ -26,6 +26,7 @@ from tiny_model import (
 )
 
 from distflow_jax.batch import RowShape
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
@@ -36,7 +37,6 @@ from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective
 from distflow_jax.training.objectives.value import ValueBatch, ValueConfig, value_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
-from distflow_jax.types import flatten_dict
 
 COEF = 0.7
 PARAMS = random_params(MIXTURE)

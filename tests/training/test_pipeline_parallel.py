@@ -12,6 +12,7 @@ from gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_
 from tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
@@ -21,7 +22,6 @@ from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.predict import make_logp, make_values
 from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape
-from distflow_jax.types import flatten_dict
 
 DENSE, WINDOWS = MODELS["dense"], dataclasses.replace(WINDOWED, num_layers=4)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 1)

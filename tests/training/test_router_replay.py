@@ -27,6 +27,7 @@ from tiny_model import (
 
 from distflow_jax.batch import RowShape, TokenColumn
 from distflow_jax.config import Config
+from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.machine import Machine
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
@@ -35,7 +36,6 @@ from distflow_jax.setup import settle
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.types import ROUTED_EXPERTS
 
 PARAMS = random_params(MIXTURE)
 SAMPLES = random_samples(0, groups=3, size=3)

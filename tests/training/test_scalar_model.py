@@ -32,6 +32,7 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import (
@@ -49,7 +50,6 @@ from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make
 from distflow_jax.training.predict import make_scores, make_values
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
-from distflow_jax.types import flatten_dict
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,6 +14,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 from distflow_jax.algorithms.config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
+from distflow_jax.layout import flatten_dict
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.training.balance import balanced
@@ -23,7 +24,6 @@ from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make
 from distflow_jax.training.predict import make_logp
 from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape, make_update
-from distflow_jax.types import flatten_dict
 
 MINI_BATCHES, EPOCHS, STEPS = 2, 2, 4
 OPTIMIZER = OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1)
