@@ -29,7 +29,7 @@ from peers.paced import Side, report, wait_for_turn
 
 from distflow_jax import machinery as machinery_lib
 from distflow_jax import setup as setup_lib
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig

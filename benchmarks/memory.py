@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from update import CASES, MODELS, attention_of, packed
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.memory_plan import binary
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS

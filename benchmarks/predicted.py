@@ -23,7 +23,7 @@ from device.predict import beside_prediction, describe
 from device.rates import between, measured_chip, this_chip
 from device.segments import run_timed
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.rewards.pool import RewardConfig

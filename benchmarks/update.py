@@ -28,7 +28,7 @@ import numpy as np
 from device.rates import product_rate
 from peers.paced import Side, report, wait_for_turn
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.config import DecoderConfig

@@ -8,7 +8,7 @@ What parts ask of each other is checked where sizes are derived (sizes.py).
 import dataclasses
 from typing import Any
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig

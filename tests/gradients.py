@@ -18,7 +18,7 @@ from tiny_model import (
     with_experts,
 )
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted

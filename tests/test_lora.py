@@ -16,7 +16,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.config import Config

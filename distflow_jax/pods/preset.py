@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.loader import DataConfig

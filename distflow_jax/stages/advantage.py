@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
 from distflow_jax.algorithms.packed import counted, per_sequence

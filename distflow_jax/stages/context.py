@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import optax
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows

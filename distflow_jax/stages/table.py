@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient

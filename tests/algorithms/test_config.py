@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 
 

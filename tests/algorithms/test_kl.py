@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 
 REFERENCES = {

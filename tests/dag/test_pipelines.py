@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config import Config, CriticConfig
 from distflow_jax.dag.graph import DATA, Graph
 from distflow_jax.dag.pipelines import built_in, load_graph

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from tiny_model import TINY, mesh_of
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, scalar_model
 from distflow_jax.models.grouped_product import block_size

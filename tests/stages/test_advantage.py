@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ragged import assert_close, draw, pack, random_sequences
 from tiny_model import mesh_of
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.table import STAGES, resolve
 from distflow_jax.training.update import UpdateShape

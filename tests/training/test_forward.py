@@ -28,7 +28,7 @@ from tiny_model import (
     values_of,
 )
 
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.config import Config

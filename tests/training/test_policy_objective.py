@@ -17,7 +17,7 @@ from ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequenc
 from tiny_model import TINY
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES

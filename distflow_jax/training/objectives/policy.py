@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms import correction as correction_lib
 from distflow_jax.algorithms.aggregate import denominator, token_weights, within_budget
-from distflow_jax.algorithms.config import AlgorithmConfig
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
