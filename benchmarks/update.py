@@ -37,7 +37,7 @@ from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.programs.options import compiler_options
+from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.training.forward import (
     ForwardConfig,
     logits_in_memory,

@@ -41,7 +41,7 @@ from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.program_table import bytes_of_fields, describe, describe_options, fields_on_meshes
-from distflow_jax.programs.cache import kept_programs
+from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.run_files import check_writable, sample_records, warn_of_changes

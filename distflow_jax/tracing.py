@@ -22,7 +22,7 @@ from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.worker import Stage, make_runner
 from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.programs.options import compiler_options
+from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.stages.table import per_token_fields
 
 Value = tuple[str | None, str]  # (source, field)

@@ -12,7 +12,7 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.pods.chips import peak_flops
-from distflow_jax.programs import cache
+from distflow_jax.programs import compilation_cache as cache
 
 SMALL = "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
 

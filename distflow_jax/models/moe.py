@@ -24,7 +24,7 @@ import numpy as np
 from distflow_jax.models.grouped_product import grouped_product
 from distflow_jax.models.int8 import Int8
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
-from distflow_jax.programs.loops import share
+from distflow_jax.programs.bounded_loops import share
 
 # (probabilities float32 [B, T, E], layer input) -> (experts int32 [B, T, K], layer output)
 Route = Callable[[jax.Array, Any], tuple[jax.Array, Any]]

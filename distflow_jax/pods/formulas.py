@@ -15,7 +15,7 @@ import numpy as np
 from distflow_jax.dag.plan import Task
 from distflow_jax.models.config import DecoderConfig
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.traffic import Traffic
 from distflow_jax.rollout.sizing import weight_bytes
 from distflow_jax.setup import Planned

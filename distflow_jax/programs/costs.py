@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from distflow_jax.programs import hlo
-from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.traffic import Traffic, bytes_by_axes, merged, traffic_of
 
 

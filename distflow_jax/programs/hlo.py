@@ -7,9 +7,9 @@ instruction touches follows xla/service/hlo_cost_analysis.cc.
 import dataclasses
 import re
 
+from distflow_jax.programs.bounded_loops import bound_of
 from distflow_jax.programs.hlo_products import product_flops
 from distflow_jax.programs.hlo_text import Computation, Instruction, Text, parse
-from distflow_jax.programs.loops import bound_of
 
 COLLECTIVES = (
     "all-gather",

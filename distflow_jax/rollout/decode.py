@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.programs.loops import bounded_while
+from distflow_jax.programs.bounded_loops import bounded_while
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, paged_attention, speculation
 from distflow_jax.rollout.decode_state import (

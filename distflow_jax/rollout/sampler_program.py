@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from distflow_jax.programs.options import compiler_options
+from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.rollout.decode_state import StateShapes
 
 

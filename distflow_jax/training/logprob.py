@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.parallel.rules import constrain
-from distflow_jax.programs.loops import bounded_loop
+from distflow_jax.programs.bounded_loops import bounded_loop
 
 
 def _chunk(x: jax.Array, index: jax.Array, size: int) -> jax.Array:

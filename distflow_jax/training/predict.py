@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from distflow_jax.batch import Rows
 from distflow_jax.models.config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.programs.loops import bounded_loop
+from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.training import microbatch
 from distflow_jax.training.forward import (
     ForwardConfig,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.programs import cache
+from distflow_jax.programs import compilation_cache as cache
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec
 from tiny_model import mesh_of
 from training_programs import MIXTURE, executed_flops, flops_again, trace
 
-from distflow_jax.programs.flops import matmul_flops
-from distflow_jax.programs.loops import bounded_loop
+from distflow_jax.programs.bounded_loops import bounded_loop
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 
 def flops(f, *args):

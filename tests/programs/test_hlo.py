@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import mesh_of
 from training_programs import trace
 
-from distflow_jax.programs.flops import matmul_flops
+from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.programs.hlo import read
-from distflow_jax.programs.loops import bounded_loop
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 # code of the same instructions, made faster
 QUICK = {"xla_backend_optimization_level": 0}

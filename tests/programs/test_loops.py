@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.programs.flops import matmul_flops
-from distflow_jax.programs.loops import bound_of, bounded_loop
+from distflow_jax.programs.bounded_loops import bound_of, bounded_loop
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from distflow_jax.pods.topology import open_topology
-from distflow_jax.programs import options
+from distflow_jax.programs import xla_options as options
 
 HERE = Mesh(np.array(jax.devices()[:1]), ("x",))
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.tiles import Reach, Tiles
-from distflow_jax.programs.loops import bounded_loop
+from distflow_jax.programs.bounded_loops import bounded_loop
 
 _MASKED = -1e30  # finite: the difference of two is 0, not NaN
 

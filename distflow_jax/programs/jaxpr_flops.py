@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.extend import core
 
-from distflow_jax.programs.loops import bound_of, sharing
+from distflow_jax.programs.bounded_loops import bound_of, sharing
 
 
 @dataclasses.dataclass(frozen=True)
