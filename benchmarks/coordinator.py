@@ -51,8 +51,8 @@ from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
+from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.mesh import MeshSizes, ranks_of_process, role_mesh
-from distflow_jax.parallel.peers import Traffic
 
 ROOT = pathlib.Path(__file__).parents[1]
 PEER = pathlib.Path(__file__).parent / "peers" / "ray_redistribute.py"

@@ -24,7 +24,7 @@ from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.crossing import Crossing
-from distflow_jax.parallel.peers import Traffic
+from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.parallel.rules import rows_spec
 

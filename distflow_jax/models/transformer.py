@@ -22,7 +22,7 @@ from distflow_jax.models.layer_weights import Turned, by_input, by_output, by_ro
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
-from distflow_jax.parallel.dealing import Body
+from distflow_jax.parallel.circular_pipeline import Body
 from distflow_jax.parallel.pipeline import scan_layers
 from distflow_jax.parallel.rules import constrain
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from distflow_jax.parallel.peers import Traffic
+from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.parallel.rules import data_ranks, rows_spec
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from distflow_jax.parallel.dealing import Body, collect, deal, rounds, scan_some, some
+from distflow_jax.parallel.circular_pipeline import Body, collect, deal, rounds, scan_some, some
 from distflow_jax.parallel.rules import active_mesh, constrain, divided, mesh_axes, width
 
 

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from distflow_jax.parallel.host_exchange import Peers, listen
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
-from distflow_jax.parallel.peers import Peers, listen
 
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

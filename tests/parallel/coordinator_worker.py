@@ -20,8 +20,8 @@ from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
+from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.parallel.peers import Traffic
 
 PROMPTS, SAMPLES = 32, 8
 LIMITS = RowLimits(tokens=256, sequences=32, shared=True)

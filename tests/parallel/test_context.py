@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_model import mesh_of
 
-from distflow_jax.parallel import context
+from distflow_jax.parallel import context_parallel as context
 from distflow_jax.parallel.rules import rows_spec, use_mesh
 
 ROWS, LENGTH = 6, 48

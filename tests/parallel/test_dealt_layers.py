@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_model import mesh_of
 
-from distflow_jax.parallel.dealing import collect, deal, matchings, rounds
+from distflow_jax.parallel.circular_pipeline import collect, deal, matchings, rounds
 
 
 @pytest.mark.parametrize("stages", range(1, 9))

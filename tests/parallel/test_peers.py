@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from distflow_jax.parallel.peers import Peers, Traffic, listen
+from distflow_jax.parallel.host_exchange import Peers, Traffic, listen
 
 TOKEN = bytes(range(16))
 
