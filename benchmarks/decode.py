@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from peers.decode_turns import Case, Side
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 
 HERE = pathlib.Path(__file__).parent

@@ -16,8 +16,8 @@ from peers.decode_turns import Case, Decoder, clocked, serve
 from distflow_jax.batch import Prompt
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.layer_weights import by_output
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.matmul_layouts import by_output
 from distflow_jax.models.parameters import param_shardings, param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations

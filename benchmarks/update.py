@@ -31,8 +31,8 @@ from peers.paced import Side, report, wait_for_turn
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.flops import Work, training_flops
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.model_flops import Work, training_flops
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations

@@ -20,7 +20,7 @@ from cache_int8 import PAGE, QUESTIONS, asked, errors, sampled
 from jax.sharding import Mesh
 
 from distflow_jax.inference import load_or_init_params
-from distflow_jax.models.layer_weights import WEIGHTS
+from distflow_jax.models.matmul_layouts import WEIGHTS
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel.transfer import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig

@@ -18,7 +18,7 @@ from distflow_jax.dag.plan import Task
 from distflow_jax.dag.worker import Runner, make_runner
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
-from distflow_jax.models.config import DecoderConfig, adapted
+from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans

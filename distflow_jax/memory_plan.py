@@ -17,7 +17,7 @@ from distflow_jax.dag.plan import Unit, aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Stay
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
-from distflow_jax.models.config import adapted
+from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.programs.costs import Costs
 from distflow_jax.rollout.decode_state import StateShapes

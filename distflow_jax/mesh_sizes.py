@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.parallel.mesh import (
     MeshConfig,
     MeshSizes,

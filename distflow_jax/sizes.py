@@ -13,7 +13,7 @@ from distflow_jax.dag.graph import Graph
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.mesh_sizes import mesh_sizes
-from distflow_jax.models.config import DecoderConfig, adapted
+from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler

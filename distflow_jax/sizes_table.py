@@ -2,7 +2,7 @@
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.rollout.decode_state import num_pages

@@ -17,7 +17,7 @@ from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     DecoderConfig,
     adapted,
     reward_head_stddev,

@@ -7,7 +7,7 @@ import jax
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.models.config import LoraConfig, adapted
+from distflow_jax.models.decoder_config import LoraConfig, adapted
 from distflow_jax.models.lora import merged
 from distflow_jax.models.parameters import Network, param_shardings
 from distflow_jax.training.state import sharded_params

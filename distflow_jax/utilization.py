@@ -14,8 +14,8 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.worker import Runner
 from distflow_jax.layout import Metrics
-from distflow_jax.models.config import adapted, scalar_model
-from distflow_jax.models.flops import Work, forward_flops, training_flops
+from distflow_jax.models.decoder_config import adapted, scalar_model
+from distflow_jax.models.model_flops import Work, forward_flops, training_flops
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.pods.chips import peak_flops
 from distflow_jax.setup import Planned

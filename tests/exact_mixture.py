@@ -6,7 +6,7 @@ import numpy as np
 
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 
 
 class Exact(NamedTuple):

@@ -21,7 +21,7 @@ from tiny_model import (
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.layout import flatten_dict
-from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.balance import balanced

@@ -183,7 +183,7 @@ SCRIPT = '''
 from absl import flags
 from ml_collections import config_flags
 from distflow_jax import command_line, config_dict
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 
 CONFIG = config_flags.DEFINE_config_file("config")
 FAIL = flags.DEFINE_string("fail", "", "How to fail.")
@@ -208,7 +208,7 @@ if __name__ == "__main__":
 
 CONFIG = """
 from distflow_jax.config_dict import to_config_dict
-from distflow_jax.models.config import DecoderConfig, LoraConfig
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig
 
 
 def get_config(kind="good"):

@@ -13,7 +13,7 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
 from distflow_jax.layout import flatten_dict
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes

@@ -13,7 +13,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.rollout.environments import Environments

@@ -23,7 +23,7 @@ from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models import lora
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     LORA_TARGETS,
     LoraConfig,
     adapted,

@@ -29,7 +29,7 @@ from distflow_jax.memory_plan import (
     device_bytes,
     plan_memory,
 )
-from distflow_jax.models.config import adapted
+from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.device_memory import live_bytes

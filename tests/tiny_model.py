@@ -24,7 +24,7 @@ from distflow_jax.batch import (
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.layout import Layout, unflatten_dict
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.rollout.responses import Response

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
 from distflow_jax.layout import unflatten_dict
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine

@@ -12,9 +12,9 @@ from device.work import Work, update_run
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import make_meshes, trace
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.flops import Work as Tokens
-from distflow_jax.models.flops import causal_pairs, training_flops
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.model_flops import Work as Tokens
+from distflow_jax.models.model_flops import causal_pairs, training_flops
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.pods.chips import Chip

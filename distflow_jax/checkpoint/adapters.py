@@ -4,7 +4,7 @@ import json
 import pathlib
 
 from distflow_jax.checkpoint.checkpointer import ArrayTable
-from distflow_jax.models.config import LoraConfig
+from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.models.lora import is_adapter
 
 

@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,
     adapted,

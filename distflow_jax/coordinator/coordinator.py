@@ -21,7 +21,7 @@ from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, Toke
 from distflow_jax.coordinator import codec
 from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
-from distflow_jax.models.flops import Work
+from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.host_exchange import Traffic

@@ -13,7 +13,7 @@ import numpy as np
 from distflow_jax.batch import Placement, RowShape
 from distflow_jax.coordinator.balance import Assignment, Lengths, RowLimits, assign
 from distflow_jax.layout import Layout
-from distflow_jax.models.flops import causal_pairs
+from distflow_jax.models.model_flops import causal_pairs
 from distflow_jax.parallel import rules
 from distflow_jax.parallel.mesh import processes_of_rank, ranks_of_process
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.models.config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
 
 A, B = "_lora_a", "_lora_b"
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distflow_jax.models.grouped_product import grouped_product
+from distflow_jax.models.grouped_matmul import grouped_product
 from distflow_jax.models.int8 import Int8
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
 from distflow_jax.programs.bounded_loops import share

@@ -15,7 +15,7 @@ import numpy as np
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models import lora
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import sharding
 
 Network = DecoderConfig | ScalarModel

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distflow_jax.models.config import Llama3Scaling, RopeScaling, YarnScaling
+from distflow_jax.models.decoder_config import Llama3Scaling, RopeScaling, YarnScaling
 
 
 def inverse_frequencies(

@@ -16,9 +16,9 @@ from flax import nnx
 
 from distflow_jax.models import lora, rope
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.config import DecoderConfig, YarnScaling
+from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.int8 import Int8, lookup, times
-from distflow_jax.models.layer_weights import Turned, by_input, by_output, by_row
+from distflow_jax.models.matmul_layouts import Turned, by_input, by_output, by_row
 from distflow_jax.models.moe import Route, mixture
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.dag.plan import Task
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.traffic import Traffic

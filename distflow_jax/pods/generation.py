@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import num_active_params
 from distflow_jax.pods.roofline import Estimate
 from distflow_jax.pods.topology import Pod

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import quantise
 from distflow_jax.models.moe import recorded_dtype
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.paged_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.parallel.rules import sharding

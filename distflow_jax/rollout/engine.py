@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout import decode, decode_state, occupancy, recording, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes

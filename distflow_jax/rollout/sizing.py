@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import partition_spec

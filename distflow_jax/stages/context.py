@@ -11,7 +11,7 @@ from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConf
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows
 from distflow_jax.layout import ROUTED_EXPERTS
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine import RolloutEngine

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.models.config import reward_head_stddev, scalar_model
+from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.stages.context import Stage, StageContext, require, routed_rows
 from distflow_jax.training.balance import balanced
 from distflow_jax.training.objectives.objective import Batch, Objective

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import sums_of_segments
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import Route, best, replayed
 from distflow_jax.parallel import context_parallel as context
 from distflow_jax.training.objectives.objective import Metrics, Objective

@@ -16,7 +16,7 @@ from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import replay
 from distflow_jax.models.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.transformer import Attend, bind

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.training import microbatch

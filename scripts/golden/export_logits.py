@@ -17,7 +17,7 @@ import numpy as np
 from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.attention import causal_attention
-from distflow_jax.models.config import ScalarModel
+from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.hf_folder import Export
 

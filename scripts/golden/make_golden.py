@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import llama
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.names import unstacked_arrays

@@ -20,7 +20,7 @@ from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.layout import unflatten_dict
-from distflow_jax.models.config import YarnScaling, scalar_model
+from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model

@@ -8,7 +8,7 @@ import pytest
 from gradients import DENSE, MODELS
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.models.config import LoraConfig, adapted, scalar_model
+from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.training.moments import MOMENTS
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer

@@ -14,7 +14,7 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.dag.yaml_form import read_graph, write_graph
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.stages.table import resolve

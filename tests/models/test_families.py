@@ -14,16 +14,16 @@ from tiny_model import mesh_of
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.attention import causal_attention
-from distflow_jax.models.config import DecoderConfig, Llama3Scaling
-from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.int8 import Int8
-from distflow_jax.models.layer_weights import Turned
+from distflow_jax.models.matmul_layouts import Turned
 from distflow_jax.models.parameters import (
     init_params,
     param_shardings,
     param_specs,
     place_params,
 )
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh

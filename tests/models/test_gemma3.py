@@ -12,7 +12,7 @@ from test_hf_folder import assert_bits, export_of, random_params, tensors_in
 from tiny_model import mesh_of
 
 from distflow_jax.layout import flatten_dict
-from distflow_jax.models.config import DecoderConfig, scalar_model
+from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer

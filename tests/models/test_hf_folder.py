@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     DecoderConfig,
     Llama3Scaling,
     reward_head_stddev,

@@ -7,10 +7,10 @@ import pytest
 from tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.held_weights import HeldWeights
-from distflow_jax.models.layer_weights import Turned, by_input, by_output, by_row, way_of
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.matmul_layouts import Turned, by_input, by_output, by_row, way_of
 from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.transformer import head_weight, hidden_states
 
 UNTIED = DecoderConfig(**{**TINY.__dict__, "tie_embeddings": False})

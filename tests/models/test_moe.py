@@ -16,12 +16,12 @@ from tiny_model import MIXTURE, TINY, mesh_of, random_params
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models import moe
-from distflow_jax.models.config import DecoderConfig, LoraConfig, adapted
-from distflow_jax.models.grouped_product import block_size, grouped_product
-from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.models.grouped_matmul import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.moe import best, chosen_probability, mixture
 from distflow_jax.models.parameters import num_active_params, num_params, param_shardings
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.sizes import derive_sizes

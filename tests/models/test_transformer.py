@@ -23,7 +23,7 @@ from distflow_jax.batch import RowShape, Samples
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import DecoderConfig, Llama3Scaling
+from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.parameters import (
     abstract_params,

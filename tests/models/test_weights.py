@@ -24,7 +24,7 @@ from model_files import (
     write_hf,
 )
 
-from distflow_jax.models.config import DecoderConfig, Llama3Scaling
+from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch

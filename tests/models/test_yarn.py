@@ -14,7 +14,7 @@ from model_files import SIZES, hf_settings, random_params, tensors_of, write_ggu
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.config_dict import from_config_dict
 from distflow_jax.models import rope
-from distflow_jax.models.config import DecoderConfig, YarnScaling
+from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import qwen2
 from distflow_jax.models.weights.source import open_model, open_shapes
 

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_model import MIXTURE, TINY, random_params
 
 from distflow_jax.models import lora
-from distflow_jax.models.config import LoraConfig, adapted, without_adapters
-from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.decoder_config import LoraConfig, adapted, without_adapters
 from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.host_memory import buffers
 from distflow_jax.parallel.layer_pieces import Pieces

@@ -12,8 +12,8 @@ from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan, Shares
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
-from distflow_jax.models.config import LoraConfig, adapted, scalar_model
-from distflow_jax.models.flops import Work, causal_pairs, forward_flops, training_flops
+from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
+from distflow_jax.models.model_flops import Work, causal_pairs, forward_flops, training_flops
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.training.forward import parent_segment
 

@@ -9,8 +9,8 @@ from tiny_model import TINY, mesh_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig, scalar_model
-from distflow_jax.models.grouped_product import block_size
+from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
+from distflow_jax.models.grouped_matmul import block_size
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective

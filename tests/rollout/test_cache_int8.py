@@ -16,7 +16,7 @@ from tiny_model import (
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, paged_attention
 from distflow_jax.rollout.decode_state import StateShapes

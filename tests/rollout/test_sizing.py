@@ -8,7 +8,7 @@ from tiny_model import TINY, mesh_of
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.sizing import cache_bytes, fitting_slots

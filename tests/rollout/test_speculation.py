@@ -12,7 +12,7 @@ from tiny_model import TINY, prompt_of, random_params
 
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import speculation
 from distflow_jax.rollout.responses import GroupRequest

@@ -22,10 +22,10 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.inference import read_weights
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
-from distflow_jax.models.held_weights import HeldWeights
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import param_shardings, param_specs
+from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.writers import read_metrics

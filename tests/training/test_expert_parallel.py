@@ -16,7 +16,7 @@ from tiny_model import TINY, mesh_of
 from distflow_jax.batch import Rows
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshConfig, role_mesh
 from distflow_jax.parallel.rules import rows_spec

@@ -34,7 +34,7 @@ from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.sizes import derive_sizes

@@ -12,7 +12,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.batch import RowShape
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig

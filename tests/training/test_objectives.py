@@ -18,7 +18,7 @@ from tiny_model import TINY
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import token_field
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import preference, reward_model, sft, value
 

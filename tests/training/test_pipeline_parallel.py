@@ -13,7 +13,7 @@ from tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.layout import flatten_dict
-from distflow_jax.models.config import scalar_model
+from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
 from distflow_jax.parallel.transfer import WeightSync

@@ -29,7 +29,7 @@ from distflow_jax.batch import RowShape, TokenColumn
 from distflow_jax.config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.machine import Machine
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.setup import settle

@@ -34,7 +34,7 @@ from distflow_jax.batch import (
 )
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.config import reward_head_stddev, scalar_model
+from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import (
     abstract_params,
     completed,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
 from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, hf_head_norms, plain
 from distflow_jax.models.weights.names import Weight

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     DecoderConfig,
     Llama3Scaling,
     RopeScaling,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.models.config import (
+from distflow_jax.models.decoder_config import (
     DecoderConfig,
     Llama3Scaling,
     RopeScaling,

@@ -8,7 +8,7 @@ transformers disturbs tokens while it trains, is left out: sampler and trainer a
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.hf_config import (
     decoder_from_hf,
     decoder_to_hf,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import (
     decoder_from_hf,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.names import unstacked_arrays
 from distflow_jax.models.weights.new_folder import check_new_folder, new_folder

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.models import lora
-from distflow_jax.models.config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
 from distflow_jax.models.weights.hf_folder import Written
 from distflow_jax.models.weights.names import Weight
 from distflow_jax.models.weights.new_folder import check_new_folder, new_folder

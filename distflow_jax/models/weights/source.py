@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.config import DecoderConfig, YarnScaling
+from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer

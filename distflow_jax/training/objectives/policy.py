@@ -18,7 +18,7 @@ from distflow_jax.algorithms.masked import masked_max, masked_sum
 from distflow_jax.algorithms.packed import counted, per_token
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, policy_tokens
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.objective import Metrics, Objective
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.preference import RewardModelConfig, pairs, partner, reward_model
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import ScalarModel
+from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, sequence_scores
 from distflow_jax.training.objectives.objective import Metrics, Objective
 from distflow_jax.training.objectives.preference import PairCount, count_pairs, unpaired

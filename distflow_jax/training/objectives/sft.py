@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.objective import Metrics, Objective
 

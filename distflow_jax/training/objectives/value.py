@@ -11,7 +11,7 @@ from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.algorithms.value import ValueConfig, value_loss
 from distflow_jax.batch import Rows
-from distflow_jax.models.config import ScalarModel
+from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, response_values
 from distflow_jax.training.objectives.objective import Metrics, Objective
 

@@ -10,7 +10,7 @@ stops at the embeddings, once for the weights, which is left out where they are 
 import dataclasses
 import math
 
-from distflow_jax.models.config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.lora import is_adapter
 from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.models.config import DecoderConfig
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8, quantise
-from distflow_jax.models.layer_weights import Turned, way_of
+from distflow_jax.models.matmul_layouts import Turned, way_of
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.parallel.rules import sharding
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.int8 import Int8, times
-from distflow_jax.models.layer_weights import by_input, by_output
+from distflow_jax.models.matmul_layouts import by_input, by_output
 from distflow_jax.programs.bounded_loops import bounded_loop
 
 _BLOCKS = (16, 256)  # fewest and most rows of a block
