@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distflow_jax.models.kernels.paged_attention import implementation_for, partial_attention
+from distflow_jax.models.kernels.decode_attention import implementation_for, partial_attention
 
 CALLS = 16  # in one program, each waiting for the one before, as the layers of a model do
 REPEATS = 7

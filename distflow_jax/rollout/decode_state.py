@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.kernels.paged_attention import implementation_for
+from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.rollout import cache as cache_lib

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.kernels.merge import Part, merge
-from distflow_jax.models.kernels.paged_attention import partial_attention
+from distflow_jax.models.kernels.decode_attention import partial_attention
+from distflow_jax.models.kernels.merge_partial import Part, merge
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.cache import Cache
 from distflow_jax.rollout.prompt_attention import Begins, OverCache, answering

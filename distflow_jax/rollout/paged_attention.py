@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED, within
-from distflow_jax.models.kernels.merge import Part
+from distflow_jax.models.kernels.merge_partial import Part
 from distflow_jax.rollout.cache import Cache
 from distflow_jax.rollout.prompt_attention import (
     NEVER,

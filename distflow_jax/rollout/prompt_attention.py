@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.kernels.merge import Part
+from distflow_jax.models.kernels.merge_partial import Part
 from distflow_jax.rollout.cache import Cache, tables
 
 NEVER = -1e30  # finite: the difference of two is 0, not NaN

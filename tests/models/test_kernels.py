@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.models.kernels import gpu, tpu
-from distflow_jax.models.kernels.paged_attention import (
+from distflow_jax.models.kernels import decode_gpu as gpu
+from distflow_jax.models.kernels import decode_tpu as tpu
+from distflow_jax.models.kernels.decode_attention import (
     implementation_for,
     merge,
     partial_attention,

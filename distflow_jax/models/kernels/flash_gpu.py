@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
 from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.kernels.reference import LOWEST, dot_precision
 from distflow_jax.models.tiles import Reach, Tiles, counting, mask_facts
 
 # of tiles: a square of sums, two of scores and their gradients fit a program's registers

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from distflow_jax.models.kernels.merge import Part, merge_stacked
-from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precision
+from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_precision
+from distflow_jax.models.kernels.merge_partial import Part, merge_stacked
 
 MIN_ROWS = 16  # Triton's products need 16 rows; fewer are padded
 # More would spill registers: a further program reads the pages again (from L2). float32 is not for

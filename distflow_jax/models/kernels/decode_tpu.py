@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from distflow_jax.models.kernels.merge import Part
-from distflow_jax.models.kernels.reference import LOWEST, dot_dtype, dot_precision
+from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_precision
+from distflow_jax.models.kernels.merge_partial import Part
 
 LANES = 128
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default

@@ -7,7 +7,7 @@ C table entries per owner.
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.kernels.merge import Part
+from distflow_jax.models.kernels.merge_partial import Part
 
 LOWEST = -1e30  # finite, so that no difference of two scores is nan
 

@@ -8,10 +8,10 @@ C table entries per owner.
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.kernels.gpu import gpu_attention
-from distflow_jax.models.kernels.merge import Part, merge
-from distflow_jax.models.kernels.reference import reference_attention
-from distflow_jax.models.kernels.tpu import tpu_attention
+from distflow_jax.models.kernels.decode_gpu import gpu_attention
+from distflow_jax.models.kernels.decode_reference import reference_attention
+from distflow_jax.models.kernels.decode_tpu import tpu_attention
+from distflow_jax.models.kernels.merge_partial import Part, merge
 
 __all__ = ["IMPLEMENTATIONS", "implementation_for", "merge", "partial_attention"]
 
