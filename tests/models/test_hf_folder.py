@@ -19,8 +19,8 @@ from distflow_jax.models.decoder_config import (
 from distflow_jax.models.families import llama
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.hf_folder import Export, config_json, write_hf_folder
-from distflow_jax.models.weights.new_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.safetensors_writer import parse_size, plan_shards
 from distflow_jax.models.weights.source import open_model
 

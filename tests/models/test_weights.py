@@ -30,7 +30,7 @@ from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
-from distflow_jax.models.weights.names import unstacked_arrays
+from distflow_jax.models.weights.name_map import unstacked_arrays
 from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
 ROOT = Path(__file__).parents[2]

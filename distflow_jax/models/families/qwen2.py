@@ -22,7 +22,7 @@ from distflow_jax.models.families.tensors import (
     head_vectors,
     hf_decoder,
 )
-from distflow_jax.models.weights.names import Weight
+from distflow_jax.models.weights.name_map import Weight
 
 # Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
 SWITCHES: Mapping[str, bool] = {"attention_bias": True}

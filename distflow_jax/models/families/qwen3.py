@@ -23,7 +23,7 @@ from distflow_jax.models.families.tensors import (
     hf_decoder,
     hf_head_norms,
 )
-from distflow_jax.models.weights.names import Weight
+from distflow_jax.models.weights.name_map import Weight
 
 SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
 

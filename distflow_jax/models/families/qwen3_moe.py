@@ -26,7 +26,7 @@ from distflow_jax.models.families.tensors import (
     hf_experts,
     hf_head_norms,
 )
-from distflow_jax.models.weights.names import Weight
+from distflow_jax.models.weights.name_map import Weight
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -23,7 +23,7 @@ from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
-from distflow_jax.models.weights.names import Weight, check_names, stacked_arrays
+from distflow_jax.models.weights.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.weights.safetensors_file import (
     SafetensorsFiles,
     is_safetensors,
