@@ -37,7 +37,7 @@ from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.setup import plan_run
 from distflow_jax.tracing import FieldSpecs, Program, trace_plan
-from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 16
 

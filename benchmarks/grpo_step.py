@@ -44,8 +44,8 @@ from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_wei
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.stages.context import Stage
 from distflow_jax.states import States, models_of
-from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.optimizer import OptimizerConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"
 SHARED_FLAGS = ("new_tokens", "eos_frac", "prompts", "samples", "prompt_length", "beta", "lr")

@@ -20,8 +20,8 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.memory_plan import binary
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
+from distflow_jax.training.compressed_moments import MOMENTS
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.moments import MOMENTS
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state

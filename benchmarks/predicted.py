@@ -28,7 +28,7 @@ from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 MODEL = (
     "random:llama?hidden=576&layers=30&heads=9&kv_heads=3&mlp=1536&vocab=49152&rope_theta=1e5"

@@ -38,6 +38,7 @@ from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.programs.xla_options import compiler_options
+from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.forward import (
     ForwardConfig,
     logits_in_memory,
@@ -45,7 +46,6 @@ from distflow_jax.training.forward import (
 )
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
-from distflow_jax.training.row_attention import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, make_update
 

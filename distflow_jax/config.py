@@ -21,8 +21,8 @@ from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
-from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.optimizer import OptimizerConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,14 +21,14 @@ from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
 from distflow_jax.rollout.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.sizing import fitting_slots
-from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (
     check_rounds_of_stages,
     check_stages_are_filled,
     microbatches_of_stages,
 )
-from distflow_jax.training.row_attention import AttentionSizes, RowAttention, row_attention
+from distflow_jax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

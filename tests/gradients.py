@@ -24,7 +24,7 @@ from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.balance import balanced
+from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective

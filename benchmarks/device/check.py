@@ -23,9 +23,9 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest, Response
 from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
-from distflow_jax.training.row_attention import AttentionSizes, row_attention
 
 MODEL = DecoderConfig(
     vocab_size=512,

@@ -16,7 +16,7 @@ from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
 CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}

@@ -22,8 +22,8 @@ from distflow_jax.models.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.transformer import Attend, bind
 from distflow_jax.parallel import context_parallel as context
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
-from distflow_jax.training.balance import balancing_route, watching
-from distflow_jax.training.logprob import token_logp
+from distflow_jax.training.expert_balance import balancing_route, watching
+from distflow_jax.training.token_logp import token_logp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from distflow_jax.training.moments import MOMENTS, kept_as
+from distflow_jax.training.compressed_moments import MOMENTS, kept_as
 
 _VECTORS = ("norm", "bias")  # ends of the names of parameters that are no matrices
 

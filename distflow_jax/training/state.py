@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models import lora
 from distflow_jax.models.parameters import Network, abstract_params, param_shardings
-from distflow_jax.training.moments import is_blocks, layout_of
+from distflow_jax.training.compressed_moments import is_blocks, layout_of
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ from gradients import DENSE, MODELS
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.training.moments import MOMENTS
+from distflow_jax.training.compressed_moments import MOMENTS
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import abstract_state
 

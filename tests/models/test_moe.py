@@ -25,7 +25,7 @@ from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.training.config import TrainingConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 WAYS = pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])
 SIZES = {

@@ -32,7 +32,7 @@ from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_logits, hidden_states
-from distflow_jax.training.balance import balanced
+from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.sft import SftBatch, sft_objective
 from distflow_jax.training.objectives.value import ValueBatch, ValueConfig, value_objective

@@ -38,13 +38,13 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import (
     ForwardConfig,
     logits_in_memory,
     response_logp,
 )
 from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 PARAMS = random_params(TINY)

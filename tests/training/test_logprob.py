@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.training.logprob import token_logp
+from distflow_jax.training.token_logp import token_logp
 
 B, T, D, V = 3, 12, 8, 37
 COUNT = np.array([7, 12, 0], np.int32)

@@ -34,8 +34,8 @@ from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.setup import settle
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.training.config import TrainingConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.training_config import TrainingConfig
 
 PARAMS = random_params(MIXTURE)
 SAMPLES = random_samples(0, groups=3, size=3)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from distflow_jax.training.row_attention import AttentionSizes, row_attention
+from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 
 SIZES = AttentionSizes(2048, 1024, rows=2, heads=4, head_dim=128, dtype="bfloat16")
 
