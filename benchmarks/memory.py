@@ -22,7 +22,7 @@ from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
 from distflow_jax.training.compressed_moments import MOMENTS
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, make_update

@@ -44,7 +44,7 @@ from distflow_jax.training.forward import (
     logits_in_memory,
     parent_segment,
 )
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, make_update

@@ -26,8 +26,8 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 LENGTH, ROWS = 128, 8

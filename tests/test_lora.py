@@ -38,7 +38,7 @@ from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.mesh import replica_mesh
 from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update

@@ -25,7 +25,7 @@ from distflow_jax.rollout.responses import GroupRequest, Response
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 
 MODEL = DecoderConfig(
     vocab_size=512,

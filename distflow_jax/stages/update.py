@@ -11,14 +11,17 @@ from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.stages.context import Stage, StageContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.objective import Batch, Objective
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
-from distflow_jax.training.objectives.preference import PreferenceBatch, preference_objective
-from distflow_jax.training.objectives.reward_model import (
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.preference_objective import (
+    PreferenceBatch,
+    preference_objective,
+)
+from distflow_jax.training.objectives.reward_model_objective import (
     RewardModelBatch,
     reward_model_objective,
 )
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
-from distflow_jax.training.objectives.value import ValueBatch, value_objective
+from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
+from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
 from distflow_jax.training.state import divided, joined
 from distflow_jax.training.update import make_update
 

@@ -35,7 +35,7 @@ from distflow_jax.setup import prepare
 from distflow_jax.stages.context import routed_rows
 from distflow_jax.states import States
 from distflow_jax.training.expert_balance import balanced
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]

@@ -14,7 +14,7 @@ from distflow_jax.models.grouped_matmul import block_size
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.training.batch_forward import make_logp, make_values
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import abstract_state, sharded_params
 from distflow_jax.training.update import UpdateShape, make_update

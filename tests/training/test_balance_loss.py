@@ -34,8 +34,12 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
-from distflow_jax.training.objectives.value import ValueBatch, ValueConfig, value_objective
+from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
+from distflow_jax.training.objectives.value_objective import (
+    ValueBatch,
+    ValueConfig,
+    value_objective,
+)
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 COEF = 0.7

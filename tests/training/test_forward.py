@@ -43,7 +43,7 @@ from distflow_jax.training.forward import (
     logits_in_memory,
     response_logp,
 )
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 

@@ -16,9 +16,15 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.preference import PreferenceBatch, preference_objective
-from distflow_jax.training.objectives.reward_model import RewardModelBatch, reward_model_objective
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.objectives.preference_objective import (
+    PreferenceBatch,
+    preference_objective,
+)
+from distflow_jax.training.objectives.reward_model_objective import (
+    RewardModelBatch,
+    reward_model_objective,
+)
+from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 FORWARD = ForwardConfig(logp_chunk=16)

@@ -16,7 +16,7 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.training import compressed_moments as moments_lib
 from distflow_jax.training.compressed_moments import MOMENTS, Blocks, block_of, is_blocks, kept_as
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.sft import SftBatch, sft_objective
+from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import TrainState, abstract_state, init_state, state_shardings
 

@@ -20,7 +20,18 @@ from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import token_field
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives import preference, reward_model, sft, value
+from distflow_jax.training.objectives import (
+    preference_objective as preference,
+)
+from distflow_jax.training.objectives import (
+    reward_model_objective as reward_model,
+)
+from distflow_jax.training.objectives import (
+    sft_objective as sft,
+)
+from distflow_jax.training.objectives import (
+    value_objective as value,
+)
 
 SEQUENCES = random_sequences(0, sizes=(2, 2, 1, 2, 0, 2, 2))
 COUNT = len(SEQUENCES)

@@ -23,8 +23,8 @@ from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.batch import token_field
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives import policy
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives import policy_objective as policy
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 
 MAX_RESPONSE, BUDGET = 14, 30
 SEQUENCES = random_sequences(0, sizes=(3, 1, 4, 0, 2))

@@ -46,7 +46,7 @@ from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.batch_forward import make_scores, make_values
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.value import ValueBatch, value_objective
+from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update

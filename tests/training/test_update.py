@@ -20,7 +20,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.policy import PolicyBatch, policy_objective
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape, make_update

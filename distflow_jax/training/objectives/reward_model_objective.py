@@ -15,7 +15,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, sequence_scores
 from distflow_jax.training.objectives.objective import Metrics, Objective
-from distflow_jax.training.objectives.preference import PairCount, count_pairs, unpaired
+from distflow_jax.training.objectives.preference_objective import PairCount, count_pairs, unpaired
 
 
 class RewardModelBatch(NamedTuple):
