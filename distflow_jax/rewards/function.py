@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distflow_jax import user_functions as plugins
-from distflow_jax.rewards.table import REWARDS
+from distflow_jax.rewards.registry import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPTIONAL_ROW_PARAMETERS = ("prompt", "response_length")  # given to functions that name them

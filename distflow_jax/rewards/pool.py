@@ -13,9 +13,9 @@ from typing import Any
 
 from distflow_jax.rewards.call import score_requests
 from distflow_jax.rewards.function import check_signature, load_function
-from distflow_jax.rewards.process import CallTimeout, Job, WorkerDied, WorkerProcess
 from distflow_jax.rewards.records import RewardRequest, RewardResult
-from distflow_jax.rewards.table import QUICK
+from distflow_jax.rewards.registry import QUICK
+from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
 
 __all__ = ["RewardConfig", "RewardPool", "RewardRequest", "RewardResult", "error_counts"]
 

@@ -1,6 +1,6 @@
 """A worker process: loads one reward function and answers requests until its pool goes away.
 
-Started as `python -m distflow_jax.rewards.worker SOCKET_FD PARENT_PID`. Not through
+Started as `python -m distflow_jax.rewards.worker_main SOCKET_FD PARENT_PID`. Not through
 multiprocessing, whose spawn imports the parent's main script, and with that all of JAX, again.
 """
 
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from distflow_jax.rewards.call import score_requests
 from distflow_jax.rewards.function import check_signature, is_async, is_batch, load_function
-from distflow_jax.rewards.table import LOAD
+from distflow_jax.rewards.registry import LOAD
 
 PARENT_CHECK_SECONDS = 0.5
 

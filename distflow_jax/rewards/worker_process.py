@@ -55,7 +55,7 @@ class WorkerProcess:
                 [
                     sys.executable,
                     "-m",
-                    "distflow_jax.rewards.worker",
+                    "distflow_jax.rewards.worker_main",
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],
