@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.models.matmul_layouts import WEIGHTS
 from distflow_jax.models.weights.source import ModelSource, open_model
-from distflow_jax.parallel.transfer import num_bytes
+from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.slot_requests import SlotRequest

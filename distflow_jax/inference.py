@@ -13,7 +13,7 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.sampler import SamplerState

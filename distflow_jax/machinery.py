@@ -25,7 +25,7 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.offload import Offload
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.environments import Environments

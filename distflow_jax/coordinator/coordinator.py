@@ -23,10 +23,10 @@ from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
 from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.host_exchange import Traffic
-from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.parallel.rules import rows_spec
+from distflow_jax.resharding.rows_across_submeshes import Crossing
+from distflow_jax.resharding.rows_all_to_all import Repartition, Row
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")

@@ -19,7 +19,6 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.dag.worker import make_runner, run_step
 from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel.crossing import Crossing
 from distflow_jax.parallel.mesh import (
     MeshSizes,
     replica_mesh,
@@ -28,7 +27,8 @@ from distflow_jax.parallel.mesh import (
     sampler_mesh,
 )
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.parallel.transfer import WeightSync
+from distflow_jax.resharding.rows_across_submeshes import Crossing
+from distflow_jax.resharding.weight_sync import WeightSync
 from tests.parallel.test_repartition import spread
 
 MINIS, ROWS = 2, 10

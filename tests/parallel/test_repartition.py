@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.parallel.repartition import Repartition, _round, plan_moves
 from distflow_jax.parallel.rules import rows_spec
+from distflow_jax.resharding.rows_all_to_all import Repartition, _round, plan_moves
 
 NOTHING = np.iinfo(np.int32).max
 

@@ -16,10 +16,10 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.host_memory import buffers
-from distflow_jax.parallel.layer_pieces import Pieces
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
-from distflow_jax.parallel.transfer import WeightSync
 from distflow_jax.programs.costs import costs_of
+from distflow_jax.resharding.layer_chunks import Pieces
+from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 
 FOUR = dataclasses.replace(TINY, num_layers=4, tie_embeddings=False)

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax.parallel.host_exchange import Traffic
-from distflow_jax.parallel.repartition import Repartition, Row
 from distflow_jax.parallel.rules import data_ranks, rows_spec
+from distflow_jax.resharding.rows_all_to_all import Repartition, Row
 
 
 class Crossing:

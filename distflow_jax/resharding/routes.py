@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from distflow_jax.parallel.refinement import Refinement
+from distflow_jax.resharding.common_mesh import Refinement
 
 # traceable: (parameters, number of the piece's first layer) -> the piece, as it arrives
 Take = Callable[[Any, jax.Array], Any]

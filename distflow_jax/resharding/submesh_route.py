@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.parallel.refinement import Refinement, relabelled
-from distflow_jax.parallel.routes import Layouts, Put, Take
+from distflow_jax.resharding.common_mesh import Refinement, relabelled
+from distflow_jax.resharding.routes import Layouts, Put, Take
 
 
 class PartRoute:

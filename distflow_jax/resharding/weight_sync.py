@@ -20,10 +20,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.parallel.layer_pieces import LayerSteps, Pieces
-from distflow_jax.parallel.part_weights import PartRoute
-from distflow_jax.parallel.refinement import relabelled
-from distflow_jax.parallel.routes import Layouts, Step, WholeRoute
+from distflow_jax.resharding.common_mesh import relabelled
+from distflow_jax.resharding.layer_chunks import LayerSteps, Pieces
+from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
+from distflow_jax.resharding.submesh_route import PartRoute
 
 # Of a device's weights that are on their way at a time, where a layer is not more: about a
 # millisecond of a link. Programs that move much less would be bound by latency.
