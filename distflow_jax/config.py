@@ -16,13 +16,13 @@ from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
-from distflow_jax.observe.watchdog import HealthConfig
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig
+from distflow_jax.watchdog.controller import HealthConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,6 @@ from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
-from distflow_jax.observe.watchdog import Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
@@ -49,9 +48,10 @@ from distflow_jax.setup import Setup, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 from distflow_jax.states import States
 from distflow_jax.step_times import StepTimes
-from distflow_jax.supervision import stop_on_sigterm, watched
 from distflow_jax.training.state import TrainState
 from distflow_jax.utilization import Utilization
+from distflow_jax.watchdog.controller import Watchdog
+from distflow_jax.watchdog.supervision import stop_on_sigterm, watched
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again

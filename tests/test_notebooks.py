@@ -21,9 +21,9 @@ from distflow_jax.config_dict import to_config_dict
 from distflow_jax.observe import cells, progress
 from distflow_jax.observe.png import to_png
 from distflow_jax.observe.report import is_plain_svg
-from distflow_jax.observe.watchdog import Watchdog
 from distflow_jax.observe.writers import RunWriter
 from distflow_jax.setup import settle
+from distflow_jax.watchdog.controller import Watchdog
 
 ROOT = pathlib.Path(__file__).parents[1]
 BOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}

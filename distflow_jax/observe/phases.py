@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.observe.spans import Spans
-from distflow_jax.observe.watchdog import Watchdog
+from distflow_jax.watchdog.controller import Watchdog
 
 
 class Phases:

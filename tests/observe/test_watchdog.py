@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from distflow_jax.observe.watchdog import HealthConfig, Watchdog
-from distflow_jax.observe.watchdog_table import (
+from distflow_jax.watchdog.controller import HealthConfig, Watchdog
+from distflow_jax.watchdog.gossip import (
     ALL_TO_ALL,
     COLLECT_SECONDS,
     DATAGRAM_BYTES,
@@ -38,7 +38,7 @@ from distflow_jax.observe.watchdog_table import (
     parse,
     peers_to_tell,
 )
-from distflow_jax.observe.watchdog_target import STACK_LINES, arrange_stacks
+from distflow_jax.watchdog.target import STACK_LINES, arrange_stacks
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
@@ -48,7 +48,7 @@ TOKEN = "a1b2"
 # what it is at, and the test tells it that somebody was killed by the file "killed".
 CONTROLLER = """
 import ctypes, json, os, pathlib, resource, sys, time
-from distflow_jax.observe.watchdog import HealthConfig, Watchdog
+from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 
 folder, index, count, mode = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distflow_jax.observe.watchdog_table import (
+from distflow_jax.watchdog.gossip import (
     CAUSE_CHARS,
     DIED,
     DONE,
@@ -52,7 +52,7 @@ from distflow_jax.observe.watchdog_table import (
     position,
     time_of_day,
 )
-from distflow_jax.observe.watchdog_target import Target, arrange_stacks, say
+from distflow_jax.watchdog.target import Target, arrange_stacks, say
 
 # Time during which nothing ran here, this watchdog included, counts as this much at most: a host
 # that was suspended or that swaps must not accuse others of its own absence.

@@ -6,9 +6,9 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from distflow_jax.observe.watchdog import HealthConfig, Watchdog
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import Job
+from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 
 
 def watched(config: HealthConfig, job: Job) -> Watchdog:

@@ -48,7 +48,7 @@ CLOSE_SECONDS = 1.0  # for the last message, if the pipe is full
 # isolated and without site-packages: nothing of the user's may run in the watchdog
 PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from distflow_jax.observe.watchdog_process import main; main(sys.argv[2])"
+    "from distflow_jax.watchdog.monitor import main; main(sys.argv[2])"
 )
 
 log = logging.getLogger("distflow_jax")
