@@ -21,7 +21,7 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 WINDOW = 5  # steps

@@ -28,7 +28,7 @@ from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.machine import Machine
-from distflow_jax.observe.cells import (
+from distflow_jax.report.cells import (
     LINES,
     Charts,
     Page,
@@ -38,14 +38,14 @@ from distflow_jax.observe.cells import (
     preformatted,
     size_table,
 )
-from distflow_jax.observe.charts import COLORS, PALE, Series
-from distflow_jax.observe.drawing import Drawing, to_svg
-from distflow_jax.observe.headline import status, tiles
-from distflow_jax.observe.report import page
-from distflow_jax.observe.report_curves import FIRST, TOGETHER, charts_of
-from distflow_jax.observe.report_page import escaped
-from distflow_jax.observe.report_tables import answers
-from distflow_jax.observe.run_folder import RunFolder, read_run, read_samples
+from distflow_jax.report.charts import COLORS, PALE, Series
+from distflow_jax.report.curves import FIRST, TOGETHER, charts_of
+from distflow_jax.report.drawing import Drawing, to_svg
+from distflow_jax.report.headline import status, tiles
+from distflow_jax.report.page import page
+from distflow_jax.report.page_style import escaped
+from distflow_jax.report.read_run import RunFolder, read_run, read_samples
+from distflow_jax.report.tables import answers
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.settings import value_at, with_values
 from distflow_jax.setup import config_table, plan_run

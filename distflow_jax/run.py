@@ -29,19 +29,20 @@ from distflow_jax.machinery import Machinery, build
 from distflow_jax.memory_advice import shortage
 from distflow_jax.memory_plan import plan_memory
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.observe import compilations, progress
-from distflow_jax.observe.drawing import to_svg
+from distflow_jax.observe import compilations
 from distflow_jax.observe.memory import GIB
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
-from distflow_jax.observe.writers import RunWriter
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.program_table import bytes_of_fields, describe, describe_options, fields_on_meshes
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.programs.costs import costs_of
+from distflow_jax.report import progress
+from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.run_files import check_writable, sample_records, warn_of_changes
 from distflow_jax.setup import Setup, prepare

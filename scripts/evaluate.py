@@ -22,8 +22,8 @@ from distflow_jax.config_dict import from_config_dict
 from distflow_jax.inference import open_answerer
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.observe.writers import write_atomic
 from distflow_jax.parallel import processes
+from distflow_jax.report.run_writer import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.setup import load_eval_prompts, open_environments, trial_request
 from distflow_jax.sizes import derive_sizes

@@ -41,15 +41,15 @@ from distflow_jax.machinery import trace
 from distflow_jax.memory_advice import shortage
 from distflow_jax.memory_plan import plan_memory
 from distflow_jax.models.weights.source import open_shapes
-from distflow_jax.observe import progress
-from distflow_jax.observe.drawing import to_svg
-from distflow_jax.observe.png import to_png
 from distflow_jax.pods.picture import draw_pod
 from distflow_jax.pods.plan import plan_on
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
 from distflow_jax.programs.costs import costs_of
+from distflow_jax.report import progress
+from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.png import to_png
 from distflow_jax.setup import Planned, plan_run
 from distflow_jax.tracing import Value
 

@@ -9,8 +9,8 @@ import pathlib
 from absl import flags
 
 from distflow_jax.command_line import run_main
-from distflow_jax.observe.report import report
-from distflow_jax.observe.writers import write_atomic
+from distflow_jax.report.page import report
+from distflow_jax.report.run_writer import write_atomic
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 OUT = flags.DEFINE_string("out", "", "File to write; empty: report.html in the run's folder.")

@@ -8,7 +8,7 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 GRAPH = """
 name: two_rounds

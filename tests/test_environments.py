@@ -15,7 +15,7 @@ from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.sizes import derive_sizes
 

@@ -21,7 +21,7 @@ import uuid
 import haste
 import pytest
 
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROCESSES = 4

@@ -34,8 +34,8 @@ from distflow_jax.models.parameters import completed, init_params, param_shardin
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.mesh import replica_mesh
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

@@ -31,9 +31,9 @@ from distflow_jax.memory_plan import (
 )
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
-from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.programs.costs import Costs, costs_of
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.setup import plan_run
 from distflow_jax.states import States
 from distflow_jax.training.state import sharded_params

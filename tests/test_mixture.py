@@ -12,7 +12,7 @@ from distflow_jax.inference import make_engine
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.sizes import derive_sizes
 
 SMALL = (

@@ -7,7 +7,7 @@ from distflow_jax import run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
 from distflow_jax.observe.spans import read_trace
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 pytestmark = pytest.mark.slow  # two whole runs
 REWARD = """

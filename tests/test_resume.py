@@ -8,7 +8,7 @@ import time
 import haste
 import pytest
 
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 OVERRIDES = [

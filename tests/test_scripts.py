@@ -17,7 +17,7 @@ import haste
 import pytest
 
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.serve_client import SamplerClient
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.config import Config
 from distflow_jax.dag.worker import Runner
 from distflow_jax.observe.device_times import DeviceTimes
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.run import Run
 from distflow_jax.setup import prepare
 from distflow_jax.watchdog.controller import Watchdog

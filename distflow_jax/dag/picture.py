@@ -27,16 +27,7 @@ from distflow_jax.dag.captions import (
 from distflow_jax.dag.legend import FAINT, INK, MOVE_STYLES, ROLE_COLORS, legend_entries, page
 from distflow_jax.dag.outline import Column, outline
 from distflow_jax.dag.plan import Plan
-from distflow_jax.observe.drawing import (
-    Drawing,
-    Line,
-    Rect,
-    Shape,
-    Text,
-    curve,
-    text_width,
-    wrap,
-)
+from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, curve, text_width, wrap
 
 _PAD, _STRIPE = 9.0, 5.0
 _TITLE, _SMALL, _LABEL = 13.0, 10.0, 10.0  # sizes of text

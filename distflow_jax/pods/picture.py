@@ -6,9 +6,9 @@ to_svg(draw_pod(plan))  # observe/drawing.py
 from collections.abc import Iterator, Mapping
 
 from distflow_jax.memory_plan import MemoryPlan, binary
-from distflow_jax.observe.drawing import Drawing, Line, Rect, Shape, Text, move, shorten, text_width
 from distflow_jax.pods.plan import PodPlan
 from distflow_jax.pods.roofline import Estimate
+from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, shorten, text_width
 
 # what a segment holds, as in its table -> colour
 MEMORY_COLORS = {

@@ -16,8 +16,8 @@ from distflow_jax.dag.picture import draw
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.observe.drawing import Line, Rect, Text, to_svg
-from distflow_jax.observe.png import to_png
+from distflow_jax.report.drawing import Line, Rect, Text, to_svg
+from distflow_jax.report.png import to_png
 
 HOST, PAIRS = Layout("host"), Layout("host", (("hosts", 2),))
 MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))

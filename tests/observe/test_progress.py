@@ -2,7 +2,7 @@ import io
 
 import rich.console
 
-from distflow_jax.observe.progress import Progress, format_seconds, table
+from distflow_jax.report.progress import Progress, format_seconds, table
 
 
 def console(**options):

@@ -8,14 +8,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from distflow_jax.observe.charts import Series, downsample, format_value, line_chart, ticks
-from distflow_jax.observe.drawing import Text, to_svg
 from distflow_jax.observe.phases import Phases
-from distflow_jax.observe.png import to_png
-from distflow_jax.observe.report import is_plain_svg, report
-from distflow_jax.observe.run_folder import read_run
 from distflow_jax.observe.spans import Spans
-from distflow_jax.observe.writers import RunWriter
+from distflow_jax.report.charts import Series, downsample, format_value, line_chart, ticks
+from distflow_jax.report.drawing import Text, to_svg
+from distflow_jax.report.page import is_plain_svg, report
+from distflow_jax.report.png import to_png
+from distflow_jax.report.read_run import read_run
+from distflow_jax.report.run_writer import RunWriter
 
 HOSTILE = "</td><script>alert('1')</script><img src=x onerror=alert(2)>\"'& \ud800\0\u2028"
 VOID = {"meta", "input", "img", "br", "link"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from distflow_jax.observe.writers import RunWriter, read_metrics, write_atomic
+from distflow_jax.report.run_writer import RunWriter, read_metrics, write_atomic
 
 
 def steps(folder):

@@ -11,7 +11,7 @@ import haste
 import pytest
 
 from distflow_jax.dag.pipelines import built_in
-from distflow_jax.observe.writers import read_metrics
+from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]

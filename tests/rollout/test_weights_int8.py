@@ -28,8 +28,8 @@ from distflow_jax.models.parameters import param_shardings, param_specs
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.observe.writers import read_metrics
 from distflow_jax.parallel.mesh import replica_mesh, sampler_mesh
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.responses import GroupRequest

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.observe.charts import COLORS, Series, downsample, format_value, line_chart
-from distflow_jax.observe.drawing import Drawing, to_svg
-from distflow_jax.observe.report_page import escaped
-from distflow_jax.observe.report_tables import long_text
+from distflow_jax.report.charts import COLORS, Series, downsample, format_value, line_chart
+from distflow_jax.report.drawing import Drawing, to_svg
+from distflow_jax.report.page_style import escaped
+from distflow_jax.report.tables import long_text
 
 # of runs that are compared; the first are those of the report
 LINES = (*COLORS, "#7e22ce", "#be123c", "#4d7c0f", "#0891b2", "#78716c")

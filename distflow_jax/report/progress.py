@@ -8,7 +8,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-from distflow_jax.observe import cells
+from distflow_jax.report import cells
 
 REWARD = "critic/score/mean"
 CELL_SECONDS = 0.3  # between two states of a cell's output

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from distflow_jax.observe.drawing import Drawing, Line, Rect, Shape, Text
+from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text
 
 WIDTH, HEIGHT = 340.0, 176.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 22.0  # of the plot, from the edges of the drawing

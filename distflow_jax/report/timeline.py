@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from distflow_jax.observe.charts import GRID, INK, format_value, ticks
-from distflow_jax.observe.drawing import Drawing, Line, Rect, Shape, Text, shorten, text_width
-from distflow_jax.observe.run_folder import PlannedNode, Span
+from distflow_jax.report.charts import GRID, INK, format_value, ticks
+from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, shorten, text_width
+from distflow_jax.report.read_run import PlannedNode, Span
 
 WIDTH = 900.0
 _ROW, _BAR = 21.0, 13.0

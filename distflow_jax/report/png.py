@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from distflow_jax.observe.drawing import Drawing, Line, Point, Rect, Shape, Text, rounded
+from distflow_jax.report.drawing import Drawing, Line, Point, Rect, Shape, Text, rounded
 
 _FINE = 2  # pixels drawn per pixel written, in each direction: smooth edges
 _BAND = 128  # rows of the picture drawn at a time, which bounds the memory

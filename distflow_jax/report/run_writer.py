@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
-from distflow_jax.observe.report import report
+from distflow_jax.report.page import report
 
 NON_FINITE = ("NaN", "Infinity", "-Infinity")
 

@@ -13,15 +13,15 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distflow_jax.observe import report_page
-from distflow_jax.observe.charts import LEFT, RIGHT, WIDTH
-from distflow_jax.observe.drawing import to_svg
-from distflow_jax.observe.headline import Tile, status, tiles
-from distflow_jax.observe.report_curves import curves
-from distflow_jax.observe.report_page import escaped
-from distflow_jax.observe.report_tables import processes, samples
-from distflow_jax.observe.run_folder import RunFolder, read_run
-from distflow_jax.observe.timeline import timeline
+from distflow_jax.report import page_style as report_page
+from distflow_jax.report.charts import LEFT, RIGHT, WIDTH
+from distflow_jax.report.curves import curves
+from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.headline import Tile, status, tiles
+from distflow_jax.report.page_style import escaped
+from distflow_jax.report.read_run import RunFolder, read_run
+from distflow_jax.report.tables import processes, samples
+from distflow_jax.report.timeline import timeline
 
 _SVG_TAGS = {"svg", "g", "rect", "text", "polyline", "polygon", "path", "title"}
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow_jax.observe.charts import format_value
-from distflow_jax.observe.report_page import escaped
+from distflow_jax.report.charts import format_value
+from distflow_jax.report.page_style import escaped
 
 _MOST_SAMPLES, _MOST_TEXT = 24, 3000  # per step; characters of a prompt or a response
 _MOST_PROCESSES = 64

@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from distflow_jax.observe.charts import COLORS, PALE, Series, downsample, format_value, line_chart
-from distflow_jax.observe.drawing import to_svg
-from distflow_jax.observe.report_page import escaped
+from distflow_jax.report.charts import COLORS, PALE, Series, downsample, format_value, line_chart
+from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.page_style import escaped
 
 # what is looked at first: metrics whose names begin so, in this order
 FIRST = (

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from distflow_jax.observe.charts import format_value
-from distflow_jax.observe.progress import format_seconds
-from distflow_jax.observe.run_folder import RunFolder
+from distflow_jax.report.charts import format_value
+from distflow_jax.report.progress import format_seconds
+from distflow_jax.report.read_run import RunFolder
 
 # what should be 0: metric -> how it is called
 _TROUBLE = {
