@@ -24,7 +24,6 @@ from typing import Any
 from distflow_jax import run as run_lib
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
-from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.machine import Machine
@@ -44,6 +43,7 @@ from distflow_jax.report.drawing import Drawing, to_svg
 from distflow_jax.report.headline import status, tiles
 from distflow_jax.report.page import page
 from distflow_jax.report.page_style import escaped
+from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.tables import answers
 from distflow_jax.rewards.pool import RewardPool, RewardRequest

@@ -22,7 +22,6 @@ from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.prefetch import Prefetch
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.statistics import batch_metrics, gather_table
-from distflow_jax.dag.picture import draw
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.dag.worker import run_step
 from distflow_jax.machinery import Machinery, build
@@ -42,6 +41,7 @@ from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.run_files import check_writable, sample_records, warn_of_changes

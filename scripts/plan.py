@@ -33,8 +33,6 @@ from ml_collections import config_flags
 from distflow_jax.command_line import EXIT_USAGE, run_main
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
-from distflow_jax.dag.mermaid import to_mermaid
-from distflow_jax.dag.picture import draw
 from distflow_jax.dag.plan import Plan
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
@@ -49,6 +47,8 @@ from distflow_jax.program_table import bytes_of_fields, describe, fields_on_mesh
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.plan_picture.mermaid import to_mermaid
+from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.png import to_png
 from distflow_jax.setup import Planned, plan_run
 from distflow_jax.tracing import Value

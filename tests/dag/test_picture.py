@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from PIL import ImageFont
 
-from distflow_jax.dag.captions import AFTER, format_bytes, wire_captions
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
-from distflow_jax.dag.mermaid import to_mermaid
-from distflow_jax.dag.picture import draw
 from distflow_jax.dag.pipelines import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.report.drawing import Line, Rect, Text, to_svg
+from distflow_jax.report.plan_picture.captions import AFTER, format_bytes, wire_captions
+from distflow_jax.report.plan_picture.mermaid import to_mermaid
+from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.png import to_png
 
 HOST, PAIRS = Layout("host"), Layout("host", (("hosts", 2),))

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from distflow_jax.dag.captions import (
+from distflow_jax.dag.plan import Plan
+from distflow_jax.report.plan_picture.captions import (
     AFTER,
     LOADER,
     Bytes,
@@ -13,8 +14,7 @@ from distflow_jax.dag.captions import (
     role_of,
     wire_captions,
 )
-from distflow_jax.dag.legend import MOVE_STYLES, ROLE_COLORS
-from distflow_jax.dag.plan import Plan
+from distflow_jax.report.plan_picture.legend import MOVE_STYLES, ROLE_COLORS
 
 _ARROWS = {"stay": "-->", "pack": "==>", "reshard": "==>", AFTER: "-.->"}  # others: -.->
 

@@ -12,8 +12,9 @@ which nodes are listed, because the plan does not.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from distflow_jax.dag.arrange import Arrangement, Box, Wire, arrange
-from distflow_jax.dag.captions import (
+from distflow_jax.dag.plan import Plan
+from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, curve, text_width, wrap
+from distflow_jax.report.plan_picture.captions import (
     AFTER,
     LOADER,
     Bytes,
@@ -24,10 +25,16 @@ from distflow_jax.dag.captions import (
     role_of,
     wire_captions,
 )
-from distflow_jax.dag.legend import FAINT, INK, MOVE_STYLES, ROLE_COLORS, legend_entries, page
-from distflow_jax.dag.outline import Column, outline
-from distflow_jax.dag.plan import Plan
-from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, curve, text_width, wrap
+from distflow_jax.report.plan_picture.layered_layout import Arrangement, Box, Wire, arrange
+from distflow_jax.report.plan_picture.legend import (
+    FAINT,
+    INK,
+    MOVE_STYLES,
+    ROLE_COLORS,
+    legend_entries,
+    page,
+)
+from distflow_jax.report.plan_picture.outline import Column, outline
 
 _PAD, _STRIPE = 9.0, 5.0
 _TITLE, _SMALL, _LABEL = 13.0, 10.0, 10.0  # sizes of text

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from distflow_jax.dag.captions import AFTER, LOADER
-from distflow_jax.dag.outline import outline_style
 from distflow_jax.dag.plan import Plan
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, text_width
+from distflow_jax.report.plan_picture.captions import AFTER, LOADER
+from distflow_jax.report.plan_picture.outline import outline_style
 
 # role -> (strong, faint)
 ROLE_COLORS = {

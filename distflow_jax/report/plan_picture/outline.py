@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from distflow_jax.dag.arrange import OUTLINE_PAD, OUTLINE_TITLE
-from distflow_jax.dag.captions import is_region_title
 from distflow_jax.report.drawing import Line, Point, Shape, Text
+from distflow_jax.report.plan_picture.captions import is_region_title
+from distflow_jax.report.plan_picture.layered_layout import OUTLINE_PAD, OUTLINE_TITLE
 
 TITLE_SIZE = 10.0
 _CLEAR = 26.0  # that a rectangle must keep from boxes that are no members
