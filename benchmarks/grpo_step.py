@@ -35,7 +35,7 @@ from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.loader import DataConfig
-from distflow_jax.dag.worker import Runner, make_runner, run_step
+from distflow_jax.dag.plan_walker import Runner, make_runner, run_step
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations

@@ -15,7 +15,7 @@ from distflow_jax.config import Config
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
-from distflow_jax.dag.worker import Runner, make_runner
+from distflow_jax.dag.plan_walker import Runner, make_runner
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, adapted

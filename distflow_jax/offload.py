@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.dag.residency import Item, Stay
-from distflow_jax.dag.worker import Runner
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.parallel import host_memory
 from distflow_jax.rollout.sampler import SamplerState

@@ -20,7 +20,7 @@ from distflow_jax.coordinator.loader import Loader, SamplerShare
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
-from distflow_jax.dag.pipelines import load_graph
+from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency

@@ -19,7 +19,7 @@ from distflow_jax.batch import ONE_NUMBER, Rows, TokenColumn
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
-from distflow_jax.dag.worker import Stage, make_runner
+from distflow_jax.dag.plan_walker import Stage, make_runner
 from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs.xla_options import compiler_options

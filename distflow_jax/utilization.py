@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Unit
-from distflow_jax.dag.worker import Runner
+from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.model_flops import Work, forward_flops, training_flops

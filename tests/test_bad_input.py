@@ -16,8 +16,8 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
-from distflow_jax.dag.pipelines import load_graph
-from distflow_jax.dag.yaml_form import write_graph
+from distflow_jax.dag.graph_yaml import write_graph
+from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.setup import prepare

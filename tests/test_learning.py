@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from distflow_jax.dag.pipelines import built_in
+from distflow_jax.dag.load_graph import built_in
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 20

@@ -16,7 +16,7 @@ from distflow_jax.config_dict import from_config_dict
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.dag.pipelines import built_in
+from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine

@@ -11,7 +11,7 @@ import jax
 
 from distflow_jax.batch import Rows
 from distflow_jax.config import Config
-from distflow_jax.dag.worker import Runner
+from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.run import Run

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from distflow_jax.dag.graph import Graph, Node, When, find_cycle
-from distflow_jax.dag.yaml_form import read_graph, write_graph
+from distflow_jax.dag.graph_yaml import read_graph, write_graph
 
 TWO = """
 name: two

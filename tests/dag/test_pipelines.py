@@ -9,9 +9,9 @@ import pytest
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config import Config, CriticConfig
 from distflow_jax.dag.graph import DATA, Graph
-from distflow_jax.dag.pipelines import built_in, load_graph
+from distflow_jax.dag.graph_yaml import read_graph, write_graph
+from distflow_jax.dag.load_graph import built_in, load_graph
 from distflow_jax.dag.planner import plan
-from distflow_jax.dag.yaml_form import read_graph, write_graph
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -128,7 +128,7 @@ def test_a_graph_comes_from_a_file_or_a_function(tmp_path):
     text.write_text(write_graph(expected))
     code = tmp_path / "my.py"
     code.write_text(
-        "from distflow_jax.dag.pipelines import load_graph\n"
+        "from distflow_jax.dag.load_graph import load_graph\n"
         "import dataclasses\n"
         "def mine():\n    return load_graph('grpo')\n"
         "def named(config):\n"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
-from distflow_jax.dag.pipelines import load_graph
+from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout, move_between
 

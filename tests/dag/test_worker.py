@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from distflow_jax.dag.graph import Graph, Node, Region
+from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
-from distflow_jax.dag.worker import make_runner, run_step
 from distflow_jax.layout import Layout
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))

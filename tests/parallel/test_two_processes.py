@@ -10,7 +10,7 @@ import sys
 import haste
 import pytest
 
-from distflow_jax.dag.pipelines import built_in
+from distflow_jax.dag.load_graph import built_in
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from distflow_jax.dag.graph import Graph
-from distflow_jax.dag.yaml_form import BUILT_IN, read_graph
+from distflow_jax.dag.graph_yaml import BUILT_IN, read_graph
 from distflow_jax.did_you_mean import hint
 from distflow_jax.user_functions import load_function
 
