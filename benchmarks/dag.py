@@ -23,12 +23,12 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.given import given_columns
-from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import HOST, plan
+from distflow_jax.data.loader import DataConfig
+from distflow_jax.data.step_columns import given_columns
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.observe.spans import Spans

@@ -33,9 +33,9 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
-from distflow_jax.coordinator.given import given_columns
-from distflow_jax.coordinator.loader import DataConfig
 from distflow_jax.dag.plan_walker import Runner, make_runner, run_step
+from distflow_jax.data.loader import DataConfig
+from distflow_jax.data.step_columns import given_columns
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations

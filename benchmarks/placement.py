@@ -34,9 +34,9 @@ import numpy as np  # noqa: E402
 from configs import tiny  # noqa: E402
 from distflow_jax.config import Config  # noqa: E402
 from distflow_jax.config_dict import from_config_dict, override  # noqa: E402
-from distflow_jax.coordinator.given import given_columns  # noqa: E402
 from distflow_jax.dag.plan_walker import run_step  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
+from distflow_jax.data.step_columns import given_columns  # noqa: E402
 from distflow_jax.machinery import build  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E402

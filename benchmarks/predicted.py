@@ -25,7 +25,7 @@ from device.segments import run_timed
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config import Config, ModelSourceConfig
-from distflow_jax.coordinator.loader import DataConfig
+from distflow_jax.data.loader import DataConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.training.training_config import TrainingConfig

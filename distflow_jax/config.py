@@ -13,7 +13,7 @@ from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConf
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
-from distflow_jax.coordinator.loader import DataConfig
+from distflow_jax.data.loader import DataConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig

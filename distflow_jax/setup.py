@@ -14,9 +14,6 @@ import jax
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
-from distflow_jax.coordinator.dataset import open_dataset
-from distflow_jax.coordinator.given import ANSWERS
-from distflow_jax.coordinator.loader import Loader, SamplerShare
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
@@ -25,6 +22,9 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Stay, describe, residency
 from distflow_jax.dag.router_replay import with_router_replay
+from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.loader import Loader, SamplerShare
+from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import Layout, flatten_dict
 from distflow_jax.machine import Machine

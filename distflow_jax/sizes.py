@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from distflow_jax.batch import TokenColumn
 from distflow_jax.config import Config
 from distflow_jax.coordinator.balance import RowLimits, rows_bound
-from distflow_jax.coordinator.given import ANSWERS
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph
+from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine
 from distflow_jax.mesh_sizes import mesh_sizes

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.dealing import LengthEstimates, deal
+from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 
 
 def test_each_prompt_goes_to_one_sampler():

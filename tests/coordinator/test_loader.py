@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.dataset import open_dataset
-from distflow_jax.coordinator.given import given_columns
-from distflow_jax.coordinator.loader import DataConfig, Loader, SamplerShare
+from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.loader import DataConfig, Loader, SamplerShare
+from distflow_jax.data.step_columns import given_columns
 
 
 class ByteTokenizer:

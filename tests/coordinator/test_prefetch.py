@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from distflow_jax.coordinator.prefetch import Prefetch
+from distflow_jax.data.prefetch import Prefetch
 
 
 @pytest.mark.parametrize("enabled", [True, False])

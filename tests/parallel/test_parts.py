@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.balance import RowLimits
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.given import given_columns
 from distflow_jax.coordinator.shares import PackingPlan
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
+from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import (

@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from distflow_jax.coordinator.example import Dataset, Example, instruction
-from distflow_jax.coordinator.spec import parse_spec
+from distflow_jax.data.example import Dataset, Example, instruction
+from distflow_jax.data.spec import parse_spec
 
 HELD_OUT_ONE_IN = 10  # of all problems, this share belongs to the held-out split
 MAX_DRAWS = 10_000  # a split that is not hit once in so many draws is empty

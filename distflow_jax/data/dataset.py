@@ -2,8 +2,19 @@
 
 import difflib
 
-from distflow_jax.coordinator import files, hub, reasoning, tasks
-from distflow_jax.coordinator.example import Dataset, Example
+from distflow_jax.data import (
+    files,
+)
+from distflow_jax.data import (
+    generated_tasks as tasks,
+)
+from distflow_jax.data import (
+    huggingface as hub,
+)
+from distflow_jax.data import (
+    reasoning_gym_tasks as reasoning,
+)
+from distflow_jax.data.example import Dataset, Example
 
 __all__ = ["Dataset", "Example", "open_dataset"]
 

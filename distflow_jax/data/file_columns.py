@@ -16,7 +16,7 @@ Columns that mean nothing here go to `extra_info`, so that reward functions see 
 import re
 from typing import Any
 
-from distflow_jax.coordinator.example import Example, Message, instruction
+from distflow_jax.data.example import Example, Message, instruction
 
 GROUND_TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 # These have a place of their own in Example and are not repeated in extra_info.

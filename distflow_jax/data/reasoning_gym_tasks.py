@@ -8,8 +8,8 @@ import json
 from types import ModuleType
 from typing import Any
 
-from distflow_jax.coordinator.example import Example, instruction
-from distflow_jax.coordinator.spec import parse_spec
+from distflow_jax.data.example import Example, instruction
+from distflow_jax.data.spec import parse_spec
 
 
 class ReasoningGym:

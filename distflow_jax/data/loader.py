@@ -9,8 +9,8 @@ import grain
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.coordinator.dealing import LengthEstimates, deal
-from distflow_jax.coordinator.example import Dataset, Message
+from distflow_jax.data.example import Dataset, Message
+from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 
 OVERLONG = ("error", "drop", "truncate_left")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distflow_jax.coordinator.columns import example_from_row
-from distflow_jax.coordinator.example import Example
+from distflow_jax.data.example import Example
+from distflow_jax.data.file_columns import example_from_row
 
 CHECK_ROWS = 1024  # rows of a table that the schema check turns into Python objects at a time
 
