@@ -18,8 +18,8 @@ from distflow_jax.batch import Prompt
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config import Config
 from distflow_jax.config_dict import to_config_dict, to_json
+from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
-from distflow_jax.coordinator.statistics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.prefetch import Prefetch

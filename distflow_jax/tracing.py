@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.batch import ONE_NUMBER, Rows, TokenColumn
+from distflow_jax.coordinator.assignment import PackingPlan, data_ranks
 from distflow_jax.coordinator.coordinator import STRUCTURE
-from distflow_jax.coordinator.shares import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.plan_walker import Stage, make_runner
 from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout

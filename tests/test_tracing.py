@@ -13,8 +13,8 @@ from configs import tiny
 from distflow_jax.batch import Rows
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
-from distflow_jax.coordinator.balance import RowLimits
-from distflow_jax.coordinator.shares import PackingPlan
+from distflow_jax.coordinator.assignment import PackingPlan
+from distflow_jax.coordinator.packing import RowLimits
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan

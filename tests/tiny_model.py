@@ -21,8 +21,8 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
-from distflow_jax.coordinator.balance import RowLimits
-from distflow_jax.coordinator.shares import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.packing import RowLimits
 from distflow_jax.layout import Layout, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
-from distflow_jax.coordinator import codec
-from distflow_jax.coordinator.shares import PackingPlan, Shares, data_ranks
+from distflow_jax.coordinator import column_codec as codec
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.balance import (
+from distflow_jax.coordinator.packing import (
     Assignment,
     Lengths,
     RowLimits,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.codec import decode, encode
+from distflow_jax.coordinator.column_codec import decode, encode
 
 
 def test_entries_come_back_as_they_were():

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from distflow_jax.coordinator.statistics import StepTable, batch_metrics
+from distflow_jax.coordinator.batch_metrics import StepTable, batch_metrics
 
 
 def table(**columns):

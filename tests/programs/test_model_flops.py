@@ -8,8 +8,8 @@ from tiny_model import TINY, random_samples, rows_of
 from training_programs import MINI_BATCHES, MIXTURE, MODEL, ROWS, TOKENS, trace
 
 from distflow_jax.batch import RowShape
-from distflow_jax.coordinator.balance import RowLimits
-from distflow_jax.coordinator.shares import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.packing import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
-from distflow_jax.coordinator.balance import Assignment, Lengths, RowLimits, assign
+from distflow_jax.coordinator.packing import Assignment, Lengths, RowLimits, assign
 from distflow_jax.layout import Layout
 from distflow_jax.models.model_flops import causal_pairs
 from distflow_jax.parallel import rules
