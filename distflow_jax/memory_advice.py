@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow_jax.dag.residency import residency
 from distflow_jax.memory_plan import MemoryPlan, Segment, binary, plan_memory
 from distflow_jax.programs.costs import Costs
-from distflow_jax.rollout.sizing import cache_bytes
+from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program
 

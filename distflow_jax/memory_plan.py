@@ -20,8 +20,8 @@ from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.programs.costs import Costs
+from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
-from distflow_jax.rollout.sizing import weight_bytes
 from distflow_jax.setup import Planned
 from distflow_jax.states import bases_of, network_of
 from distflow_jax.tracing import Program

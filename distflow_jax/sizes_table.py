@@ -5,8 +5,8 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.parallel.host_memory import HOST
+from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import num_pages
-from distflow_jax.rollout.sizing import cache_bytes, weight_bytes
 from distflow_jax.sizes import Sizes
 
 

@@ -27,7 +27,7 @@ from distflow_jax.layout import Layout, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import param_specs
-from distflow_jax.rollout.responses import Response
+from distflow_jax.rollout.requests import Response
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
 # 320 tokens: not a multiple of the sampler's block of 128, but of 8 devices

@@ -14,8 +14,8 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import num_active_params
 from distflow_jax.pods.roofline import Estimate
 from distflow_jax.pods.topology import Pod
+from distflow_jax.rollout.cache_sizing import page_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.sizing import page_bytes, weight_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.responses import Response
+from distflow_jax.rollout.requests import Response
 
 # Why a response ended: the environment said so; a limit; a deadline of the environment's or an
 # error of it, which cost this response alone.

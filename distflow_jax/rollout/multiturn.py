@@ -26,7 +26,7 @@ from distflow_jax.rollout.environments import (
     Observed,
 )
 from distflow_jax.rollout.episodes import Episode
-from distflow_jax.rollout.responses import GroupRequest, Response, RolloutStats
+from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
 from distflow_jax.rollout.scheduler import Scheduler
 

@@ -8,7 +8,7 @@ import numpy as np
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.prefill import Prefix, max_prompts
 from distflow_jax.rollout.prefix_cache import Kept, PrefixCache, cache_budget, shared_beginning
-from distflow_jax.rollout.responses import RolloutStats
+from distflow_jax.rollout.requests import RolloutStats
 
 
 class PromptReader:

@@ -14,7 +14,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 
 SERVICE = "distflow.Sampler"
 MAX_STOPS = 16

@@ -16,7 +16,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.environments import Environments
-from distflow_jax.rollout.responses import Response
+from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape

@@ -19,14 +19,14 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout import kernel_attention, paged_attention
+from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.kernel_attention import append_pages
 from distflow_jax.rollout.paged_attention import slot_attention
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests
-from distflow_jax.rollout.sizing import cache_bytes
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 

@@ -19,7 +19,7 @@ from tiny_model import (
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.slot_requests import SlotRequest
 
 PARAMS = random_params(TINY, 2)

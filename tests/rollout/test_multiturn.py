@@ -20,7 +20,7 @@ from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_columns
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp

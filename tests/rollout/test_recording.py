@@ -12,16 +12,16 @@ from tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
+from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import turn_columns
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
 from distflow_jax.rollout.scheduler import Scheduler
-from distflow_jax.rollout.sizing import page_bytes
 from distflow_jax.stages.evaluate import EvalConfig, evaluate
 
 PARAMS, OTHER = random_params(MIXTURE, 2), random_params(MIXTURE, 5)

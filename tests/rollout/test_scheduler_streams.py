@@ -5,7 +5,7 @@ import pytest
 from serving import engine, weights_of
 from tiny_model import TINY, prompt_of
 
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import Scheduler, run_requests
 
 

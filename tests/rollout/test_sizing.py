@@ -9,9 +9,9 @@ from tiny_model import TINY, mesh_of
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.rollout.cache_sizing import cache_bytes, fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.sizing import cache_bytes, fitting_slots
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 

@@ -15,7 +15,7 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import speculation
-from distflow_jax.rollout.responses import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.slot_requests import SlotRequest

@@ -9,7 +9,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.dag.graph import Node
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
-from distflow_jax.rollout.responses import Response
+from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.context import ResponseListener
 from distflow_jax.stages.reward import build_reward
