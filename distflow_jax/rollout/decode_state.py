@@ -15,7 +15,7 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.parallel.rules import sharding
-from distflow_jax.rollout import cache as cache_lib
+from distflow_jax.rollout.kv_cache import pages as cache_lib
 
 ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
 CACHE_DTYPES = ("auto", "int8")

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.rollout import cache as cache_lib
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, longest_read, pages_of
+from distflow_jax.rollout.kv_cache import pages as cache_lib
 
 
 def collect(

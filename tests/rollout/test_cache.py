@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_model import TINY, mesh_of
 
-from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout.kernel_attention import append_pages
+from distflow_jax.rollout.kv_cache import pages as cache_lib
+from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 
 SLOTS, OWNERS, PAGES, WIDTH = 3, 6, 8, 4
 PROMPT = 4  # an owner that is a prompt

@@ -17,13 +17,14 @@ from tiny_model import (
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout import kernel_attention, paged_attention
 from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.kernel_attention import append_pages
-from distflow_jax.rollout.paged_attention import slot_attention
+from distflow_jax.rollout.kv_cache import kernel_attention
+from distflow_jax.rollout.kv_cache import page_walk_attention as paged_attention
+from distflow_jax.rollout.kv_cache import pages as cache_lib
+from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
+from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests

@@ -7,9 +7,13 @@ import pytest
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.rollout import kernel_attention
-from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.paged_attention import over_cache, slot_attention, slot_readers
+from distflow_jax.rollout.kv_cache import kernel_attention
+from distflow_jax.rollout.kv_cache.page_walk_attention import (
+    over_cache,
+    slot_attention,
+    slot_readers,
+)
+from distflow_jax.rollout.kv_cache.pages import Cache
 
 SLOTS, PROMPTS, WIDTH, LONGEST, LAYERS = 6, 4, 16, 20, 2
 NOBODY = PROMPTS

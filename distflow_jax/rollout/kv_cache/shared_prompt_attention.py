@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.merge_partial import Part
-from distflow_jax.rollout.cache import Cache, tables
+from distflow_jax.rollout.kv_cache.pages import Cache, tables
 
 NEVER = -1e30  # finite: the difference of two is 0, not NaN
 _BLOCK_TOKENS = 128  # more would be wasted on short prompts, fewer on the loop

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED, within
 from distflow_jax.models.kernels.merge_partial import Part
-from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.prompt_attention import (
+from distflow_jax.rollout.kv_cache.pages import Cache
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import (
     NEVER,
     Begins,
     OverCache,

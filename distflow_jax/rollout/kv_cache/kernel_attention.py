@@ -13,9 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.decode_attention import partial_attention
 from distflow_jax.models.kernels.merge_partial import Part, merge
-from distflow_jax.rollout import cache as cache_lib
-from distflow_jax.rollout.cache import Cache
-from distflow_jax.rollout.prompt_attention import Begins, OverCache, answering
+from distflow_jax.rollout.kv_cache import pages as cache_lib
+from distflow_jax.rollout.kv_cache.pages import Cache
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Begins, OverCache, answering
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
