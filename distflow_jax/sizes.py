@@ -20,7 +20,7 @@ from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.rollout.cache_sizing import fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
-from distflow_jax.rollout.prefix_cache import check_prefix_cache
+from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (

@@ -20,9 +20,9 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout import decode, decode_state, occupancy, recording, tail
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.prefill import Prefix
-from distflow_jax.rollout.prefill_programs import PrefillPrograms
-from distflow_jax.rollout.prefix_cache import check_prefix_cache
+from distflow_jax.rollout.prefill.prefill import Prefix
+from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
+from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.sampler_program import sampler_program
 from distflow_jax.rollout.slot_requests import Given, SlotRequest, change_columns, insert_columns

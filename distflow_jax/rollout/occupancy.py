@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
 from distflow_jax.rollout.kv_cache import pages as cache_lib
-from distflow_jax.rollout.prefill import Prefix, whole
+from distflow_jax.rollout.prefill.prefill import Prefix, whole
 
 Columns = dict[str, jax.Array]
 

@@ -6,8 +6,13 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.prefill import Prefix, max_prompts
-from distflow_jax.rollout.prefix_cache import Kept, PrefixCache, cache_budget, shared_beginning
+from distflow_jax.rollout.prefill.prefill import Prefix, max_prompts
+from distflow_jax.rollout.prefill.prefix_cache import (
+    Kept,
+    PrefixCache,
+    cache_budget,
+    shared_beginning,
+)
 from distflow_jax.rollout.requests import RolloutStats
 
 

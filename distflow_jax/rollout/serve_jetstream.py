@@ -31,7 +31,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
 from distflow_jax.rollout.engine import RolloutEngine
 from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.serve_messages import (
     MAX_UID,

@@ -13,7 +13,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
 from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.prefill import Prefix
+from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.slot_requests import Given, SlotRequest

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distflow_jax.rollout.decode_state import EngineConfig, pages_of
-from distflow_jax.rollout.prefill import Prefix, buckets
+from distflow_jax.rollout.prefill.prefill import Prefix, buckets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
