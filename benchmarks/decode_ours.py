@@ -22,7 +22,7 @@ from distflow_jax.models.parameters import param_shardings, param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
 

@@ -15,7 +15,7 @@ from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine, held_weights
+from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.trained_weights import read_trained

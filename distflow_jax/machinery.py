@@ -27,7 +27,7 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rewards.pool import RewardPool
-from distflow_jax.rollout.engine import RolloutEngine, held_weights
+from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.setup import Planned, Setup, sampler_layout
 from distflow_jax.sizes import Sizes

@@ -2,7 +2,7 @@
 
 from tiny_model import mesh_of
 
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.scheduler import run_requests
 
 

@@ -9,7 +9,7 @@ from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.rollout.serve_jetstream import door_config, prepare

@@ -20,7 +20,7 @@ from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.scheduler import run_requests
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention

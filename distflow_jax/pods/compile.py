@@ -14,7 +14,7 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
-from distflow_jax.rollout.engine import held_weights
+from distflow_jax.rollout.engine.engine import held_weights
 from distflow_jax.setup import Planned
 from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.environments import (
     Answer,
     Environments,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, max_prompts
 from distflow_jax.rollout.prefill.prefix_cache import (
     Kept,

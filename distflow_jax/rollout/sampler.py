@@ -14,7 +14,7 @@ from distflow_jax.rollout.decode_state import (
     check_cache_dtype,
     check_weights_dtype,
 )
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.scheduler import run_requests
 

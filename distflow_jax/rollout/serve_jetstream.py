@@ -29,10 +29,11 @@ from jetstream.engine import engine_api, tokenizer_pb2
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine
-from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
+from distflow_jax.rollout.engine.result_tokens import RolloutTokens
+from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
-from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.serve_messages import (
     MAX_UID,
     Limits,
@@ -41,7 +42,6 @@ from distflow_jax.rollout.serve_messages import (
 )
 from distflow_jax.rollout.serve_text import TextStream
 from distflow_jax.rollout.serve_weights import Weights
-from distflow_jax.rollout.slot_requests import SlotRequest
 
 STOPPING = "the server is stopping; ask again later"
 # lengths that JetStream pads to; it knows no others

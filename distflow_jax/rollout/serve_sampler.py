@@ -12,7 +12,7 @@ from concurrent import futures
 from typing import Any
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.scheduler import Scheduler
 from distflow_jax.rollout.serve_messages import SampleRequest

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.serve_jetstream import (
     DoorEngine,
     JetStreamServicer,

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.engine.result_tokens import RolloutTokens
+from distflow_jax.rollout.engine.slot_commands import Given, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
-from distflow_jax.rollout.rollout_tokens import RolloutTokens
-from distflow_jax.rollout.slot_requests import Given, SlotRequest
 
 
 @dataclasses.dataclass

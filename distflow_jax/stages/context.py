@@ -14,7 +14,7 @@ from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import RolloutConfig

@@ -19,7 +19,7 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.kv_cache import kernel_attention
 from distflow_jax.rollout.kv_cache import page_walk_attention as paged_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib

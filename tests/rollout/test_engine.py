@@ -18,9 +18,9 @@ from tiny_model import (
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.slot_requests import SlotRequest
 
 PARAMS = random_params(TINY, 2)
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)

@@ -10,7 +10,7 @@ from tiny_model import TINY, WINDOWED, forward_logp, mesh_of, prompt_of, random_
 
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.transformer import head_logits, hidden_states
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
 

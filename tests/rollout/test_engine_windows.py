@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_model import WINDOWED, forward_logp, mesh_of, prompt_of, random_params
 
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import run_requests
 

@@ -15,7 +15,7 @@ from distflow_jax.batch import RowShape, Samples
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_columns

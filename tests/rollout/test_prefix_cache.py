@@ -12,7 +12,7 @@ from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
 from distflow_jax.rollout.requests import GroupRequest

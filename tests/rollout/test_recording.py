@@ -14,7 +14,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.environment import Turn
 from distflow_jax.rollout.environments import Environments
 from distflow_jax.rollout.episodes import turn_columns

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from distflow_jax.rollout.sampling import SamplingParams, draw, sample_key, smallest_kept
+from distflow_jax.rollout.engine.sampling import SamplingParams, draw, sample_key, smallest_kept
 
 # two programs of draw in all: compiling is what takes the time here
 VOCAB, MANY = 200, 20_000

@@ -9,7 +9,7 @@ from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import num_pages
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduler import Scheduler, run_requests
 

@@ -14,7 +14,7 @@ from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout import scheduler as scheduler_lib
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
 
 SOAK_SECONDS = float(os.environ.get("DISTFLOW_SOAK_SECONDS", "3600"))

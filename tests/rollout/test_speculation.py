@@ -14,11 +14,11 @@ from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout import speculation
+from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
+from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import Scheduler
-from distflow_jax.rollout.slot_requests import SlotRequest
 from distflow_jax.sizes import derive_sizes
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back

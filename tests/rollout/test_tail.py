@@ -11,9 +11,9 @@ from tiny_model import TINY, mesh_of
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
-from distflow_jax.rollout.engine import RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.scheduler import Scheduler, run_requests
-from distflow_jax.rollout.slot_requests import SlotRequest
 
 
 def make(axes=(1, 1), **changes):

@@ -32,7 +32,7 @@ from distflow_jax.parallel.mesh import replica_mesh, sampler_mesh
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
-from distflow_jax.rollout.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduler import run_requests

@@ -25,7 +25,6 @@ from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.programs.bounded_loops import bounded_while
-from distflow_jax.rollout import speculation
 from distflow_jax.rollout.decode_state import (
     DecodeState,
     StateShapes,
@@ -33,12 +32,13 @@ from distflow_jax.rollout.decode_state import (
     pages_of,
     result_tokens,
 )
+from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
+from distflow_jax.rollout.engine.sampling import Draw, SamplingParams, draw, sample_key
 from distflow_jax.rollout.kv_cache import kernel_attention
 from distflow_jax.rollout.kv_cache import page_walk_attention as paged_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import OverCache
-from distflow_jax.rollout.sampling import Draw, SamplingParams, draw, sample_key
 
 
 class Step(NamedTuple):

@@ -17,15 +17,32 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout import decode, decode_state, occupancy, recording, tail
+from distflow_jax.rollout import decode_state
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
-from distflow_jax.rollout.jetstream_tokenizer import JetStreamTokenizer
+from distflow_jax.rollout.engine.engine import (
+    compact_decode as tail,
+)
+from distflow_jax.rollout.engine.engine import (
+    decode,
+)
+from distflow_jax.rollout.engine.engine import (
+    expert_recording as recording,
+)
+from distflow_jax.rollout.engine.engine import (
+    slot_updates as occupancy,
+)
+from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
+from distflow_jax.rollout.engine.result_tokens import RolloutTokens
+from distflow_jax.rollout.engine.slot_commands import (
+    Given,
+    SlotRequest,
+    change_columns,
+    insert_columns,
+)
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
-from distflow_jax.rollout.rollout_tokens import RolloutTokens
 from distflow_jax.rollout.sampler_program import sampler_program
-from distflow_jax.rollout.slot_requests import Given, SlotRequest, change_columns, insert_columns
 
 
 def held_weights(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> HeldWeights:
