@@ -3,7 +3,7 @@
 from tiny_model import mesh_of
 
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 
 class CompiledSampler:

@@ -11,7 +11,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.rollout.serve_jetstream import door_config, prepare
 from distflow_jax.rollout.serve_server import Server, ServerConfig
 from distflow_jax.rollout.serve_weights import Weights

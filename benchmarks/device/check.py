@@ -22,7 +22,7 @@ from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

@@ -28,7 +28,7 @@ from distflow_jax.rollout.environments import (
 from distflow_jax.rollout.episodes import Episode
 from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
-from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distflow_jax.rollout.decode_state import (
 )
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import Response
-from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from distflow_jax.rollout.serve_messages import SampleRequest
 from distflow_jax.rollout.serve_text import StopText, TextStream
 from distflow_jax.rollout.serve_weights import Weights

@@ -27,7 +27,7 @@ from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 

@@ -12,7 +12,7 @@ from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 QWEN2 = replace(TINY, family="qwen2", attention_bias=True, tie_embeddings=False)
 QWEN3 = replace(TINY, family="qwen3", qk_norm=True, head_dim=24)

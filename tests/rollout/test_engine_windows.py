@@ -9,7 +9,7 @@ from tiny_model import WINDOWED, forward_logp, mesh_of, prompt_of, random_params
 
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 CONFIG = EngineConfig(
     slots=8, max_prompt=48, max_response=24, tokens_per_call=4, page_size=8, group_size=4

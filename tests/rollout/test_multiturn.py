@@ -22,7 +22,7 @@ from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_co
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
 PARAMS = random_params(TINY, 2)

@@ -17,7 +17,7 @@ from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from distflow_jax.sizes import derive_sizes
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}

@@ -21,7 +21,7 @@ from distflow_jax.rollout.episodes import turn_columns
 from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
-from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from distflow_jax.stages.evaluate import EvalConfig, evaluate
 
 PARAMS, OTHER = random_params(MIXTURE, 2), random_params(MIXTURE, 5)

@@ -11,7 +11,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import num_pages
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 OTHER = random_params(TINY, 5)
 

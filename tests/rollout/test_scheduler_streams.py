@@ -6,7 +6,7 @@ from serving import engine, weights_of
 from tiny_model import TINY, prompt_of
 
 from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 
 def group(uid, samples, limit=200):

@@ -13,9 +13,9 @@ import pytest
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout import scheduler as scheduler_lib
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.scheduling import scheduler as scheduler_lib
 
 SOAK_SECONDS = float(os.environ.get("DISTFLOW_SOAK_SECONDS", "3600"))
 STOP_IDS = (258, *range(8))

@@ -18,7 +18,7 @@ from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import Scheduler
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from distflow_jax.sizes import derive_sizes
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back

@@ -13,7 +13,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.rollout.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 
 def make(axes=(1, 1), **changes):

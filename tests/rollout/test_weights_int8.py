@@ -35,7 +35,7 @@ from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.rollout.scheduler import run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 

@@ -18,9 +18,9 @@ import numpy as np
 from distflow_jax.rollout.decode_state import DecodeState, longest_read
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import Given
-from distflow_jax.rollout.prompt_reader import PromptReader
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
-from distflow_jax.rollout.slots import Call, Group, Slot, Slots
+from distflow_jax.rollout.scheduling.prefill_batches import PromptReader
+from distflow_jax.rollout.scheduling.slots import Call, Group, Slot, Slots
 
 
 class Scheduler:
