@@ -16,6 +16,7 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
 from distflow_jax.dag.plan_walker import Runner, make_runner
+from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
@@ -28,7 +29,6 @@ from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
-from distflow_jax.rollout.environments import Environments
 from distflow_jax.setup import Planned, Setup, sampler_layout
 from distflow_jax.sizes import Sizes
 from distflow_jax.stages.context import ResponseListener, Stage, StageContext

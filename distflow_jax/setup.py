@@ -26,13 +26,13 @@ from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
+from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.layout import Layout, flatten_dict
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.rollout.environments import Environments, load_environment
 from distflow_jax.settings import with_settings
 from distflow_jax.sizes import Sizes, derive_sizes
 from distflow_jax.sizes_table import describe_sizes

@@ -18,9 +18,9 @@ from distflow_jax.batch import Prompt
 from distflow_jax.command_line import run_main
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import respond
 from distflow_jax.setup import open_environments
 

@@ -12,11 +12,11 @@ from distflow_jax import run
 from distflow_jax.batch import Prompt
 from distflow_jax.config import Config
 from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.environments.registry import Environments
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.rollout.environments import Environments
 from distflow_jax.sizes import derive_sizes
 
 TURNS = [
@@ -95,7 +95,7 @@ def test_what_an_environment_gives_is_the_score(tmp_path):
     """Score = function + environment, in training and in evaluation, and greedy baselines too."""
     file = tmp_path / "generous.py"
     file.write_text(
-        "from distflow_jax.rollout.environment import Turn\n"
+        "from distflow_jax.environments.environment import Turn\n"
         "class Generous:\n"
         "    def __init__(self, tokenizer, *, worth): self.worth = worth\n"
         "    def reset(self, prompt): return ''\n"

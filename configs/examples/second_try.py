@@ -6,7 +6,7 @@
         --config.rollout.max_turns=3 --config.reward.function=zero --config.reward.kwargs="{}"
 """
 
-from distflow_jax.rollout.environment import Turn
+from distflow_jax.environments.environment import Turn
 
 
 class SecondTry:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.environments import Environments
-from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
 from distflow_jax.stages.context import own_part
 

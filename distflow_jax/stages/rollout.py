@@ -2,15 +2,10 @@
 
 from collections.abc import Sequence
 
+from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
-from distflow_jax.rollout.episodes import (
-    Episode,
-    episode_metrics,
-    episode_sums,
-    turn_columns,
-)
-from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.sampler import columns, respond
 from distflow_jax.stages.context import Stage, StageContext, own_part
 

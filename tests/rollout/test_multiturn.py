@@ -12,14 +12,14 @@ import pytest
 from tiny_model import TINY, mesh_of, mini_batch, prompt_of, random_params, rows_of, values_of
 
 from distflow_jax.batch import RowShape, Samples
+from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.environment import Turn
-from distflow_jax.rollout.environments import Environments
-from distflow_jax.rollout.episodes import episode_metrics, episode_sums, turn_columns
-from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import run_requests

@@ -9,16 +9,16 @@ from compiled_sampler import CompiledSampler
 from exact_mixture import exact, same_sets
 from tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
 
+from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.episodes import turn_columns
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.environment import Turn
-from distflow_jax.rollout.environments import Environments
-from distflow_jax.rollout.episodes import turn_columns
-from distflow_jax.rollout.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler

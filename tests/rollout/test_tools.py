@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny_model import prompt_of
 
+from distflow_jax.environments.calculator import calculate
+from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.arithmetic import calculate
-from distflow_jax.rollout.tools import Tools, calculator
 
 TOKENIZER = Tokenizer.byte_level(300)
 MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.environments import (
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.registry import (
     Answer,
     Environments,
     EnvironmentThread,
     Failure,
     Observed,
 )
-from distflow_jax.rollout.episodes import Episode
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler

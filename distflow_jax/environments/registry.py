@@ -17,9 +17,9 @@ import numpy as np
 
 from distflow_jax import user_functions as plugins
 from distflow_jax.batch import Prompt
+from distflow_jax.environments.environment import Environment, Turn
+from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.environment import Environment, Turn
-from distflow_jax.rollout.tools import Tools, calculator
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from distflow_jax import user_functions as plugins
 from distflow_jax.batch import Prompt
+from distflow_jax.environments.calculator import calculate
+from distflow_jax.environments.environment import Turn
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.arithmetic import calculate
-from distflow_jax.rollout.environment import Turn
 
 TOOLS: dict[str, Callable[[str], str]] = {"calculator": calculate}
 
