@@ -23,14 +23,9 @@ from distflow_jax.inference import make_engine, read_weights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.serve_jetstream import Sampling, door_config, prepare
-from distflow_jax.rollout.serve_server import (
-    Server,
-    ServerConfig,
-    check_addresses,
-    serve_until_signal,
-)
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.jetstream import Sampling, door_config, prepare
+from distflow_jax.serving.served_weights import Weights
+from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")

@@ -12,9 +12,9 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.rollout.serve_jetstream import door_config, prepare
-from distflow_jax.rollout.serve_server import Server, ServerConfig
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.jetstream import door_config, prepare
+from distflow_jax.serving.served_weights import Weights
+from distflow_jax.serving.server import Server, ServerConfig
 
 prepare()  # the import of JetStream's orchestrator has set the root logger to DEBUG
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)

@@ -18,7 +18,7 @@ import pytest
 
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.rollout.serve_client import SamplerClient
+from distflow_jax.serving.client import SamplerClient
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("scripts/*.py"))

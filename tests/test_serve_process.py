@@ -15,7 +15,7 @@ import haste
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from distflow_jax.rollout.serve_client import SamplerClient
+from distflow_jax.serving.client import SamplerClient
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = [

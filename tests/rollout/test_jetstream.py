@@ -33,9 +33,9 @@ from serving import (
 )
 from tiny_model import TINY, random_params
 
-from distflow_jax.rollout.serve_client import SamplerClient
-from distflow_jax.rollout.serve_jetstream import DoorEngine, Sampling, ServedDriver, door_config
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.client import SamplerClient
+from distflow_jax.serving.jetstream import DoorEngine, Sampling, ServedDriver, door_config
+from distflow_jax.serving.served_weights import Weights
 
 PROMPT = "12 + 35 ="
 Text = jetstream_pb2.DecodeRequest.TextContent

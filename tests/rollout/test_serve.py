@@ -12,11 +12,11 @@ import pytest
 from serving import TOKENIZER, Serving, expected, wait_until
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.serve_client import SamplerClient
-from distflow_jax.rollout.serve_messages import SERVICE, encode
-from distflow_jax.rollout.serve_sampler import Ended
-from distflow_jax.rollout.serve_server import ServerConfig, check_addresses
-from distflow_jax.rollout.serve_weights import Turns
+from distflow_jax.serving.client import SamplerClient
+from distflow_jax.serving.messages import SERVICE, encode
+from distflow_jax.serving.sampler_thread import Ended
+from distflow_jax.serving.served_weights import Turns
+from distflow_jax.serving.server import ServerConfig, check_addresses
 
 PROMPT = "12 + 35 ="
 

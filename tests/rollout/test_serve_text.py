@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.serve_text import StopText, TextStream
+from distflow_jax.serving.text_stream import StopText, TextStream
 
 BYTES = Tokenizer.byte_level(320)
 TEXTS = ["", "plain", "né 你好 🙂🙃 ﷽", "\ufffd real \ufffd", "<|im_start|>é<|im_end|>x", "é" * 50]

@@ -16,17 +16,17 @@ from prometheus_client.registry import Collector
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.serve_jetstream import (
+from distflow_jax.serving.jetstream import (
     DoorEngine,
     JetStreamServicer,
     Sampling,
     ServedDriver,
     prepare,
 )
-from distflow_jax.rollout.serve_messages import Limits
-from distflow_jax.rollout.serve_rpc import LoadParams, SamplerRpc
-from distflow_jax.rollout.serve_sampler import SamplerService
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.messages import Limits
+from distflow_jax.serving.rpc import LoadParams, SamplerRpc
+from distflow_jax.serving.sampler_thread import SamplerService
+from distflow_jax.serving.served_weights import Weights
 
 _LOOK_SECONDS = 0.05  # between two looks at what still runs
 _GRPC_OPTIONS = [

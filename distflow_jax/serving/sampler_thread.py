@@ -15,9 +15,9 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.rollout.serve_messages import SampleRequest
-from distflow_jax.rollout.serve_text import StopText, TextStream
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.messages import SampleRequest
+from distflow_jax.serving.served_weights import Weights
+from distflow_jax.serving.text_stream import StopText, TextStream
 
 log = logging.getLogger("distflow_jax")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from distflow_jax.rollout.serve_messages import SERVICE, decode, encode
+from distflow_jax.serving.messages import SERVICE, decode, encode
 
 
 class SamplerClient:

@@ -34,14 +34,9 @@ from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
-from distflow_jax.rollout.serve_messages import (
-    MAX_UID,
-    Limits,
-    prompt_length_error,
-    token_ids_error,
-)
-from distflow_jax.rollout.serve_text import TextStream
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.messages import MAX_UID, Limits, prompt_length_error, token_ids_error
+from distflow_jax.serving.served_weights import Weights
+from distflow_jax.serving.text_stream import TextStream
 
 STOPPING = "the server is stopping; ask again later"
 # lengths that JetStream pads to; it knows no others

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.serve_jetstream import STOPPING
-from distflow_jax.rollout.serve_messages import (
+from distflow_jax.serving.jetstream import STOPPING
+from distflow_jax.serving.messages import (
     MAX_UID,
     SERVICE,
     Limits,
@@ -21,8 +21,8 @@ from distflow_jax.rollout.serve_messages import (
     load_request,
     sample_request,
 )
-from distflow_jax.rollout.serve_sampler import Call, Ended, Failed, SamplerService
-from distflow_jax.rollout.serve_weights import Weights
+from distflow_jax.serving.sampler_thread import Call, Ended, Failed, SamplerService
+from distflow_jax.serving.served_weights import Weights
 
 # (params on the engine's mesh, training step) of a run's folder; FileNotFoundError, ValueError
 LoadParams = Callable[[str], tuple[Any, int]]
