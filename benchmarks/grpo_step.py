@@ -42,7 +42,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.spans import Spans
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.stages.context import Stage
+from distflow_jax.stages.stage_context import Stage
 from distflow_jax.states import States, models_of
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig

@@ -31,8 +31,8 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
 from distflow_jax.setup import Planned, Setup, sampler_layout
 from distflow_jax.sizes import Sizes
-from distflow_jax.stages.context import ResponseListener, Stage, StageContext
-from distflow_jax.stages.table import first_state_of, resolve
+from distflow_jax.stages.registry import first_state_of, resolve
+from distflow_jax.stages.stage_context import ResponseListener, Stage, StageContext
 from distflow_jax.states import States, optimizer_of
 from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.training.update import UpdateShape

@@ -36,7 +36,7 @@ from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.settings import with_settings
 from distflow_jax.sizes import Sizes, derive_sizes
 from distflow_jax.sizes_table import describe_sizes
-from distflow_jax.stages.table import Demands, resolve, wanted_reads
+from distflow_jax.stages.registry import Demands, resolve, wanted_reads
 from distflow_jax.states import ModelOfRun, models_of, samplers_of
 from distflow_jax.user_functions import load_function
 

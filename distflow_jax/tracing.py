@@ -23,7 +23,7 @@ from distflow_jax.dag.plan_walker import Stage, make_runner
 from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs.xla_options import compiler_options
-from distflow_jax.stages.table import per_token_fields
+from distflow_jax.stages.registry import per_token_fields
 
 Value = tuple[str | None, str]  # (source, field)
 

@@ -18,7 +18,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes
 from distflow_jax.sizes_table import describe_sizes
-from distflow_jax.stages.table import resolve
+from distflow_jax.stages.registry import resolve
 
 NAMES = sorted(
     p.stem

@@ -20,7 +20,7 @@ from distflow_jax.algorithms.token_reward import (
 )
 from distflow_jax.algorithms.value import explained_variance
 from distflow_jax.batch import Rows
-from distflow_jax.stages.context import Stage, StageContext, require
+from distflow_jax.stages.stage_context import Stage, StageContext, require
 
 
 def build_advantage(context: StageContext) -> Stage:

@@ -6,7 +6,7 @@ import numpy as np
 
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.stage_context import Stage, StageContext
 
 
 def build_weighted_sum(context: StageContext) -> Stage:

@@ -19,7 +19,7 @@ from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
-from distflow_jax.stages.context import own_part
+from distflow_jax.stages.stage_context import own_part
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 _FIRST_COUNTER = 1 << 30

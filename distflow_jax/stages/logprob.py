@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from distflow_jax.stages.context import Stage, StageContext, routed_rows
+from distflow_jax.stages.stage_context import Stage, StageContext, routed_rows
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.state import TrainState
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.stage_context import Stage, StageContext
 
 
 def build_choose_pairs(context: StageContext) -> Stage:

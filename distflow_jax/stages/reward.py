@@ -15,7 +15,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.rewards.pool import RewardRequest, RewardResult, error_counts
 from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.rollout.requests import Response
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.stage_context import Stage, StageContext
 
 
 def build_reward(context: StageContext) -> Stage:

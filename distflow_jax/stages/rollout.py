@@ -7,7 +7,7 @@ from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
 from distflow_jax.rollout.sampler import columns, respond
-from distflow_jax.stages.context import Stage, StageContext, own_part
+from distflow_jax.stages.stage_context import Stage, StageContext, own_part
 
 
 def build_rollout(context: StageContext) -> Stage:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distflow_jax.models.decoder_config import scalar_model
-from distflow_jax.stages.context import Stage, StageContext
+from distflow_jax.stages.stage_context import Stage, StageContext
 from distflow_jax.training.batch_forward import make_scores, make_values
 from distflow_jax.training.state import TrainState
 

@@ -17,7 +17,7 @@ from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.setup import make_plan, settle
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.stages.table import resolve
+from distflow_jax.stages.registry import resolve
 from distflow_jax.training.training_config import TrainingConfig
 
 MESH, HOST = Layout("mesh", (("fsdp", 8),)), Layout("host")

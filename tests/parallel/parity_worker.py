@@ -32,7 +32,7 @@ from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
 from distflow_jax.setup import prepare
-from distflow_jax.stages.context import routed_rows
+from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.states import States
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

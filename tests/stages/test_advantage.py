@@ -12,7 +12,7 @@ from tiny_model import mesh_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.stages.advantage import build_advantage
-from distflow_jax.stages.table import STAGES, resolve
+from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.training.update import UpdateShape
 
 MESH = mesh_of(2, 1)

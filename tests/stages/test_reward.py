@@ -11,9 +11,9 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.stages.context import ResponseListener
+from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.stages.reward import build_reward
-from distflow_jax.stages.table import STAGES, resolve
+from distflow_jax.stages.stage_context import ResponseListener
 
 TOKENIZER = Tokenizer.byte_level(300)
 REWARDS = """

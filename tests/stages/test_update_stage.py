@@ -6,7 +6,7 @@ import pytest
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.stages.update import build_policy_update
+from distflow_jax.stages.update_model import build_policy_update
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.update import UpdateShape

@@ -9,12 +9,12 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
-from distflow_jax.stages.context import NodeLike, Stage, StageContext
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
 from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
-from distflow_jax.stages.update import (
+from distflow_jax.stages.stage_context import NodeLike, Stage, StageContext
+from distflow_jax.stages.update_model import (
     build_policy_update,
     build_preference_update,
     build_reward_model_update,
