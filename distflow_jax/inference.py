@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import init_params, param_shardings, place_params
@@ -18,7 +19,6 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.sizes import derive_sizes
-from distflow_jax.trained_weights import read_trained
 
 
 @dataclasses.dataclass
