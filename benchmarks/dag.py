@@ -20,7 +20,7 @@ import numpy as np
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.packing import RowLimits

@@ -31,7 +31,7 @@ from distflow_jax import machinery as machinery_lib
 from distflow_jax import setup as setup_lib
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.dag.plan_walker import Runner, make_runner, run_step
 from distflow_jax.data.loader import DataConfig

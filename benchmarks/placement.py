@@ -32,8 +32,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from configs import tiny  # noqa: E402
-from distflow_jax.config import Config  # noqa: E402
-from distflow_jax.config_dict import from_config_dict, override  # noqa: E402
+from distflow_jax.config.config_dict import from_config_dict, override  # noqa: E402
+from distflow_jax.config.run_config import Config  # noqa: E402
 from distflow_jax.dag.plan_walker import run_step  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
 from distflow_jax.data.step_columns import given_columns  # noqa: E402

@@ -24,7 +24,7 @@ from device.rates import between, measured_chip, this_chip
 from device.segments import run_timed
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.sampler import RolloutConfig

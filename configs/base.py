@@ -8,8 +8,8 @@ trains SmolLM2-135M-Instruct on two-digit additions. Units and reasons stand wit
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
+from distflow_jax.config.run_config import Config
 
 
 def get_config() -> ConfigDict:

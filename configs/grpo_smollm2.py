@@ -9,8 +9,8 @@ the number; after 20 steps most are right. docs/benchmarks.md has the curves and
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
+from distflow_jax.config.run_config import Config
 
 
 def get_config() -> ConfigDict:

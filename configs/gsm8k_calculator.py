@@ -10,8 +10,8 @@ number after #### counts, so that no result of the calculator passes for an answ
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
+from distflow_jax.config.run_config import Config
 
 # A small model calls no tool because it was told how, but because it has seen how: the system
 # prompt goes on with two conversations, whose turns are spelled as in the model's chat template.

@@ -25,7 +25,7 @@ h200-16,32k h200:2x8     33.9 of 124.8    73 %   formulas; offload=idle
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {

@@ -24,7 +24,7 @@ h200-64,32k h200:8x8     39.5 of 124.8    68 %   formulas; offload=idle
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {

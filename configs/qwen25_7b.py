@@ -25,7 +25,7 @@ h200-8,32k  h200:1x8     38.9 of 124.8    69 %   formulas
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {

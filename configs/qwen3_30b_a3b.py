@@ -25,7 +25,7 @@ The release of July 2025 has 262,144 positions, and so 64k; its network is that 
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {

@@ -8,8 +8,8 @@ tensor meshes.
 
 from ml_collections import ConfigDict
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
+from distflow_jax.config.run_config import Config
 
 
 def get_config() -> ConfigDict:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task

@@ -22,8 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax import run as run_lib
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.graph_settings import value_at, with_values
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.machine import Machine
@@ -47,7 +48,6 @@ from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.tables import answers
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.settings import value_at, with_values
 from distflow_jax.setup import config_table, plan_run
 from distflow_jax.user_functions import load_function
 

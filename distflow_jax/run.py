@@ -16,8 +16,8 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.checkpoint.checkpointer import Checkpointer
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict, to_json
+from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.dag.plan_walker import run_step

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import jax
 
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict, to_json
+from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.graph_settings import with_settings
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
@@ -33,7 +34,6 @@ from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.settings import with_settings
 from distflow_jax.sizes import Sizes, derive_sizes
 from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.registry import Demands, resolve, wanted_reads

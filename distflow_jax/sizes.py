@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from distflow_jax.batch import TokenColumn
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.packing import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph

@@ -1,6 +1,6 @@
 """The sizes of a run as a table for people."""
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import num_active_params, num_params

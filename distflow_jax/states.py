@@ -13,7 +13,7 @@ import jax
 import optax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.inference import load_or_init_params
 from distflow_jax.layout import Layout

@@ -16,9 +16,9 @@ import tempfile
 from absl import flags
 from ml_collections import config_flags
 
-from distflow_jax.command_line import define_job_flags, find_job, run_main
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.command_line import define_job_flags, find_job, run_main
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.inference import open_answerer
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import open_model

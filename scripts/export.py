@@ -21,7 +21,7 @@ import jax
 from absl import flags
 
 from distflow_jax.checkpoint.export import RunExport, run_export, source_export
-from distflow_jax.command_line import run_main
+from distflow_jax.config.command_line import run_main
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size

@@ -15,9 +15,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from distflow_jax.batch import Prompt
-from distflow_jax.command_line import run_main
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.command_line import run_main
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model

@@ -30,9 +30,9 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from distflow_jax.command_line import EXIT_USAGE, run_main
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.command_line import EXIT_USAGE, run_main
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace

@@ -8,7 +8,7 @@ import pathlib
 
 from absl import flags
 
-from distflow_jax.command_line import run_main
+from distflow_jax.config.command_line import run_main
 from distflow_jax.report.page import report
 from distflow_jax.report.run_writer import write_atomic
 

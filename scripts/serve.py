@@ -16,9 +16,9 @@ import dataclasses
 from absl import flags
 from ml_collections import config_flags
 
-from distflow_jax.command_line import run_main
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.command_line import run_main
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.inference import make_engine, read_weights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import peak_memory_gb

@@ -12,9 +12,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from distflow_jax import run
-from distflow_jax.command_line import define_job_flags, find_job, run_main
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.command_line import define_job_flags, find_job, run_main
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.parallel import processes
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")

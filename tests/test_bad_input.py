@@ -14,8 +14,8 @@ import safetensors.numpy
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph_yaml import write_graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.models.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -207,7 +207,7 @@ if __name__ == "__main__":
 '''
 
 CONFIG = """
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig
 
 

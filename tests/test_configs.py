@@ -9,8 +9,8 @@ import re
 import pytest
 from ml_collections import config_dict
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import flatten_dict
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig

@@ -10,8 +10,8 @@ import pytest
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.batch import Prompt
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.environments.registry import Environments
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig

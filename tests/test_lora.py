@@ -19,8 +19,8 @@ from distflow_jax import run
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.export import run_export
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import (

@@ -14,8 +14,8 @@ import pytest
 
 from configs import tiny
 from distflow_jax import memory_plan, run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.residency import residency
 from distflow_jax.layout import Layout
 from distflow_jax.machine import Machine

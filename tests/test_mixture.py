@@ -6,8 +6,8 @@ import pytest
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.export import run_export
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.inference import make_engine
 from distflow_jax.machine import Machine
 from distflow_jax.models.weights.hf_folder import write_hf_folder

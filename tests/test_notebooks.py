@@ -16,8 +16,8 @@ import rich.console
 
 import distflow_jax as df
 from distflow_jax import notebook, run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import to_config_dict
+from distflow_jax.config.config_dict import to_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.report import cells, progress
 from distflow_jax.report.page import is_plain_svg
 from distflow_jax.report.png import to_png

@@ -4,8 +4,8 @@ import pytest
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = "random:llama?hidden=32&layers=4&heads=4&kv_heads=2&mlp=64&vocab=512&max_position=256"

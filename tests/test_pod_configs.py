@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, to_config_dict, to_json
+from distflow_jax.config.config_dict import from_config_dict, to_config_dict, to_json
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes

@@ -7,8 +7,8 @@ import pytest
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = [

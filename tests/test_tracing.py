@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from distflow_jax.batch import Rows
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.packing import RowLimits
 from distflow_jax.dag.graph import Graph, Node

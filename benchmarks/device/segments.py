@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from distflow_jax.batch import Rows
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.report.run_writer import read_metrics

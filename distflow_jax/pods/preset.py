@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
-from distflow_jax.config import Config, ModelSourceConfig
+from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig

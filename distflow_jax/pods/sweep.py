@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import aligned
 from distflow_jax.machinery import trace
 from distflow_jax.memory_plan import binary

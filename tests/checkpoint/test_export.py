@@ -17,8 +17,8 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs

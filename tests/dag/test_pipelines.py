@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.config import Config, CriticConfig
+from distflow_jax.config.run_config import Config, CriticConfig
 from distflow_jax.dag.graph import DATA, Graph
 from distflow_jax.dag.graph_yaml import read_graph, write_graph
 from distflow_jax.dag.load_graph import built_in, load_graph

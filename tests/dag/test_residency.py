@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, residency

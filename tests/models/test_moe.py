@@ -13,7 +13,7 @@ from model_files import hf_settings, tensors_of, write_hf
 from model_files import random_params as file_params
 from tiny_model import MIXTURE, TINY, mesh_of, random_params
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models import moe
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted

@@ -11,8 +11,8 @@ import pytest
 from family_models import ROPES
 from model_files import SIZES, hf_settings, random_params, tensors_of, write_gguf, write_hf
 
-from distflow_jax.config import Config, ModelSourceConfig
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.models import rope
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import qwen2

@@ -1,7 +1,7 @@
 import pytest
 from jax.profiler import ProfileData
 
-from distflow_jax.config import Config, ObserveConfig
+from distflow_jax.config.run_config import Config, ObserveConfig
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
 

@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configs import tiny
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns

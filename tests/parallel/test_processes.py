@@ -10,8 +10,8 @@ import pytest
 
 from configs import tiny
 from distflow_jax import setup
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from configs import tiny
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.device_memory import live_bytes

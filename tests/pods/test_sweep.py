@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from configs import tiny
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.pods import sweep as sweep_lib
 from distflow_jax.pods.plan import SPARE, plan_on

@@ -14,7 +14,7 @@ from tiny_model import (
     random_params,
 )
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout.cache_sizing import cache_bytes

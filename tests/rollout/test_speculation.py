@@ -10,7 +10,7 @@ from test_engine import CONFIG, assert_agree, by_uid
 from test_scheduler import assert_all_free, drive
 from tiny_model import TINY, prompt_of, random_params
 
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations

@@ -17,8 +17,8 @@ from tiny_model import (
 
 from configs import tiny
 from distflow_jax import run
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, override
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
 from distflow_jax.inference import read_weights
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.machine import Machine

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from tiny_model import TINY, mesh_of
 
 from distflow_jax.batch import Rows
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings

@@ -31,7 +31,7 @@ from tiny_model import (
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.machine import Machine
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig

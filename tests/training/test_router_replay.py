@@ -26,7 +26,7 @@ from tiny_model import (
 )
 
 from distflow_jax.batch import RowShape, TokenColumn
-from distflow_jax.config import Config
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from absl import app, flags
 
-from distflow_jax.config_dict import FLAG_ERRORS, explain_flag_error
+from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
 from distflow_jax.parallel import job
 
 EXIT_USAGE = 2  # the user can fix it: a flag, a file, a size

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from distflow_jax.config import Config
-from distflow_jax.config_dict import from_config_dict, to_config_dict, unknown_key
+from distflow_jax.config.config_dict import from_config_dict, to_config_dict, unknown_key
+from distflow_jax.config.run_config import Config
 
 
 def with_settings(
