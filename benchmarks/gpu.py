@@ -50,7 +50,7 @@ from device.update import time_update
 from device.work import QUICK, Work
 
 from distflow_jax.models.remat import REMATS
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
 
 PARTS = ("check", "update", "decode", "step")
 SHAPES = pathlib.Path(__file__).parents[1] / "configs" / "shapes"

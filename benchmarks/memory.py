@@ -17,9 +17,9 @@ import numpy as np
 from update import CASES, MODELS, attention_of, packed
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.memory_plan import binary
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
+from distflow_jax.planning.memory_plan import binary
 from distflow_jax.training.compressed_moments import MOMENTS
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

@@ -39,9 +39,9 @@ from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
 from distflow_jax.data.step_columns import given_columns  # noqa: E402
 from distflow_jax.machinery import build  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
+from distflow_jax.planning.plan_run import prepare  # noqa: E402
+from distflow_jax.planning.run_models import States  # noqa: E402
 from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E402
-from distflow_jax.setup import prepare  # noqa: E402
-from distflow_jax.states import States  # noqa: E402
 
 COMMON = [
     "dag=ppo",

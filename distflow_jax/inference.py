@@ -10,15 +10,15 @@ import jax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import init_params, param_shardings, place_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.sizes import derive_sizes
 
 
 @dataclasses.dataclass

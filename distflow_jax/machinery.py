@@ -26,15 +26,15 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.offload import Offload
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import Planned, Setup, sampler_layout
+from distflow_jax.planning.run_models import States, optimizer_of
+from distflow_jax.planning.sizes import Sizes
+from distflow_jax.planning.unit_programs import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
-from distflow_jax.setup import Planned, Setup, sampler_layout
-from distflow_jax.sizes import Sizes
 from distflow_jax.stages.registry import first_state_of, resolve
 from distflow_jax.stages.stage_context import ResponseListener, Stage, StageContext
-from distflow_jax.states import States, optimizer_of
-from distflow_jax.tracing import FieldSpecs, Program, per_token_values, trace_plan
 from distflow_jax.training.update import UpdateShape
 
 Span = Callable[[str], AbstractContextManager]

@@ -27,7 +27,8 @@ from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
-from distflow_jax.machine import Machine
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import config_table, plan_run
 from distflow_jax.report.cells import (
     LINES,
     Charts,
@@ -48,7 +49,6 @@ from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.tables import answers
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.setup import config_table, plan_run
 from distflow_jax.user_functions import load_function
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"

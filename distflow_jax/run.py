@@ -25,8 +25,6 @@ from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.machinery import Machinery, build
-from distflow_jax.memory_advice import shortage
-from distflow_jax.memory_plan import plan_memory
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations
 from distflow_jax.observe.memory import GIB
@@ -36,7 +34,16 @@ from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
-from distflow_jax.program_table import bytes_of_fields, describe, describe_options, fields_on_meshes
+from distflow_jax.planning.memory_advice import shortage
+from distflow_jax.planning.memory_plan import plan_memory
+from distflow_jax.planning.plan_run import Setup, prepare
+from distflow_jax.planning.program_table import (
+    bytes_of_fields,
+    describe,
+    describe_options,
+    fields_on_meshes,
+)
+from distflow_jax.planning.run_models import States
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
@@ -45,9 +52,7 @@ from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.run_files import check_writable, sample_records, warn_of_changes
-from distflow_jax.setup import Setup, prepare
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
-from distflow_jax.states import States
 from distflow_jax.step_times import StepTimes
 from distflow_jax.training.state import TrainState
 from distflow_jax.utilization import Utilization

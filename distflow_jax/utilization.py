@@ -17,9 +17,9 @@ from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.model_flops import Work, forward_flops, training_flops
 from distflow_jax.observe.device_times import DeviceTimes
-from distflow_jax.pods.chips import peak_flops
-from distflow_jax.setup import Planned
-from distflow_jax.tracing import Program
+from distflow_jax.planning.chips import peak_flops
+from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.unit_programs import Program
 
 
 class Utilization:

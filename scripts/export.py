@@ -25,7 +25,7 @@ from distflow_jax.config.command_line import run_main
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size
-from distflow_jax.program_table import human
+from distflow_jax.planning.program_table import human
 
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
 STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; without it the newest.", 0)

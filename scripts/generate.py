@@ -21,8 +21,8 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.planning.plan_run import open_environments
 from distflow_jax.rollout.sampler import respond
-from distflow_jax.setup import open_environments
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")

@@ -34,24 +34,29 @@ from distflow_jax.config.command_line import EXIT_USAGE, run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
-from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
-from distflow_jax.memory_advice import shortage
-from distflow_jax.memory_plan import plan_memory
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.memory_advice import shortage
+from distflow_jax.planning.memory_plan import plan_memory
+from distflow_jax.planning.plan_run import Planned, plan_run
+from distflow_jax.planning.program_table import (
+    bytes_of_fields,
+    describe,
+    fields_on_meshes,
+    to_tree,
+)
+from distflow_jax.planning.unit_programs import Value
 from distflow_jax.pods.picture import draw_pod
 from distflow_jax.pods.plan import plan_on
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
-from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.png import to_png
-from distflow_jax.setup import Planned, plan_run
-from distflow_jax.tracing import Value
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(

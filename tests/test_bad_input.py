@@ -20,7 +20,7 @@ from distflow_jax.dag.graph_yaml import write_graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.setup import prepare
+from distflow_jax.planning.plan_run import prepare
 
 ROOT = pathlib.Path(__file__).parents[1]
 # few rows, so that opening the data takes no time; no worker processes without a reward of its own

@@ -12,12 +12,12 @@ from ml_collections import config_dict
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.layout import flatten_dict
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.setup import make_plan, settle
-from distflow_jax.sizes import derive_sizes
-from distflow_jax.sizes_table import describe_sizes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import make_plan, settle
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.stages.registry import resolve
 
 NAMES = sorted(

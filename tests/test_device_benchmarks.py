@@ -14,7 +14,7 @@ import pytest
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.pods.chips import CHIPS, chip_of
+from distflow_jax.planning.chips import CHIPS, chip_of
 from distflow_jax.pods.topology import present_pod
 
 ROOT = pathlib.Path(__file__).parents[1]

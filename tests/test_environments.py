@@ -13,11 +13,11 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.environments.registry import Environments
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.sizes import derive_sizes
 
 TURNS = [
     "rollout.environment=configs/examples/second_try.py:SecondTry",

@@ -18,11 +18,11 @@ import distflow_jax as df
 from distflow_jax import notebook, run
 from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.planning.plan_run import settle
 from distflow_jax.report import cells, progress
 from distflow_jax.report.page import is_plain_svg
 from distflow_jax.report.png import to_png
 from distflow_jax.report.run_writer import RunWriter
-from distflow_jax.setup import settle
 from distflow_jax.watchdog.controller import Watchdog
 
 ROOT = pathlib.Path(__file__).parents[1]

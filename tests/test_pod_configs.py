@@ -8,12 +8,12 @@ import pytest
 
 from distflow_jax.config.config_dict import from_config_dict, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.chips import CHIPS
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import preset
-from distflow_jax.pods.chips import CHIPS
-from distflow_jax.setup import plan_run
 
 SHAPES = pathlib.Path(__file__).parents[1] / "configs" / "shapes"
 MILLIONS = {"qwen25_7b": 7616, "qwen25_32b": 32764, "qwen25_72b": 72706, "qwen3_30b_a3b": 30532}

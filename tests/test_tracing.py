@@ -19,14 +19,19 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.machine import Machine
 from distflow_jax.machinery import trace
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.program_table import bytes_of_fields, describe, fields_on_meshes, to_tree
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import plan_run
+from distflow_jax.planning.program_table import (
+    bytes_of_fields,
+    describe,
+    fields_on_meshes,
+    to_tree,
+)
+from distflow_jax.planning.unit_programs import FieldSpecs, trace_plan
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.setup import plan_run
-from distflow_jax.tracing import FieldSpecs, trace_plan
 
 HOST = Layout("host")
 MESH, WIDE = MeshSizes(4, 2), MeshSizes(8, 1)

@@ -10,7 +10,7 @@ from configs import tiny
 from distflow_jax import run, utilization
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.pods.chips import peak_flops
+from distflow_jax.planning.chips import peak_flops
 from distflow_jax.programs import compilation_cache as cache
 from distflow_jax.report.run_writer import read_metrics
 

@@ -12,7 +12,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.parallel.mesh import sampler_mesh
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
 from distflow_jax.pods.generation import Load, estimate_generation
 from distflow_jax.pods.topology import present_pod
 

@@ -8,7 +8,7 @@ from device.segments import SegmentTimes
 
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
 from distflow_jax.pods.compile import compile_program, compile_sync
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.roofline import Estimate, estimate

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.device_memory import device_memory_bytes
 from distflow_jax.parallel.mesh import canonical_order
-from distflow_jax.pods.chips import Chip, chip_of
+from distflow_jax.planning.chips import Chip, chip_of
 
 _PRODUCT = {"cpu": 1536}  # S
 _COPIED = {"cpu": 256 << 20}  # bytes, beyond every cache

@@ -13,9 +13,9 @@ from distflow_jax.batch import Rows
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.observe.device_times import DeviceTimes
+from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.run import Run
-from distflow_jax.setup import prepare
 from distflow_jax.watchdog.controller import Watchdog
 
 

@@ -8,7 +8,7 @@ from device.predict import beside_prediction
 from device.segments import run_timed
 from device.work import Work, step_run
 
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
 
 _SHOWN = (
     "timing_s/step",

@@ -10,18 +10,18 @@ from decode_ours import random_params
 from device.work import Work, update_run
 
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
-from distflow_jax.machine import Machine
 from distflow_jax.machinery import make_meshes, trace
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.model_flops import Work as Tokens
 from distflow_jax.models.model_flops import causal_pairs, training_flops
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import plan_run
+from distflow_jax.planning.run_models import optimizer_of
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.setup import plan_run
-from distflow_jax.states import optimizer_of
-from distflow_jax.tracing import Program
 from distflow_jax.training.state import init_state
 
 UPDATE = "actor_train"

@@ -14,12 +14,12 @@ import numpy as np
 
 from distflow_jax.dag.plan import Task
 from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.traffic import Traffic
 from distflow_jax.rollout.cache_sizing import weight_bytes
-from distflow_jax.setup import Planned
-from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
 
 _KNOWN = ("data", "fsdp", "expert", "context", "tensor")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distflow_jax.pods.chips import Chip
+from distflow_jax.planning.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)

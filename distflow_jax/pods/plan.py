@@ -10,8 +10,11 @@ import jax
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.machinery import trace
-from distflow_jax.memory_advice import shortage
-from distflow_jax.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
+from distflow_jax.planning.memory_advice import shortage
+from distflow_jax.planning.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
+from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.program_table import human
+from distflow_jax.planning.unit_programs import Program, num_bytes
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
     TooLarge,
@@ -23,11 +26,8 @@ from distflow_jax.pods.compile import (
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
-from distflow_jax.program_table import human
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.traffic import Traffic
-from distflow_jax.setup import Planned
-from distflow_jax.tracing import Program, num_bytes
 
 # what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
 SPARE = 0.1

@@ -9,13 +9,13 @@ from typing import Any
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import aligned
 from distflow_jax.machinery import trace
-from distflow_jax.memory_plan import binary
-from distflow_jax.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.models.weights.source import ModelSource, open_shapes
 from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.planning.memory_plan import binary
+from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
+from distflow_jax.planning.plan_run import Planned, plan_run
 from distflow_jax.pods.plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
-from distflow_jax.setup import Planned, plan_run
 
 # Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts
 # and rows in parts are for, temporaries, is not either

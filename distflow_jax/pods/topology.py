@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from distflow_jax.machine import Machine
 from distflow_jax.parallel.mesh import MeshSizes, canonical_order
-from distflow_jax.pods.chips import CHIPS, Chip
+from distflow_jax.planning.chips import CHIPS, Chip
+from distflow_jax.planning.machine import Machine
 from distflow_jax.pods.interconnect import Interconnect, Nodes, Torus
 
 # libtpu looks for the machine's own TPU and its neighbours, and locks it, unless told that there

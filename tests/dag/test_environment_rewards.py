@@ -7,7 +7,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.environment_rewards import FIELD, with_environment_rewards
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import load_graph
-from distflow_jax.setup import settle
+from distflow_jax.planning.plan_run import settle
 
 
 def config_of(*assignments):

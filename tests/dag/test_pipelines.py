@@ -13,10 +13,10 @@ from distflow_jax.dag.graph_yaml import read_graph, write_graph
 from distflow_jax.dag.load_graph import built_in, load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.setup import make_plan, settle
-from distflow_jax.sizes import derive_sizes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import make_plan, settle
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.stages.registry import resolve
 from distflow_jax.training.training_config import TrainingConfig
 

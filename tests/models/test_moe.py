@@ -14,7 +14,6 @@ from model_files import random_params as file_params
 from tiny_model import MIXTURE, TINY, mesh_of, random_params
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models import moe
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.grouped_matmul import block_size, grouped_product
@@ -24,7 +23,8 @@ from distflow_jax.models.parameters import num_active_params, num_params, param_
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.sizes import derive_sizes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.training.training_config import TrainingConfig
 
 WAYS = pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from distflow_jax import setup
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.parallel import job, processes
+from distflow_jax.planning import plan_run as setup
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from distflow_jax.pods.chips import CHIPS
+from distflow_jax.planning.chips import CHIPS
 from distflow_jax.pods.interconnect import Nodes, Torus
 
 # links of 1 byte/s and nothing to wait for; a dim of 4 goes round, of 2 or 3 does not

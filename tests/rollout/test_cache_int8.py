@@ -15,8 +15,10 @@ from tiny_model import (
 )
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
@@ -28,8 +30,6 @@ from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.sizes import derive_sizes
-from distflow_jax.sizes_table import describe_sizes
 
 PARAMS = random_params(TINY, 2)
 STOP_IDS = tuple(range(16))

@@ -9,16 +9,16 @@ from test_scheduler import assert_all_free, assert_same, drive, submit_all
 from tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.sizes import derive_sizes
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}
 OTHER = random_params(TINY, 5)

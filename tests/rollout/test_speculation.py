@@ -11,15 +11,15 @@ from test_scheduler import assert_all_free, drive
 from tiny_model import TINY, prompt_of, random_params
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.sizes import derive_sizes
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back
 PARAMS = random_params(SMALL, 2)

@@ -21,7 +21,6 @@ from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.inference import read_weights
 from distflow_jax.layout import flatten_dict, unflatten_dict
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import param_shardings, param_specs
@@ -29,6 +28,9 @@ from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import replica_mesh, sampler_mesh
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
@@ -36,8 +38,6 @@ from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.sizes import derive_sizes
-from distflow_jax.sizes_table import describe_sizes
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 MODELS = pytest.mark.parametrize("model", [TINY, UNTIED], ids=["tied", "untied"])

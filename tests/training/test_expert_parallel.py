@@ -15,14 +15,14 @@ from tiny_model import TINY, mesh_of
 
 from distflow_jax.batch import Rows
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshConfig, role_mesh
 from distflow_jax.parallel.rules import rows_spec
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs import hlo
 from distflow_jax.rollout.sampler import RolloutConfig
-from distflow_jax.sizes import derive_sizes
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.state import sharded_params

@@ -32,12 +32,12 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.sizes import derive_sizes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.training.forward import (
     ForwardConfig,
     logits_in_memory,

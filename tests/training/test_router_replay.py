@@ -28,12 +28,12 @@ from tiny_model import (
 from distflow_jax.batch import RowShape, TokenColumn
 from distflow_jax.config.run_config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.setup import settle
-from distflow_jax.sizes import derive_sizes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import settle
+from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.training_config import TrainingConfig
 

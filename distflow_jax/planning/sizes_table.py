@@ -1,13 +1,13 @@
 """The sizes of a run as a table for people."""
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.parallel.host_memory import HOST
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import Sizes
 from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import num_pages
-from distflow_jax.sizes import Sizes
 
 
 def describe_sizes(

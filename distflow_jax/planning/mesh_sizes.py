@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from distflow_jax.machine import Machine
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.parallel.mesh import (
     MeshConfig,
@@ -13,6 +12,7 @@ from distflow_jax.parallel.mesh import (
     resolve_part,
     resolve_sizes,
 )
+from distflow_jax.planning.machine import Machine
 
 
 def mesh_sizes(

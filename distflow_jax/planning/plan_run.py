@@ -29,15 +29,15 @@ from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.layout import Layout, flatten_dict
-from distflow_jax.machine import Machine
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
+from distflow_jax.planning.sizes import Sizes, derive_sizes
+from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rewards.pool import RewardPool, RewardRequest
-from distflow_jax.sizes import Sizes, derive_sizes
-from distflow_jax.sizes_table import describe_sizes
 from distflow_jax.stages.registry import Demands, resolve, wanted_reads
-from distflow_jax.states import ModelOfRun, models_of, samplers_of
 from distflow_jax.user_functions import load_function
 
 

@@ -19,12 +19,12 @@ from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.run_models import bases_of, network_of
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
-from distflow_jax.setup import Planned
-from distflow_jax.states import bases_of, network_of
-from distflow_jax.tracing import Program
 from distflow_jax.training.state import TrainState
 
 _EVERYWHERE = Layout("mesh")

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 from distflow_jax.dag.residency import residency
-from distflow_jax.memory_plan import MemoryPlan, Segment, binary, plan_memory
+from distflow_jax.planning.memory_plan import MemoryPlan, Segment, binary, plan_memory
+from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.rollout.cache_sizing import cache_bytes
-from distflow_jax.setup import Planned
-from distflow_jax.tracing import Program
 
 _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
 

@@ -11,13 +11,13 @@ from distflow_jax.coordinator.packing import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.layout import Layout
-from distflow_jax.machine import Machine
-from distflow_jax.mesh_sizes import mesh_sizes
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.mesh_sizes import mesh_sizes
 from distflow_jax.rollout.cache_sizing import fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from distflow_jax.dag.plan import Plan, aligned
 from distflow_jax.layout import Layout
+from distflow_jax.planning.unit_programs import Program, Value, field_specs, num_bytes
 from distflow_jax.programs import xla_options as options
 from distflow_jax.programs.costs import Costs
-from distflow_jax.tracing import Program, Value, field_specs, num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
