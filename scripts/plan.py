@@ -47,8 +47,8 @@ from distflow_jax.planning.program_table import (
     to_tree,
 )
 from distflow_jax.planning.unit_programs import Value
-from distflow_jax.pods.picture import draw_pod
-from distflow_jax.pods.plan import plan_on
+from distflow_jax.pods.pod_picture import draw_pod
+from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.programs.costs import costs_of

@@ -14,7 +14,7 @@ from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.memory_plan import binary
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.plan_run import Planned, plan_run
-from distflow_jax.pods.plan import SPARE, PodPlan, plan_on
+from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
 
 # Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts

@@ -15,8 +15,8 @@ from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods.compile import TooLarge, compile_program, refusing
-from distflow_jax.pods.picture import MEMORY_COLORS, draw_pod
-from distflow_jax.pods.plan import plan_on
+from distflow_jax.pods.pod_picture import MEMORY_COLORS, draw_pod
+from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.hlo import read
 from distflow_jax.report.drawing import Line, Rect, Text

@@ -16,7 +16,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import sweep as sweep_lib
-from distflow_jax.pods.plan import SPARE, plan_on
+from distflow_jax.pods.pod_plan import SPARE, plan_on
 from distflow_jax.pods.sweep import AXES, Sweep, compile_fastest, sweep
 from distflow_jax.pods.topology import open_topology
 

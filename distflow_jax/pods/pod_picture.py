@@ -6,7 +6,7 @@ to_svg(draw_pod(plan))  # observe/drawing.py
 from collections.abc import Iterator, Mapping
 
 from distflow_jax.planning.memory_plan import MemoryPlan, binary
-from distflow_jax.pods.plan import PodPlan
+from distflow_jax.pods.pod_plan import PodPlan
 from distflow_jax.pods.roofline import Estimate
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, shorten, text_width
 
