@@ -29,7 +29,6 @@ from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.data.step_columns import given_columns
-from distflow_jax.machinery import trace
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.machine import Machine
@@ -37,6 +36,7 @@ from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.unit_programs import FieldSpecs, Program, trace_plan
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.runtime.build import trace
 from distflow_jax.training.training_config import TrainingConfig
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 16

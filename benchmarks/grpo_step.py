@@ -27,7 +27,6 @@ import jax
 import numpy as np
 from peers.paced import Side, report, wait_for_turn
 
-from distflow_jax import machinery as machinery_lib
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config.run_config import Config, ModelSourceConfig
@@ -43,6 +42,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import States, models_of
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
+from distflow_jax.runtime import build as machinery_lib
 from distflow_jax.stages.stage_context import Stage
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig

@@ -37,11 +37,11 @@ from distflow_jax.config.run_config import Config  # noqa: E402
 from distflow_jax.dag.plan_walker import run_step  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
 from distflow_jax.data.step_columns import given_columns  # noqa: E402
-from distflow_jax.machinery import build  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.planning.plan_run import prepare  # noqa: E402
 from distflow_jax.planning.run_models import States  # noqa: E402
 from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E402
+from distflow_jax.runtime.build import build  # noqa: E402
 
 COMMON = [
     "dag=ppo",

@@ -24,7 +24,6 @@ from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
-from distflow_jax.machinery import Machinery, build
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe import compilations
 from distflow_jax.observe.memory import GIB
@@ -51,11 +50,12 @@ from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.rollout.sampler import SamplerState, update_weights
-from distflow_jax.run_files import check_writable, sample_records, warn_of_changes
+from distflow_jax.runtime.build import Machinery, build
+from distflow_jax.runtime.mfu import Utilization
+from distflow_jax.runtime.run_files import check_writable, sample_records, warn_of_changes
+from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
-from distflow_jax.step_times import StepTimes
 from distflow_jax.training.state import TrainState
-from distflow_jax.utilization import Utilization
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm, watched
 

@@ -19,7 +19,6 @@ from ml_collections import config_flags
 from distflow_jax.config.command_line import define_job_flags, find_job, run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
@@ -27,6 +26,7 @@ from distflow_jax.planning.plan_run import load_eval_prompts, open_environments,
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import write_atomic
 from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.runtime.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")

@@ -19,10 +19,10 @@ from distflow_jax.config.command_line import run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
-from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.plan_run import open_environments
 from distflow_jax.rollout.sampler import respond
+from distflow_jax.runtime.standalone_sampler import open_answerer
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")

@@ -34,7 +34,6 @@ from distflow_jax.config.command_line import EXIT_USAGE, run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
-from distflow_jax.machinery import trace
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import shortage
@@ -57,6 +56,7 @@ from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.png import to_png
+from distflow_jax.runtime.build import trace
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(

@@ -19,10 +19,10 @@ from ml_collections import config_flags
 from distflow_jax.config.command_line import run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.inference import make_engine, read_weights
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.runtime.standalone_sampler import make_engine, read_weights
 from distflow_jax.serving.jetstream import Sampling, door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal

@@ -18,7 +18,6 @@ from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.residency import residency
 from distflow_jax.layout import Layout
-from distflow_jax.machinery import build, make_engine, make_meshes, trace
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.parallel.device_memory import live_bytes
@@ -37,6 +36,7 @@ from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.run_models import States
 from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.build import build, make_engine, make_meshes, trace
 from distflow_jax.training.state import sharded_params
 
 ROOT = pathlib.Path(__file__).parents[1]

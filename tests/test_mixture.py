@@ -8,12 +8,12 @@ from distflow_jax import run
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.inference import make_engine
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.standalone_sampler import make_engine
 
 SMALL = (
     "random:qwen3_moe?hidden=32&layers=2&heads=4&kv_heads=2&mlp=16&experts=4&active=2&vocab=512"

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.dag.residency import Stay
 from distflow_jax.layout import Layout
-from distflow_jax.offload import Offload
 from distflow_jax.parallel import host_memory
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.training.state import TrainState
 
 MESH = MeshSizes(4, 2)

@@ -20,9 +20,9 @@ from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.inference import open_answerer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.standalone_sampler import open_answerer
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=192&vocab=512&max_position=1024"

@@ -19,7 +19,6 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.machinery import trace
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.machine import Machine
@@ -32,6 +31,7 @@ from distflow_jax.planning.program_table import (
 )
 from distflow_jax.planning.unit_programs import FieldSpecs, trace_plan
 from distflow_jax.programs.costs import costs_of
+from distflow_jax.runtime.build import trace
 
 HOST = Layout("host")
 MESH, WIDE = MeshSizes(4, 2), MeshSizes(8, 1)

@@ -7,12 +7,13 @@ import jax
 import pytest
 
 from configs import tiny
-from distflow_jax import run, utilization
+from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.planning.chips import peak_flops
 from distflow_jax.programs import compilation_cache as cache
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime import mfu as utilization
 
 SMALL = "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
 

@@ -10,7 +10,6 @@ from decode_ours import random_params
 from device.work import Work, update_run
 
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
-from distflow_jax.machinery import make_meshes, trace
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.model_flops import Work as Tokens
 from distflow_jax.models.model_flops import causal_pairs, training_flops
@@ -22,6 +21,7 @@ from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.run_models import optimizer_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import costs_of
+from distflow_jax.runtime.build import make_meshes, trace
 from distflow_jax.training.state import init_state
 
 UPDATE = "actor_train"

@@ -15,7 +15,6 @@ import optax
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan, Task
-from distflow_jax.inference import load_or_init_params
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import (
@@ -27,6 +26,7 @@ from distflow_jax.models.decoder_config import (
 )
 from distflow_jax.models.parameters import Network, completed, with_scalar_head
 from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.runtime.standalone_sampler import load_or_init_params
 from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import (
     TrainState,

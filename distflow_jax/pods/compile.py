@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
-from distflow_jax.machinery import make_engine, make_sync
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.memory_plan import device_bytes
 from distflow_jax.planning.plan_run import Planned
@@ -17,6 +16,7 @@ from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import held_weights
+from distflow_jax.runtime.build import make_engine, make_sync
 from distflow_jax.training.state import TrainState
 
 # "Used 17.5G of 15.75G hbm", or "(16.29G) exceeds available HBM (15.75G)"

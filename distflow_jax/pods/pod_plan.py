@@ -9,7 +9,6 @@ import jax
 
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
-from distflow_jax.machinery import trace
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
 from distflow_jax.planning.plan_run import Planned
@@ -28,6 +27,7 @@ from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.traffic import Traffic
+from distflow_jax.runtime.build import trace
 
 # what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
 SPARE = 0.1

@@ -8,7 +8,6 @@ from typing import Any
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import aligned
-from distflow_jax.machinery import trace
 from distflow_jax.models.weights.source import ModelSource, open_shapes
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.memory_plan import binary
@@ -16,6 +15,7 @@ from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.plan_run import Planned, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
+from distflow_jax.runtime.build import trace
 
 # Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts
 # and rows in parts are for, temporaries, is not either

@@ -26,13 +26,13 @@ from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import flatten_dict
-from distflow_jax.machinery import build
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.planning.run_models import States
 from distflow_jax.rollout.sampler import SamplerState, columns, respond
+from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

@@ -19,7 +19,6 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.inference import read_weights
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
@@ -38,6 +37,7 @@ from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.runtime.standalone_sampler import read_weights
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 MODELS = pytest.mark.parametrize("model", [TINY, UNTIED], ids=["tied", "untied"])

@@ -23,7 +23,6 @@ from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
-from distflow_jax.offload import Offload
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import Planned, Setup, sampler_layout
@@ -33,6 +32,7 @@ from distflow_jax.planning.unit_programs import FieldSpecs, Program, per_token_v
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
+from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.stages.registry import first_state_of, resolve
 from distflow_jax.stages.stage_context import ResponseListener, Stage, StageContext
 from distflow_jax.training.update import UpdateShape
