@@ -12,7 +12,7 @@ check   log-probs, loss, gradient and sampled tokens of a small model against th
         float32, and in bfloat16 by the platform's kernels. What is wrong ends the program with
         exit code 1 before anything is timed; JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
 update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW. MFU counts what the
-        mathematics needs (models/flops.py), causal attention half of a square.
+        mathematics needs (models/model_flops.py), causal attention half of a square.
 decode  256 slots a device, prompts of 512 tokens, 512 new ones: tokens/s, and the share of the
         bandwidth.
 step    whole GRPO steps as scripts/train.py runs them, 32 prompts x 16 samples x up to 512 tokens,
@@ -21,7 +21,7 @@ step    whole GRPO steps as scripts/train.py runs them, 32 prompts x 16 samples 
 
 Every result is written to --out as soon as it is there. What does not fit is told, and the next
 part begins; none begins after --minutes. Tables for docs/benchmarks.md come at the end. The peaks
-of a device that pods/chips.py does not know, a CPU's, are measured beforehand. Exit code 1:
+of a device that planning/chips.py does not know, a CPU's, are measured beforehand. Exit code 1:
 something was wrong or broke; 2: a mistake that you can mend, said in one line.
 """
 

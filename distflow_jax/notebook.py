@@ -294,7 +294,7 @@ def load_run(workdir: str | os.PathLike) -> "Results":
 class Results:
     """A run's results, as they were in its folder when it was read. A cell shows the main curves.
 
-    `contents` is all that was read (observe/run_folder.py).
+    `contents` is all that was read (report/read_run.py).
     """
 
     folder: pathlib.Path

@@ -32,7 +32,7 @@ def time_update(
 ) -> dict[str, Any]:
     """Seconds and model FLOPs utilisation of one optimizer step, compilation excluded.
 
-    FLOPs are those of models/flops.py: causal attention counts half of a square, and what is
+    FLOPs are those of models/model_flops.py: causal attention counts half of a square, and what is
     computed again nothing. Raises ValueError where sizes do not fit together.
     """
     planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())

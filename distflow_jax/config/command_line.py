@@ -126,7 +126,7 @@ def _meant_for_user(error: Exception) -> bool:
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     foreign = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    ours = last.filename.startswith(str(pathlib.Path(__file__).parent))
+    ours = last.filename.startswith(str(pathlib.Path(__file__).parents[1]))
     return (last.line or "").startswith("raise ") and (
         ours or not last.filename.startswith(foreign)
     )

@@ -2,7 +2,7 @@
 
 A default lives with the part that owns it; this file only puts the parts together. Users see one
 locked ml_collections ConfigDict (configs/), turned into these dataclasses before anything runs.
-What parts ask of each other is checked where sizes are derived (sizes.py).
+What parts ask of each other is checked where sizes are derived (planning/sizes.py).
 """
 
 import dataclasses

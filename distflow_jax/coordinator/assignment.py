@@ -154,7 +154,7 @@ class Shares:
         return tokens
 
     def pairs(self, window: int = 0) -> int:
-        """Pairs (token, token that it sees) in all rows; see models/flops.py."""
+        """Pairs (token, token that it sees) in all rows; see models/model_flops.py."""
 
         def of_lengths(lengths):
             return sum(causal_pairs(int(length), window) for length in lengths)

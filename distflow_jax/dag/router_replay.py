@@ -53,7 +53,7 @@ def _is_of_policy(node: Node) -> bool:
 
 
 def _policy(node: Node) -> str:
-    """Key of the policy's state (states.py)."""
+    """Key of the policy's state (planning/run_models.py)."""
     return node.model or "actor"
 
 

@@ -1,6 +1,6 @@
 """A picture of what a run would take on a pod: memory and estimated seconds, bars for each segment.
 
-to_svg(draw_pod(plan))  # observe/drawing.py
+to_svg(draw_pod(plan))  # report/drawing.py
 """
 
 from collections.abc import Iterator, Mapping

@@ -86,7 +86,7 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
 
 def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
     """The router's own choice over packed rows, or the parts that devices have of them
-    (parallel/context.py); or what the rows have recorded, which is the layer's input then. Its
+    (parallel/context_parallel.py); or what the rows have recorded, which is the layer's input then. Its
     layer output is a Balance without layers."""
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]

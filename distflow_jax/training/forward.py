@@ -134,7 +134,7 @@ def packed_hidden(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
 
-    Where devices share a row they are those of its parts (parallel/context.py): [R c, L / c, D].
+    Where devices share a row they are those of its parts (parallel/context_parallel.py): [R c, L / c, D].
     Of a mixture, tokens go through `rows.experts` where there are any. Tells `balance.watched` of
     its routers.
     """

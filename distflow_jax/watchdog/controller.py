@@ -2,8 +2,8 @@
 
 When one process of a JAX job dies, the runtime aborts all the others within half a second and names
 nobody; when one hangs, all wait without end. Therefore each controller (one training process per
-host, P of them) starts a small process that outlives it (observe/watchdog_process.py). No watchdog
-leads: each tells the others how its controller is (observe/watchdog_table.py), and the first to
+host, P of them) starts a small process that outlives it (watchdog/monitor.py). No watchdog
+leads: each tells the others how its controller is (watchdog/gossip.py), and the first to
 see one of these says so to all:
 
   died         a controller ended without close(), or reported an exception; at once

@@ -1,6 +1,6 @@
 """The watchdog process: one beside each controller, in a session of its own, standard library only.
 
-Watchdog (observe/watchdog.py) starts it with `main(settings as JSON)`. File descriptors:
+Watchdog (watchdog/controller.py) starts it with `main(settings as JSON)`. File descriptors:
 
   0  lines from the controller, each a JSON list:
        ["at", sequence, step, phase]   a beat, or progress; silence means that it does not respond
@@ -12,7 +12,7 @@ Watchdog (observe/watchdog.py) starts it with `main(settings as JSON)`. File des
   2  the controller's stderr, for the verdict
   stacks_fd  a file that the controller's faulthandler writes into on SIGUSR1
 
-Watchdogs talk in datagrams (observe/watchdog_table.py): once per beat the whole table, every 0.1 s
+Watchdogs talk in datagrams (watchdog/gossip.py): once per beat the whole table, every 0.1 s
 the news while there are any (an end, a verdict). The first verdict, by any of them, is everybody's.
 After a moment in which a competing one could still arrive it is printed, followed by the stack
 traces of the own controller if that still runs; the controller is ended by SIGKILL, so that

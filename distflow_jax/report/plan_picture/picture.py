@@ -1,6 +1,6 @@
 """A picture of a plan: boxes for the nodes, by logical depth from left to right, wires for fields.
 
-    to_svg(draw(plan))                                        # observe/drawing.py
+    to_svg(draw(plan))                                        # report/drawing.py
     draw(plan, sizes={("rollout", "response"): 98304})        # with the bytes of what moves
     draw(plan, regions={"filter": ["rollout", "reward"]})     # with an outline of a loop
 
