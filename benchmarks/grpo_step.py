@@ -37,7 +37,7 @@ from distflow_jax.data.step_columns import given_columns
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.spans import Spans
-from distflow_jax.planning import plan_run as setup_lib
+from distflow_jax.planning import plan_run
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import States, models_of
 from distflow_jax.planning.sizes import derive_sizes
@@ -159,7 +159,7 @@ def blocking(runner: Runner) -> Runner:
 
 def build(
     args: argparse.Namespace,
-) -> tuple[setup_lib.Setup, machinery_lib.Machinery, dict[str, Any]]:
+) -> tuple[plan_run.Setup, machinery_lib.Machinery, dict[str, Any]]:
     """A run's machinery and first states, with the reward and the end ids of this benchmark."""
     config, machine = make_config(args), Machine.current()
     source = open_model(config.model.source)
@@ -167,11 +167,11 @@ def build(
     ends = max(1, round(vocab * args.eos_frac)) if args.eos_frac else 0
     tokenizer = dataclasses.replace(source.tokenizer, stop_ids=tuple(range(vocab - ends, vocab)))
     source = dataclasses.replace(source, tokenizer=tokenizer)
-    config, graph = setup_lib.settle(config)
+    config, graph = plan_run.settle(config)
     sizes = derive_sizes(config, source.config, machine, graph)
-    plan = setup_lib.make_plan(config, graph, sizes)
+    plan = plan_run.make_plan(config, graph, sizes)
     # neither loader nor reward pool: prompts and scores are made here
-    setup = setup_lib.Setup(
+    setup = plan_run.Setup(
         config=config,
         graph=graph,
         machine=machine,

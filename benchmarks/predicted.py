@@ -6,10 +6,10 @@
 
 The rates are this machine's own, measured before and after: a plain product, memory read and
 written, and with several devices (XLA_FLAGS=--xla_force_host_platform_device_count=4) an
-all-gather. --peaks takes the maker's numbers instead, where distflow_jax/planning/chips.py has them.
-Programs are GRPO's with a reference model, as scripts/train.py compiles them, and the estimate is
-docs/scaling.md's own: the very one that plan.py --topology gives of a pod. Random weights of
-SmolLM2-135M's sizes.
+all-gather. --peaks takes the maker's numbers instead, where distflow_jax/planning/chips.py has
+them. Programs are GRPO's with a reference model, as scripts/train.py compiles them, and the
+estimate is docs/scaling.md's own: the very one that plan.py --topology gives of a pod. Random
+weights of SmolLM2-135M's sizes.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.runtime.standalone_sampler import load_or_init_params
+from distflow_jax.models.weights.load_params import load_or_init_params
 
 
 def arguments() -> argparse.Namespace:

@@ -75,8 +75,8 @@ def train(
     """Runs a training run, or goes on with it; returns the exit code. Collective.
 
     `job` is what this process has joined, see parallel/job.py. A watchdog process looks after it
-    meanwhile (watchdog/controller.py). `chosen` are the config keys that the command line gives: they
-    win over the settings of the graph.
+    meanwhile (watchdog/controller.py). `chosen` are the config keys that the command line gives:
+    they win over the settings of the graph.
 
     Raises ValueError or FileNotFoundError for what the user can mend, before any device works.
     """

@@ -38,8 +38,8 @@ FLOORS = [
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
     "models": [{"weights"}, {"families"}, {"."}, {"kernels"}],
-    "report": [{"."}, {"plan_picture"}],
-    "training": [{"."}, {"objectives"}],
+    "report": [{"."}, {"plan_picture"}, {"drawing"}],
+    "training": [{"objectives"}, {"."}],
     "rollout": [
         {"sampler"},
         {"scheduling"},

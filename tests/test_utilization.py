@@ -11,9 +11,9 @@ from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.planning.chips import peak_flops
-from distflow_jax.programs import compilation_cache as cache
+from distflow_jax.programs import compilation_cache
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime import mfu as utilization
+from distflow_jax.runtime import mfu
 
 SMALL = "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
 
@@ -58,8 +58,8 @@ def test_steps_that_never_come_cannot_be_profiled(tmp_path):
 @pytest.mark.slow
 def test_a_run_of_devices_with_a_peak(tmp_path, monkeypatch):
     peak = 1e9
-    monkeypatch.setattr(utilization, "peak_flops", lambda kind: peak)
-    monkeypatch.delenv(cache.VARIABLE)  # that of the tests
+    monkeypatch.setattr(mfu, "peak_flops", lambda kind: peak)
+    monkeypatch.delenv(compilation_cache.VARIABLE)  # that of the tests
     more = ["training.steps=2", "eval.dataset=", "algorithm.kl_coef=0.1", "training.epochs=2"]
     more += [f"compilation_cache={tmp_path / 'compiled'}", "observe.profile_steps=2"]
     config, steps = config_of(*more), {}

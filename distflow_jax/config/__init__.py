@@ -1,1 +1,1 @@
-"""TODO."""
+"""The run's configuration: dataclasses, the command line, and the settings of a graph."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
-from distflow_jax.coordinator import column_codec as codec
+from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.model_flops import Work
@@ -330,9 +330,9 @@ class Coordinator:
                 incoming.setdefault(int(shares.home[n]), []).append((value, int(n)))
             self._fetched.setdefault(value, []).append(layout)
         names = " ".join(field for _, field in wanted)
-        blobs = {q: codec.encode(entries, names) for q, entries in outgoing.items()}
+        blobs = {q: column_codec.encode(entries, names) for q, entries in outgoing.items()}
         for p, blob in self._swap(names, blobs, incoming).items():
-            for (value, n), entry in zip(incoming[p], codec.decode(blob), strict=True):
+            for (value, n), entry in zip(incoming[p], column_codec.decode(blob), strict=True):
                 self._received.setdefault(value, {})[n] = entry
 
     def _missing(self, before: Sequence[Layout], layout: Layout, process: int) -> np.ndarray:
@@ -440,11 +440,13 @@ class Coordinator:
             for q in range(self._count):
                 wanted = needed[(sender[needed] == self._me) & (shares.home[needed] == q)]
                 if q != self._me and len(wanted):
-                    blobs[q] = codec.encode((here[int(n)] for n in wanted), edge.field)
+                    blobs[q] = column_codec.encode((here[int(n)] for n in wanted), edge.field)
             home = np.flatnonzero(shares.home == self._me)
             senders = {int(p) for p in sender[home]} - {self._me}
             for p, blob in self._swap(edge.field, blobs, senders).items():
-                here |= zip(map(int, home[sender[home] == p]), codec.decode(blob), strict=True)
+                here |= zip(
+                    map(int, home[sender[home] == p]), column_codec.decode(blob), strict=True
+                )
         return [here[int(n)] for n in np.flatnonzero(shares.home == self._me)]
 
     def _with_peers(self, field: str, own: Sequence[Any], hosts: int) -> list[Any]:
@@ -452,9 +454,9 @@ class Coordinator:
         first = self._me // hosts * hosts
         group = range(first, first + hosts)
         others = [p for p in group if p != self._me]
-        blob = codec.encode(own, field)
+        blob = column_codec.encode(own, field)
         came = self._swap(field, dict.fromkeys(others, blob), others)
-        parts = (own if p == self._me else codec.decode(came[p]) for p in group)
+        parts = (own if p == self._me else column_codec.decode(came[p]) for p in group)
         return [entry for part in parts for entry in part]
 
 

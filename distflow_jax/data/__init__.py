@@ -1,1 +1,1 @@
-"""TODO."""
+"""Data sets, the loader, and the columns that a step begins with."""

@@ -4,15 +4,9 @@ import difflib
 
 from distflow_jax.data import (
     files,
-)
-from distflow_jax.data import (
-    generated_tasks as tasks,
-)
-from distflow_jax.data import (
-    huggingface as hub,
-)
-from distflow_jax.data import (
-    reasoning_gym_tasks as reasoning,
+    generated_tasks,
+    huggingface,
+    reasoning_gym_tasks,
 )
 from distflow_jax.data.example import Dataset, Example
 
@@ -40,11 +34,11 @@ def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")
     if colon and kind == "task":
-        return tasks.open_task(spec, **wording)
+        return generated_tasks.open_task(spec, **wording)
     if colon and kind == "reasoning_gym":
-        return reasoning.ReasoningGym(spec, **wording)
+        return reasoning_gym_tasks.ReasoningGym(spec, **wording)
     if colon and kind == "hf":
-        repo, paths = hub.download(spec)
+        repo, paths = huggingface.download(spec)
         return files.FileDataset(paths, spec, data_source=repo, **wording)
     near = difflib.get_close_matches(kind, SCHEMES, 1, 0.6)
     if near and colon:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Multi-turn rollouts: environments, tools, episodes."""

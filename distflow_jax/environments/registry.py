@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax import user_functions as plugins
+from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment import Environment, Turn
 from distflow_jax.environments.tools import Tools, calculator
@@ -249,7 +249,7 @@ def _failure(error: BaseException) -> Failure:
 def load_environment(name: str) -> Callable[..., Environment]:
     """What `rollout.environment` names. ValueError or FileNotFoundError where there is none."""
     if ":" in name:
-        return plugins.load_function(name, "environment")
+        return user_functions.load_function(name, "environment")
     if name not in ENVIRONMENTS:
         near = difflib.get_close_matches(name, ENVIRONMENTS, 1) or list(ENVIRONMENTS)
         raise ValueError(

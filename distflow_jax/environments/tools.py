@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax import user_functions as plugins
+from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.environment import Turn
@@ -94,7 +94,7 @@ def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:
 
 def _load_tool(where: str) -> Callable[[str], str]:
     if ":" in where:
-        return plugins.load_function(where, "tool")
+        return user_functions.load_function(where, "tool")
     if where not in TOOLS:
         near = difflib.get_close_matches(where, TOOLS, 1) or list(TOOLS)
         raise ValueError(

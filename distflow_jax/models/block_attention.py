@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.kernels import flash_gpu, flash_loops, flash_tpu
+from distflow_jax.models.kernels.tiles import Reach, Tiles
 from distflow_jax.models.remat import ATTENTION, named
-from distflow_jax.models.tiles import Reach, Tiles
 
 # (forward, backward) as flash_loops has them
 IMPLEMENTATIONS = {

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Everything known before an array exists: sizes, meshes, models, programs, memory."""

@@ -1,7 +1,7 @@
 """What a run is made of, checked before any device works: what a user can get wrong is found here.
 
-`plan_run` needs the config alone, `prepare` opens data and rewards too; runtime/build.py builds from
-that.
+`plan_run` needs the config alone, `prepare` opens data and rewards too; runtime/build.py builds
+from that.
 """
 
 import contextlib

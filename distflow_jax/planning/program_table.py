@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from distflow_jax.dag.plan import Plan, aligned
 from distflow_jax.layout import Layout
 from distflow_jax.planning.unit_programs import Program, Value, field_specs, num_bytes
-from distflow_jax.programs import xla_options as options
+from distflow_jax.programs import xla_options
 from distflow_jax.programs.costs import Costs
 
 
@@ -58,9 +58,9 @@ def describe_options(programs: Iterable[Program], sampler: Mesh | None) -> str:
     """What XLA is told about the programs, a line for each kind of mesh; `sampler`: its mesh."""
     lines = {}
     for mesh in (program.mesh for program in programs):
-        lines[_devices(mesh)] = options.describe(options.compiler_options(mesh))
+        lines[_devices(mesh)] = xla_options.describe(xla_options.compiler_options(mesh))
     if sampler is not None:
-        told = options.describe(options.compiler_options(sampler, sampler=True))
+        told = xla_options.describe(xla_options.compiler_options(sampler, sampler=True))
         lines[f"{_devices(sampler)}, sampler"] = told
     return "".join(f"XLA options, {devices}: {told}\n" for devices, told in lines.items())
 

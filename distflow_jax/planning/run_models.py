@@ -26,7 +26,7 @@ from distflow_jax.models.decoder_config import (
 )
 from distflow_jax.models.parameters import Network, completed, with_scalar_head
 from distflow_jax.models.weights.source import ModelSource
-from distflow_jax.runtime.standalone_sampler import load_or_init_params
+from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import (
     TrainState,

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a run writes and shows: metrics files, progress, report.html, pictures of plans."""

@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distflow_jax.report import page_style as report_page
+from distflow_jax.report import page_style
 from distflow_jax.report.charts import LEFT, RIGHT, WIDTH
 from distflow_jax.report.curves import curves
 from distflow_jax.report.drawing import to_svg
@@ -56,7 +56,7 @@ def page(run: RunFolder) -> str:
         f"<section id='{name}'><h2>{escaped(title)}</h2>{body}</section>"
         for title, name, body in shown
     )
-    return report_page.fill(
+    return page_style.fill(
         title=escaped(f"{run.name}: report"),
         body=f"{head}<main>{about}{_tiles(tiles(run))}{notes}{body}</main>",
         plot=(WIDTH, LEFT, RIGHT),

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distflow_jax import user_functions as plugins
+from distflow_jax import user_functions
 from distflow_jax.rewards.registry import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -21,7 +21,7 @@ def load_function(name: str) -> Callable[..., Any]:
         module raises.
     """
     if ":" in name:
-        return plugins.load_function(name, "reward function")
+        return user_functions.load_function(name, "reward function")
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, 1) or REWARDS
         raise ValueError(

@@ -1,10 +1,10 @@
 """Model FLOPs utilisation of the actor's update: `perf/mfu/actor`.
 
 MFU = model FLOPs / (seconds x devices x peak FLOP/s of one), Chowdhery et al. 2022 (PaLM,
-arxiv.org/abs/2204.02311), appendix B. The FLOPs are those of models/model_flops.py for the tokens that
-the rows hold, once for each of `training.epochs`; seconds are those that the update's program has
-its devices; the peak is the maker's for dense products of bfloat16, whatever the run computes in.
-Where other nodes share the program, the passes of their models count too.
+arxiv.org/abs/2204.02311), appendix B. The FLOPs are those of models/model_flops.py for the tokens
+that the rows hold, once for each of `training.epochs`; seconds are those that the update's program
+has its devices; the peak is the maker's for dense products of bfloat16, whatever the run computes
+in. Where other nodes share the program, the passes of their models count too.
 """
 
 from collections.abc import Mapping

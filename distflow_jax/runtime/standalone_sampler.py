@@ -10,7 +10,8 @@ import jax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.run_config import Config
-from distflow_jax.models.parameters import init_params, param_shardings, place_params
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.machine import Machine
@@ -29,15 +30,6 @@ class Answerer:
     engine: RolloutEngine
     state: SamplerState
     step: int  # training step of the weights; 0: the source's own
-
-
-def load_or_init_params(source: ModelSource, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """Parameters from the source, or random ones where it is `random:`; born sharded."""
-    shardings = param_shardings(source.config, mesh)
-    arrays = source.params()
-    if arrays is None:
-        return init_params(source.config, seed, shardings)
-    return place_params(source.config, arrays, shardings)
 
 
 def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answerer:

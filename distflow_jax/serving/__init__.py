@@ -1,1 +1,1 @@
-"""TODO."""
+"""The sampler as a server: JetStream's service and ours, over the same weights."""

@@ -27,7 +27,7 @@ from distflow_jax.algorithms.packed import sums_of_segments
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import Route, best, replayed
-from distflow_jax.parallel import context_parallel as context
+from distflow_jax.parallel import context_parallel
 from distflow_jax.training.objectives.objective import Metrics, Objective
 
 
@@ -66,7 +66,7 @@ def watching() -> list[Balance] | None:
 
 def tokens_of_sequences(rows: Rows) -> jax.Array:
     """Tokens of each sequence with its prompt's, int32 [..., S]; 0 where there is none."""
-    ones = jnp.ones((*context.divide(rows.segment).shape, 1), jnp.int32)
+    ones = jnp.ones((*context_parallel.divide(rows.segment).shape, 1), jnp.int32)
     tokens = _of_sequences(ones, rows)
     return tokens[..., 0]
 
@@ -75,8 +75,8 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
     """Sums of x over each sequence, its prompt's tokens included, [..., S, E]. x: [..., L, E], or
     of the parts that devices have of a row."""
     size = rows.valid.shape[-1]
-    segment = context.divide(rows.segment)
-    sums = context.sum_over_parts(sums_of_segments(x, segment, 2 * size + 1))
+    segment = context_parallel.divide(rows.segment)
+    sums = context_parallel.sum_over_parts(sums_of_segments(x, segment, 2 * size + 1))
     own = sums[..., 1 : size + 1, :]
     is_shared = rows.parent > size  # else the prompt's tokens are of the sequence's own segment
     prompt = jnp.take_along_axis(sums, rows.parent[..., None], axis=-2)
@@ -86,8 +86,8 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
 
 def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
     """The router's own choice over packed rows, or the parts that devices have of them
-    (parallel/context_parallel.py); or what the rows have recorded, which is the layer's input then. Its
-    layer output is a Balance without layers."""
+    (parallel/context_parallel.py); or what the rows have recorded, which is the layer's input then.
+    Its layer output is a Balance without layers."""
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
 
@@ -115,7 +115,7 @@ def _differs(own: jax.Array, expert: jax.Array) -> jax.Array:
 
 def _recorded_tokens(rows: Rows) -> jax.Array:
     """Tokens of all sequences, their prompts included, whose experts are recorded; int32."""
-    experts = context.divide(rows.experts[..., 0, :1])
+    experts = context_parallel.divide(rows.experts[..., 0, :1])
     return _of_sequences((experts >= 0).astype(jnp.int32), rows).sum(dtype=jnp.int32)
 
 

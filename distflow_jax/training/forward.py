@@ -17,10 +17,10 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.kernels.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.moe import replay
-from distflow_jax.models.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.transformer import Attend, bind
-from distflow_jax.parallel import context_parallel as context
+from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.expert_balance import balancing_route, watching
 from distflow_jax.training.token_logp import token_logp
@@ -33,7 +33,7 @@ class ForwardConfig:
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
     logp_chunk: int = 128  # positions per row whose logits are worked on at a time
     remat: str = "full"  # what the backward pass computes again, see models/remat.py
-    attention_block: int = 0  # tokens of a tile's side, see models/tiles.py; 0: no tiles
+    attention_block: int = 0  # tokens of a tile's side, see models/kernels/tiles.py; 0: no tiles
     keep_logits: bool = False  # for the backward pass, which computes them again otherwise
     microbatches: int = 0  # that follow each other through the stages; 0: as many as stages
     repeats: int = 1  # times that they go round the stages
@@ -68,18 +68,24 @@ def parent_segment(rows: Rows) -> jax.Array:
 
 def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
     """Attention over packed rows, or over the parts of rows that devices share."""
-    segment, parent = context.divide(rows.segment), context.divide(parent_segment(rows))
+    segment, parent = (
+        context_parallel.divide(rows.segment),
+        context_parallel.divide(parent_segment(rows)),
+    )
     in_row, block = None, config.attention_block
-    if context.parts_of_row() > 1:
+    if context_parallel.parts_of_row() > 1:
         place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
         in_row = InRow(
-            context.divide(place),
-            context.in_gathered_order(rows.segment),
-            context.in_gathered_order(place),
+            context_parallel.divide(place),
+            context_parallel.in_gathered_order(rows.segment),
+            context_parallel.in_gathered_order(place),
         )
     positions = near = None
     if sliding_window:
-        positions = context.divide(rows.position), context.in_gathered_order(rows.position)
+        positions = (
+            context_parallel.divide(rows.position),
+            context_parallel.in_gathered_order(rows.position),
+        )
     if block:
         across = mesh_axes("context")
         assert not across or segment.shape[1] % (2 * block) == 0, (segment.shape, block)
@@ -134,9 +140,9 @@ def packed_hidden(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
 
-    Where devices share a row they are those of its parts (parallel/context_parallel.py): [R c, L / c, D].
-    Of a mixture, tokens go through `rows.experts` where there are any. Tells `balance.watched` of
-    its routers.
+    Where devices share a row they are those of its parts (parallel/context_parallel.py): [R c, L /
+    c, D]. Of a mixture, tokens go through `rows.experts` where there are any. Tells
+    `balance.watched` of its routers.
     """
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
@@ -147,11 +153,11 @@ def packed_hidden(
     elif rows.experts is not None:
         route = replay(model.experts_per_token)
     if rows.experts is not None:  # layer by layer
-        recorded = jnp.moveaxis(context.divide(rows.experts), 2, 0)
+        recorded = jnp.moveaxis(context_parallel.divide(rows.experts), 2, 0)
         recorded = constrain(recorded, "layers", "parts", "length", "activation")
     hidden, kept = decoder.hidden(
-        context.divide(rows.tokens),
-        context.divide(rows.position),
+        context_parallel.divide(rows.tokens),
+        context_parallel.divide(rows.position),
         _attend(rows, config, model.sliding_window),
         layer_inputs=recorded,
         dtype=dtype,
@@ -175,15 +181,15 @@ def response_logp(
     """
     hidden, weight = packed_hidden(params, model, rows, config)
     # every part of a row predicts the tokens whose hidden state it has: no hidden state moves
-    is_here, source = context.located(rows.previous)
-    mask = context.of_each_part(rows.response_mask) & is_here
+    is_here, source = context_parallel.located(rows.previous)
+    mask = context_parallel.of_each_part(rows.response_mask) & is_here
     # response positions first, so that the vocabulary loop ends where the fullest row ends
     order = jnp.argsort(~mask, axis=1, stable=True).astype(jnp.int32)
     chosen = order[:, : _most_predicted(hidden.shape[1], rows, config.logp_chunk)]
     source = jnp.take_along_axis(source, chosen, axis=1)
     gathered = jnp.take_along_axis(hidden, source[..., None], axis=1)
     gathered = constrain(gathered, "batch", "length", "activation")
-    target = jnp.take_along_axis(context.of_each_part(rows.tokens), chosen, axis=1)
+    target = jnp.take_along_axis(context_parallel.of_each_part(rows.tokens), chosen, axis=1)
     count = mask.sum(axis=1, dtype=jnp.int32)
     chunk, keep = config.logp_chunk, config.keep_logits
     found = token_logp(gathered, weight, target, count, temperature, chunk, keep)
@@ -191,7 +197,7 @@ def response_logp(
 
     def in_rows(x):  # 0 behind the count, and so wherever another part predicts
         x = jnp.pad(x, ((0, 0), (0, order.shape[1] - x.shape[1])))
-        return context.sum_over_parts(jnp.take_along_axis(x, back, axis=1))
+        return context_parallel.sum_over_parts(jnp.take_along_axis(x, back, axis=1))
 
     logp, entropy = map(in_rows, found)
     return logp, entropy
@@ -211,7 +217,9 @@ def _scalars(params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig)
     """The scalar head on every hidden state, float32 [R, L], in whole rows."""
     hidden, _ = packed_hidden(params["trunk"], model.trunk, rows, config)
     # in float32 whatever the trunk computes in: returns differ in digits that bfloat16 has not
-    return context.unite(jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"]))
+    return context_parallel.unite(
+        jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"])
+    )
 
 
 def response_values(

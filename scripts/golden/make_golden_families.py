@@ -25,7 +25,7 @@ from family_models import CASES, FAMILY_MODULES, ROPES, TOKENS, drawn_params
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.weights.name_map import unstacked_arrays
+from distflow_jax.models.families.name_map import unstacked_arrays
 
 POSITIONS = (0, 11, 23)  # whose logits are kept whole; of the others their logsumexp
 

@@ -10,7 +10,7 @@ import pytest
 
 from distflow_jax.models.attention import UNLIMITED, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
-from distflow_jax.models.tiles import Reach, tiles_of
+from distflow_jax.models.kernels.tiles import Reach, tiles_of
 
 quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 6, 2, 8, 96

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.models.kernels import decode_gpu as gpu
-from distflow_jax.models.kernels import decode_tpu as tpu
+from distflow_jax.models.kernels import decode_gpu, decode_tpu
 from distflow_jax.models.kernels.decode_attention import (
     implementation_for,
     merge,
@@ -180,7 +179,9 @@ def test_a_call_in_which_no_owner_has_tokens(implementation):
 def test_gpu_programs_share_an_owner_in_any_number(width, splits):
     # 64 and 256: a program's step of 128 tokens takes several pages, or a part of one
     case = make_case(ragged(width), width=width, head_dim=64, dtype="int8")
-    run = jax.jit(lambda case: gpu.gpu_attention(*positional(case), splits=splits, interpret=True))
+    run = jax.jit(
+        lambda case: decode_gpu.gpu_attention(*positional(case), splits=splits, interpret=True)
+    )
     for each in (case, with_windows(case, width))[: 1 + (splits == 8)]:
         assert_states(run(each), each, 1e-5)
 
@@ -193,7 +194,7 @@ def positional(case):
 def test_tpu_lists_exactly_the_pages_in_use():
     table = jnp.asarray([[9, 9, 9], [4, 2, 9], [9, 9, 9], [7, 5, 3]], jnp.int32)
     length = jnp.asarray([0, 5, 0, 12], jnp.int32)
-    owner, first, page, count = tpu.used_pages(table, length, 4)
+    owner, first, page, count = decode_tpu.used_pages(table, length, 4)
     assert count == 5
     assert owner.tolist() == [1, 1, 3, 3, 3] + [0] * 7
     assert first.tolist() == [0, 4, 0, 4, 8] + [0] * 7
@@ -203,7 +204,7 @@ def test_tpu_lists_exactly_the_pages_in_use():
 def test_tpu_lists_no_page_before_a_window():
     table = jnp.asarray([[9, 9, 9], [4, 2, 9], [8, 1, 9], [7, 5, 3]], jnp.int32)
     length, begin = jnp.asarray([0, 5, 5, 12], jnp.int32), jnp.asarray([0, 4, 8, 4], jnp.int32)
-    owner, first, page, count = tpu.used_pages(table, length, 4, begin)
+    owner, first, page, count = decode_tpu.used_pages(table, length, 4, begin)
     assert count == 3
     assert owner.tolist() == [1, 3, 3] + [0] * 9
     assert first.tolist() == [4, 4, 8] + [0] * 9

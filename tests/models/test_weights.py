@@ -27,10 +27,10 @@ from model_files import (
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
+from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
-from distflow_jax.models.weights.name_map import unstacked_arrays
 from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_model import mesh_of
 
-from distflow_jax.parallel import context_parallel as context
+from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import rows_spec, use_mesh
 
 ROWS, LENGTH = 6, 48
@@ -56,14 +56,14 @@ def test_rows_are_divided_and_united(axes):
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, 3)).astype(np.float32)
     at, order = places(axes["context"]), number_of_part(axes)
     expected = np.stack([x[row, at[part]] for row, part in order])
-    divide, given = on_mesh(axes, context.divide, x)
+    divide, given = on_mesh(axes, context_parallel.divide, x)
     divided = divide(*given)
     np.testing.assert_array_equal(divided, expected)
     # and each device holds its own part: nothing came from another
     of_device = {shard.data.shape[0] for shard in divided.addressable_shards}
     assert of_device == {ROWS // (axes["fsdp"] * axes.get("data", 1))}
     assert not re.search("all-|permute", divide.lower(*given).compile().as_text())
-    united, given = on_mesh(axes, lambda x: context.unite(context.divide(x)), x)
+    united, given = on_mesh(axes, lambda x: context_parallel.unite(context_parallel.divide(x)), x)
     np.testing.assert_array_equal(united(*given), x)
 
 
@@ -74,10 +74,10 @@ def test_what_belongs_to_a_row_stands_beside_each_part(axes):
     run, given = on_mesh(
         axes,
         lambda x: (
-            context.of_each_part(x),
-            context.in_gathered_order(x),
-            context.sum_over_parts(context.of_each_part(x)),
-            context.located(x % LENGTH),
+            context_parallel.of_each_part(x),
+            context_parallel.in_gathered_order(x),
+            context_parallel.sum_over_parts(context_parallel.of_each_part(x)),
+            context_parallel.located(x % LENGTH),
         ),
         x,
     )
@@ -94,13 +94,18 @@ def test_what_belongs_to_a_row_stands_beside_each_part(axes):
 
 def test_whole_rows_stay_as_they_are():
     x = jnp.ones((2, 5))
-    for same in (context.divide, context.unite, context.of_each_part, context.in_gathered_order):
+    for same in (
+        context_parallel.divide,
+        context_parallel.unite,
+        context_parallel.of_each_part,
+        context_parallel.in_gathered_order,
+    ):
         assert same(x) is x
     with use_mesh(mesh_of(2, 4)):
-        assert context.divide(x) is x and context.parts_of_row() == 1
+        assert context_parallel.divide(x) is x and context_parallel.parts_of_row() == 1
 
 
 def test_a_length_that_does_not_divide_is_refused():
     with use_mesh(mesh_of(1, 1, context=4)):
         with pytest.raises(ValueError, match="rows of 44 tokens .* 2 x context=8 .* use 48 tokens"):
-            context.divide(jnp.zeros((2, 44)))
+            context_parallel.divide(jnp.zeros((2, 44)))

@@ -15,7 +15,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.parallel import job, processes
-from distflow_jax.planning import plan_run as setup
+from distflow_jax.planning import plan_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -266,12 +266,12 @@ def test_version_table_names_what_is_installed():
 
 def test_tables_of_a_run_name_its_keys():
     config = from_config_dict(Config, tiny.get_config())
-    table = setup.config_table(config)
+    table = plan_run.config_table(config)
     assert table["training.optimizer.lr"] == "0.001"
     assert table["reward.kwargs.pattern"] == '".*[0-9].*"'
     graph = Graph("two", (Node("a", "ACTOR", "COMPUTE", writes=("x",)),))
     first, second = (
-        setup.plan_table(plan(graph, {"ACTOR": layout}, {}))
+        plan_run.plan_table(plan(graph, {"ACTOR": layout}, {}))
         for layout in (Layout("host"), Layout("mesh", (("fsdp", 4),)))
     )
     assert processes.describe_differences("plan", [first, second]).startswith("plan a.layout.axes:")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_model import TINY, mesh_of
 
-from distflow_jax.rollout.kv_cache import pages as cache_lib
+from distflow_jax.rollout.kv_cache import pages
 from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 
 SLOTS, OWNERS, PAGES, WIDTH = 3, 6, 8, 4
@@ -20,7 +20,7 @@ MOE = dataclasses.replace(TINY, num_experts=8, experts_per_token=3)
 
 def make(ranks=2, model=TINY):
     """Of a mixture, experts are recorded."""
-    return cache_lib.empty(
+    return pages.empty(
         model,
         ranks=ranks,
         pages=PAGES,
@@ -36,7 +36,7 @@ def ints(*rows):
 
 
 def take(cache, need, which):
-    return cache_lib.take_low(cache, jnp.array(need), ints(*which), OWNERS)
+    return pages.take_low(cache, jnp.array(need), ints(*which), OWNERS)
 
 
 def test_slots_take_the_lowest_pages_in_their_order():
@@ -46,7 +46,7 @@ def test_slots_take_the_lowest_pages_in_their_order():
     cache, got = take(cache, [[True, True, False], [True, False, False]], [[1, 0, 0], [0, 0, 0]])
     np.testing.assert_array_equal(cache.owner[:, :5], [[0, 2, 0, 1, 6], [1, 0, 6, 6, 6]])
     np.testing.assert_array_equal(cache.rank[0, :4], [0, 0, 1, 0])
-    np.testing.assert_array_equal(cache_lib.free_pages(cache, OWNERS), [4, 6])
+    np.testing.assert_array_equal(pages.free_pages(cache, OWNERS), [4, 6])
 
 
 def test_the_last_go_without():
@@ -56,13 +56,13 @@ def test_the_last_go_without():
         assert got.all()
     cache, got = take(cache, [[True] * 3], [[2] * 3])
     np.testing.assert_array_equal(got, [[True, True, False]])
-    assert int(cache_lib.free_pages(cache, OWNERS)[0]) == 0
+    assert int(pages.free_pages(cache, OWNERS)[0]) == 0
 
 
 def test_pages_of_those_who_are_gone_are_free():
     cache, _ = take(make(1), [[True] * 3], [[0] * 3])
     alive = np.array([[True, False, True, False, False, False]])
-    cache = cache_lib.release(cache, jnp.array(alive))
+    cache = pages.release(cache, jnp.array(alive))
     np.testing.assert_array_equal(cache.owner[0, :4], [0, 6, 2, 6])
     cache, _ = take(cache, [[False, True, False]], [[0, 5, 0]])
     assert (int(cache.owner[0, 1]), int(cache.rank[0, 1])) == (1, 5)
@@ -74,7 +74,7 @@ def test_prompts_take_the_highest_pages():
     shape = (TINY.num_layers, 4 * WIDTH, TINY.num_kv_heads, TINY.head_dim)
     key, value = (jnp.array(rng.normal(size=shape), jnp.float32) for _ in range(2))
     cache, _ = take(make(), [[True] * 3] * 2, [[0] * 3] * 2)
-    cache = cache_lib.write_prompt(
+    cache = pages.write_prompt(
         cache,
         key,
         value,
@@ -100,7 +100,7 @@ def test_tables_list_pages_in_their_order():
     cache = make(1)
     for number in range(2):
         cache, _ = take(cache, [[number == 0, True, False]], [[number] * 3])
-    table = cache_lib.tables(cache, first=0, count=SLOTS, longest=3)
+    table = pages.tables(cache, first=0, count=SLOTS, longest=3)
     np.testing.assert_array_equal(table, [[[0, 8, 8], [1, 2, 8], [8, 8, 8]]])
 
 
@@ -114,9 +114,9 @@ def test_both_ways_to_append_write_the_same(axes, model):
     if model is MOE:
         experts = jnp.array(rng.integers(0, 8, (*shape[:3], 3)), jnp.int8)
     cache, _ = take(make(model=model), [[True] * 3, [False, True, True]], [[0] * 3] * 2)
-    page, within = cache_lib.place(cache, ints([0, 3, -1], [2, 1, 0]))
+    page, within = pages.place(cache, ints([0, 3, -1], [2, 1, 0]))
     np.testing.assert_array_equal(page, [[0, 1, PAGES], [PAGES, 0, 1]])
-    wanted = cache_lib.append(cache, key, value, page, within, experts)
+    wanted = pages.append(cache, key, value, page, within, experts)
     run = jax.jit(lambda *x, experts: append_pages(*x, mesh, experts))
     got = run(cache, key, value, page, within, experts=experts)
     keys = got.key

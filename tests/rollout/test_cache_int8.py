@@ -22,8 +22,7 @@ from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.kv_cache import kernel_attention
-from distflow_jax.rollout.kv_cache import page_walk_attention as paged_attention
+from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
@@ -169,7 +168,7 @@ def test_attention_is_that_over_the_rounded_tokens(way):
     @jax.jit
     def attend(cache, q, k, v, layer):
         if way == "pages":
-            over = paged_attention.over_cache(
+            over = page_walk_attention.over_cache(
                 cache, own, prompts, prompt, member, members=2, longest=2
             )
         else:

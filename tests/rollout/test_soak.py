@@ -15,7 +15,7 @@ from tiny_model import TINY, mesh_of, prompt_of, random_params
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
-from distflow_jax.rollout.scheduling import scheduler as scheduler_lib
+from distflow_jax.rollout.scheduling import scheduler
 
 SOAK_SECONDS = float(os.environ.get("DISTFLOW_SOAK_SECONDS", "3600"))
 STOP_IDS = (258, *range(8))
@@ -109,7 +109,7 @@ class Soak:
         self.weights = [self.engine.load_params(random_params(TINY, seed)) for seed in (2, 3)]
         self.engine.compile(self.weights[0])
         self.version = 0
-        self.scheduler = scheduler_lib.Scheduler(self.engine, self.weights[0], version=0)
+        self.scheduler = scheduler.Scheduler(self.engine, self.weights[0], version=0)
         self.asked: dict[int, Asked] = {}
         self.golden: list[list[Response]] = []  # the probe's, for each of the weights
         self.rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
+from distflow_jax.rollout.engine import ngram_speculation
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
@@ -85,7 +85,7 @@ def sampler():
 
 
 def looked_up(text, ngram, count):
-    """`speculation.propose` for one list, said plainly."""
+    """`ngram_speculation.propose` for one list, said plainly."""
     for start in range(len(text) - ngram - 1, -1, -1):
         if len(text) >= ngram and text[start : start + ngram] == text[-ngram:]:
             guess = list(text)
@@ -102,7 +102,7 @@ def test_what_followed_where_it_stood_last(ngram, count):
     rng = np.random.default_rng(ngram)
     history = rng.integers(0, 3, (200, 17)).astype(np.int32)
     end = rng.integers(1, 18, 200).astype(np.int32)
-    guess, known = speculation.propose(history, end, ngram=ngram, count=count)
+    guess, known = ngram_speculation.propose(history, end, ngram=ngram, count=count)
     found = 0
     for row, length, mine, is_known in zip(history, end, guess, known, strict=True):
         wanted = looked_up(row[:length].tolist(), ngram, count)
@@ -115,7 +115,7 @@ def test_what_followed_where_it_stood_last(ngram, count):
 
 def test_what_is_written_lies_where_it_was_put():
     history, tokens = np.arange(20, dtype=np.int32).reshape(2, 10), np.full((2, 3), 50, np.int32)
-    got = speculation.write(history, tokens, np.int32([1, 8]), np.int32([2, 3]))
+    got = ngram_speculation.write(history, tokens, np.int32([1, 8]), np.int32([2, 3]))
     wanted = history.copy()
     wanted[0, 1:3] = wanted[1, 8:] = 50  # what would lie beyond the end is dropped
     np.testing.assert_array_equal(got, wanted)

@@ -13,7 +13,7 @@ from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples,
 from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.training import compressed_moments as moments_lib
+from distflow_jax.training import compressed_moments
 from distflow_jax.training.compressed_moments import MOMENTS, Blocks, block_of, is_blocks, kept_as
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
@@ -34,12 +34,16 @@ def rounded(x, kind, times):
     """float32 [times, *x.shape] of what comes back for x, each time with other noise."""
     x = jnp.asarray(x)
     dtype = {"mu": jnp.int8, "nu": jnp.uint8, "bfloat16": jnp.bfloat16}[kind]
-    bits = moments_lib._noise((times, *x.shape), jnp.int32(3), 0) & np.uint32(0xFFFF)
+    bits = compressed_moments._noise((times, *x.shape), jnp.int32(3), 0) & np.uint32(0xFFFF)
     if kind == "bfloat16":
-        back = jax.vmap(lambda n: moments_lib._round_to_bfloat16(x, x, n).astype(jnp.float32))
+        back = jax.vmap(
+            lambda n: compressed_moments._round_to_bfloat16(x, x, n).astype(jnp.float32)
+        )
     else:
-        like = moments_lib._no_codes(x.shape, dtype)
-        back = jax.vmap(lambda n: moments_lib._widened(moments_lib._round_to_codes(x, like, n)))
+        like = compressed_moments._no_codes(x.shape, dtype)
+        back = jax.vmap(
+            lambda n: compressed_moments._widened(compressed_moments._round_to_codes(x, like, n))
+        )
     return np.asarray(jax.jit(back)(bits), np.float64)
 
 
@@ -96,7 +100,7 @@ def test_an_average_that_moves_slowly_is_not_frozen(moments):
             _, state = adam.update(first, adam.init(first))
             small = 0.001 * first
             state = jax.lax.fori_loop(0, 1000, lambda _, s: adam.update(small, s)[1], state)
-            return moments_lib._widened(state.nu)
+            return compressed_moments._widened(state.nu)
 
         with jax.numpy_dtype_promotion("standard"):
             return np.asarray(many(), np.float64)
@@ -270,7 +274,7 @@ def test_codes_are_the_same_on_every_mesh():
     whole = NamedSharding(mesh, PartitionSpec())
     of_state = optax.tree_map_params(
         optimizer,
-        moments_lib.layout_of,
+        compressed_moments.layout_of,
         jax.eval_shape(optimizer.init, params),
         layout,
         is_leaf=is_blocks,

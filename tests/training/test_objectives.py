@@ -21,16 +21,10 @@ from distflow_jax.batch import token_field
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import (
-    preference_objective as preference,
-)
-from distflow_jax.training.objectives import (
-    reward_model_objective as reward_model,
-)
-from distflow_jax.training.objectives import (
-    sft_objective as sft,
-)
-from distflow_jax.training.objectives import (
-    value_objective as value,
+    preference_objective,
+    reward_model_objective,
+    sft_objective,
+    value_objective,
 )
 
 SEQUENCES = random_sequences(0, sizes=(2, 2, 1, 2, 0, 2, 2))
@@ -47,14 +41,16 @@ PARAMS = {
 }
 FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
 OBJECTIVES = {
-    "dpo": preference.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
-    "ipo": preference.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
-    "reward_model": reward_model.reward_model_objective(
+    "dpo": preference_objective.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "ipo": preference_objective.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
+    "reward_model": reward_model_objective.reward_model_objective(
         SCALAR, RewardModelConfig(margin=0.2, center_coef=0.05), FORWARD
     ),
-    "sft": sft.sft_objective(TINY, FORWARD),
-    "value": value.value_objective(SCALAR, ValueConfig(clip=0.4), FORWARD, max_response=12),
-    "value by sequence": value.value_objective(
+    "sft": sft_objective.sft_objective(TINY, FORWARD),
+    "value": value_objective.value_objective(
+        SCALAR, ValueConfig(clip=0.4), FORWARD, max_response=12
+    ),
+    "value by sequence": value_objective.value_objective(
         SCALAR, ValueConfig(0.4, "seq-mean-token-sum-norm"), FORWARD, max_response=12
     ),
 }
@@ -110,16 +106,18 @@ def no_network(monkeypatch):
     def on_tokens(table, rows):
         return jnp.where(rows.response_mask, table[rows.tokens], 0.0)
 
-    for module in (preference, sft):
+    for module in (preference_objective, sft_objective):
         monkeypatch.setattr(module, "response_logp", logp)
     monkeypatch.setattr(
-        value, "response_values", lambda params, m, rows, f: on_tokens(params["token"], rows)
+        value_objective,
+        "response_values",
+        lambda params, m, rows, f: on_tokens(params["token"], rows),
     )
     number = np.zeros((7, 2), np.int32)
     for i, s in enumerate(SEQUENCES):
         number[s.group, s.sample] = i
     monkeypatch.setattr(
-        reward_model,
+        reward_model_objective,
         "sequence_scores",
         lambda params, m, rows, f: jnp.where(
             rows.valid, params["score"][jnp.asarray(number)[rows.group, rows.sample]], 0.0
@@ -135,10 +133,10 @@ def batch_of(name, seed, *, shared, poison=0.0):
     ref, old, returns = (packed.tokens(x, poison) for x in (REF, OLD, RETURNS))
     return first(
         {
-            "dpo": lambda: preference.PreferenceBatch(rows, ref),
-            "reward_model": lambda: reward_model.RewardModelBatch(rows),
-            "sft": lambda: sft.SftBatch(rows),
-            "value": lambda: value.ValueBatch(rows, returns, old),
+            "dpo": lambda: preference_objective.PreferenceBatch(rows, ref),
+            "reward_model": lambda: reward_model_objective.RewardModelBatch(rows),
+            "sft": lambda: sft_objective.SftBatch(rows),
+            "value": lambda: value_objective.ValueBatch(rows, returns, old),
         }[{"ipo": "dpo", "value by sequence": "value"}.get(name, name)]()
     )
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, hf_head_norms, plain
-from distflow_jax.models.weights.name_map import Weight
 
 # fields of DecoderConfig that are on in this family
 SWITCHES: Mapping[str, bool | str] = {

@@ -12,8 +12,8 @@ import numpy as np
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import gguf_decoder, hf_decoder
-from distflow_jax.models.weights.name_map import Weight
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 _BIASES = ("attention_bias", "mlp_bias")

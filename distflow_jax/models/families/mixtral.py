@@ -15,8 +15,8 @@ from distflow_jax.models.families.hf_config import (
     experts_from_hf,
     refuse_sliding_windows,
 )
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import hf_decoder, hf_experts
-from distflow_jax.models.weights.name_map import Weight
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 # what transformers takes where a file says nothing

@@ -15,6 +15,7 @@ from distflow_jax.models.families.hf_config import (
     decoder_to_hf,
     refuse_sliding_windows,
 )
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import (
     GGUF_LAYER,
     HF_LAYER,
@@ -22,7 +23,6 @@ from distflow_jax.models.families.tensors import (
     head_vectors,
     hf_decoder,
 )
-from distflow_jax.models.weights.name_map import Weight
 
 # Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
 SWITCHES: Mapping[str, bool] = {"attention_bias": True}

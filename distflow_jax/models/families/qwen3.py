@@ -17,13 +17,13 @@ from distflow_jax.models.families.hf_config import (
     decoder_to_hf,
     refuse_sliding_windows,
 )
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import (
     gguf_decoder,
     gguf_head_norms,
     hf_decoder,
     hf_head_norms,
 )
-from distflow_jax.models.weights.name_map import Weight
 
 SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on in this family
 

@@ -17,6 +17,7 @@ from distflow_jax.models.families.hf_config import (
     experts_from_hf,
     refuse_sliding_windows,
 )
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.qwen3 import SWITCHES
 from distflow_jax.models.families.tensors import (
     gguf_decoder,
@@ -26,7 +27,6 @@ from distflow_jax.models.families.tensors import (
     hf_experts,
     hf_head_norms,
 )
-from distflow_jax.models.weights.name_map import Weight
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

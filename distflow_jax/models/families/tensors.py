@@ -6,7 +6,7 @@ D width, N query heads, K key-value heads, H head dim, F MLP width, V vocabulary
 import dataclasses
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.weights.name_map import Weight
+from distflow_jax.models.families.name_map import Weight
 
 HF_LAYER, GGUF_LAYER = "model.layers.{layer}.", "blk.{layer}."
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
 from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.tiles import Reach, Tiles, counting, mask_facts
+from distflow_jax.models.kernels.tiles import Reach, Tiles, counting, mask_facts
 
 # of tiles: a square of sums, two of scores and their gradients fit a program's registers
 SIDES = (64,)

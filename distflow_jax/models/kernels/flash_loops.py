@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.tiles import Reach, Tiles
+from distflow_jax.models.kernels.tiles import Reach, Tiles
 from distflow_jax.programs.bounded_loops import bounded_loop
 
 _MASKED = -1e30  # finite: the difference of two is 0, not NaN

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
 from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.tiles import Reach, Tiles, counting, mask_facts
+from distflow_jax.models.kernels.tiles import Reach, Tiles, counting, mask_facts
 
 LANES = 128
 SIDES = (128, 256)  # of tiles: the shorter, the less of them is masked, and the more are listed

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
-from distflow_jax.models.weights.name_map import unstacked_arrays
 from distflow_jax.models.weights.safetensors_writer import (
     Lost,
     SafetensorsWriter,

@@ -16,9 +16,9 @@ import numpy as np
 
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.hf_folder import Written
-from distflow_jax.models.weights.name_map import Weight
 from distflow_jax.models.weights.safetensors_writer import SafetensorsWriter, num_bytes
 from distflow_jax.models.weights.source import FAMILIES
 

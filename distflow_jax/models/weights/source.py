@@ -19,11 +19,11 @@ import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
-from distflow_jax.models.weights.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.weights.safetensors_file import (
     SafetensorsFiles,
     is_safetensors,

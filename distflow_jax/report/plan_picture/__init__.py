@@ -1,1 +1,1 @@
-"""TODO."""
+"""The picture of a plan: layout, captions, legend."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The JetStream engine: decode programs, sampling, slots' state on devices."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes
-from distflow_jax.rollout.engine.engine import decode
+from distflow_jax.rollout.engine import decode
 
 # of a slot; those that no step changes are not put back
 _CHANGED = ("logits", "length", "own", "emitted", "active", "forced", "forced_left", "history")

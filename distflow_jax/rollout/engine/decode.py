@@ -32,10 +32,9 @@ from distflow_jax.rollout.decode_state import (
     pages_of,
     result_tokens,
 )
-from distflow_jax.rollout.engine.engine import ngram_speculation as speculation
+from distflow_jax.rollout.engine import ngram_speculation
 from distflow_jax.rollout.engine.sampling import Draw, SamplingParams, draw, sample_key
-from distflow_jax.rollout.kv_cache import kernel_attention
-from distflow_jax.rollout.kv_cache import page_walk_attention as paged_attention
+from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import OverCache
@@ -124,7 +123,7 @@ def _over_cache(
     prompt = by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots))
     longest = pages_of(longest_read(config), config.page_size)
     if shapes.attention == "pages":
-        return paged_attention.over_cache(
+        return page_walk_attention.over_cache(
             cache, own, prompts, prompt, member, members=shapes.members, longest=longest, **windows
         )
     return kernel_attention.over_cache(
@@ -259,8 +258,8 @@ def speculative_step(
     given = jnp.minimum(state.forced_left, queries)
     guessing = nth >= given[:, None]
     token = _queued(state, queries)
-    history = speculation.write(state.history, token, state.length, given)
-    guess, known = speculation.propose(
+    history = ngram_speculation.write(state.history, token, state.length, given)
+    guess, known = ngram_speculation.propose(
         history, state.length + given, ngram=config.speculative_ngram, count=queries
     )
     at = jnp.clip(nth - given[:, None], 0, queries - 1)
@@ -307,7 +306,7 @@ def speculative_step(
         own=state.own + good,
         forced_left=state.forced_left - jnp.minimum(good, given),
         emitted=state.emitted + jnp.maximum(good - given, 0),
-        history=speculation.write(history, token, state.length, good),
+        history=ngram_speculation.write(history, token, state.length, good),
     )
     columns = (
         jnp.concatenate([first[:, None], more], axis=1)

@@ -19,17 +19,11 @@ from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout import decode_state
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
-from distflow_jax.rollout.engine.engine import (
-    compact_decode as tail,
-)
-from distflow_jax.rollout.engine.engine import (
+from distflow_jax.rollout.engine import (
+    compact_decode,
     decode,
-)
-from distflow_jax.rollout.engine.engine import (
-    expert_recording as recording,
-)
-from distflow_jax.rollout.engine.engine import (
-    slot_updates as occupancy,
+    expert_recording,
+    slot_updates,
 )
 from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
@@ -94,14 +88,14 @@ class RolloutEngine(engine_api.Engine):
         layout, whole = shapes.shardings(), NamedSharding(mesh, PartitionSpec())
         program = functools.partial(sampler_program, shapes)
         self._init = jax.jit(functools.partial(shapes.empty, seed), out_shardings=layout)
-        self._insert = program(occupancy.insert, out=(layout, whole), donate=0)
-        self._admit = program(occupancy.admit, out=layout, donate=0)
-        self._change = program(occupancy.change, out=layout, donate=0)
-        self._collect = program(recording.collect, out=(layout, whole, whole), donate=0)
+        self._insert = program(slot_updates.insert, out=(layout, whole), donate=0)
+        self._admit = program(slot_updates.admit, out=layout, donate=0)
+        self._change = program(slot_updates.change, out=layout, donate=0)
+        self._collect = program(expert_recording.collect, out=(layout, whole, whole), donate=0)
         self._generate = program(decode.generate, self.stop_ids, out=(layout, whole), donate=1)
-        self._small = tail.small_shapes(shapes)
+        self._small = compact_decode.small_shapes(shapes)
         self._generate_few = program(
-            tail.generate_few, self._small, self.stop_ids, out=(layout, whole), donate=1
+            compact_decode.generate_few, self._small, self.stop_ids, out=(layout, whole), donate=1
         )
 
     # -- what JetStream asks for ------------------------------------------------------------------

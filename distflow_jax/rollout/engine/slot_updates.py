@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
-from distflow_jax.rollout.kv_cache import pages as cache_lib
+from distflow_jax.rollout.kv_cache import pages
 from distflow_jax.rollout.prefill.prefill import Prefix, whole
 
 Columns = dict[str, jax.Array]
@@ -26,7 +26,7 @@ def place_prompt(
     used = shapes.alive(state)[data_rank, shapes.slots :]
     entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
     (key, value, experts), offset = whole(prefix, shapes.config)
-    cache = cache_lib.write_prompt(
+    cache = pages.write_prompt(
         state.cache,
         key,
         value,

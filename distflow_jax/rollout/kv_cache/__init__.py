@@ -1,1 +1,1 @@
-"""TODO."""
+"""The paged KV cache and attention over it."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Prefill: prompts into the KV cache, shared prefixes included."""

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.rollout.decode_state import StateShapes, longest_read, pages_of
-from distflow_jax.rollout.prefill.prefill import Beginning, Prefix, prefill
+from distflow_jax.rollout.prefill import prefill
+from distflow_jax.rollout.prefill.prefill import Beginning, Prefix
 from distflow_jax.rollout.sampler_program import sampler_program
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Continuous batching: which sequence runs in which slot."""
