@@ -19,13 +19,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distflow_jax.batch import Prompt, Rows
+from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import CACHE_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
 QUESTIONS = (

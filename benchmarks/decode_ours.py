@@ -18,13 +18,13 @@ from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.matmul_layouts import by_output
 from distflow_jax.models.parameters import param_shardings, param_specs
+from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.models.weights.load_params import load_or_init_params
 
 MEASURED_SECONDS = 0.5  # of a ceiling, each time
 COPIED_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}  # beyond every cache

@@ -20,12 +20,12 @@ from cache_int8 import PAGE, QUESTIONS, asked, errors, sampled
 from jax.sharding import Mesh
 
 from distflow_jax.models.matmul_layouts import WEIGHTS
+from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.models.weights.load_params import load_or_init_params
 
 
 def arguments() -> argparse.Namespace:

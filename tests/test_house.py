@@ -37,7 +37,7 @@ FLOORS = [
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
-    "models": [{"weights"}, {"families"}, {"."}, {"kernels"}],
+    "models": [{"weights"}, {"families"}, {"."}, {"kernels"}, {"attention"}, {"remat"}],
     "report": [{"."}, {"plan_picture"}, {"drawing"}],
     "training": [{"objectives"}, {"."}],
     "rollout": [

@@ -25,8 +25,8 @@ from distflow_jax.models.decoder_config import (
     without_adapters,
 )
 from distflow_jax.models.parameters import Network, completed, with_scalar_head
-from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.models.weights.load_params import load_or_init_params
+from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import (
     TrainState,

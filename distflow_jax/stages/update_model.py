@@ -10,7 +10,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.stages.stage_context import Stage, StageContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
-from distflow_jax.training.objectives.objective import Batch, Objective
+from distflow_jax.training.objective import Batch, Objective
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.preference_objective import (
     PreferenceBatch,

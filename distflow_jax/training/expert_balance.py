@@ -28,7 +28,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import Route, best, replayed
 from distflow_jax.parallel import context_parallel
-from distflow_jax.training.objectives.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective
 
 
 class Balance(NamedTuple):

@@ -16,7 +16,7 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.training import microbatch
-from distflow_jax.training.objectives.objective import Batch, Objective
+from distflow_jax.training.objective import Batch, Objective
 from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 
 

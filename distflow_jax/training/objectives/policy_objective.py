@@ -20,7 +20,7 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, policy_tokens
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objectives.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective
 
 
 class PolicyBatch(NamedTuple):

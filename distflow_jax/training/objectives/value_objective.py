@@ -13,7 +13,7 @@ from distflow_jax.algorithms.value import ValueConfig, value_loss
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, response_values
-from distflow_jax.training.objectives.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective
 
 
 class ValueBatch(NamedTuple):
