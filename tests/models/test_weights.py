@@ -8,13 +8,12 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from model_files import (
+from support.model_files import (
     SIZES,
     hf_settings,
     random_params,
@@ -23,6 +22,7 @@ from model_files import (
     write_gguf,
     write_hf,
 )
+from support.paths import ROOT
 
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
@@ -33,7 +33,6 @@ from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
 
-ROOT = Path(__file__).parents[2]
 TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
 QWEN2 = replace(UNTIED, family="qwen2", attention_bias=True)
