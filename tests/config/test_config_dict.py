@@ -180,7 +180,7 @@ SCRIPT = '''
 """Prints a number. Example: python script.py --config=my.py"""
 from absl import flags
 from ml_collections import config_flags
-from distflow_jax import command_line, config_dict
+from distflow_jax.config import command_line, config_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 
 CONFIG = config_flags.DEFINE_config_file("config")

@@ -135,7 +135,7 @@ class Job:
         for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 line = path.read_text()
-                pid = re.search(r'watchdog_process.*"pid": (\d+)', line, re.DOTALL)
+                pid = re.search(r'watchdog\.monitor.*"pid": (\d+)', line, re.DOTALL)
                 if pid and int(pid[1]) in self.pids:
                     found[int(pid[1])] = int(path.parent.name)
         return found
