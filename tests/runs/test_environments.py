@@ -1,12 +1,11 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps."""
 
-from support.paths import ROOT
 import json
-import pathlib
 import re
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run

@@ -3,7 +3,6 @@
 Every job trains a model of 40,000 parameters, so that its time is that of starting JAX processes.
 """
 
-from support.paths import ROOT
 import contextlib
 import dataclasses
 import itertools
@@ -19,8 +18,9 @@ import sys
 import time
 import uuid
 
-from support import haste
 import pytest
+from support import haste
+from support.paths import ROOT
 
 from distflow_jax.report.run_writer import read_metrics
 

@@ -4,7 +4,6 @@ The task is one that a random model can learn at once: to write digits. Runs are
 `scripts/train.py` with configs/tiny.py, on one device.
 """
 
-from support.paths import ROOT
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 
 from distflow_jax.dag.load_graph import built_in
 

@@ -1,18 +1,17 @@
 """Low-rank adapters: the same network, only they are trained, and out they go as PEFT's."""
 
-from support.paths import ROOT
 import dataclasses
 import json
-import pathlib
 import subprocess
 import sys
 
-from support import haste
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import haste
+from support.paths import ROOT
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from configs import tiny

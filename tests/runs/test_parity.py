@@ -4,17 +4,16 @@ The tolerances and their reason: float32 sums in another order. 1e-5 of the norm
 roundings; a missing all-reduce, a doubled row or a denominator per device is off by 10 % and more.
 """
 
-from support.paths import ROOT
 import functools
 import json
-import pathlib
 import pickle
 import subprocess
 import sys
 
-from support import haste
 import numpy as np
 import pytest
+from support import haste
+from support.paths import ROOT
 
 WORKER = "tests/support/parity_worker.py"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit

@@ -4,10 +4,8 @@ Rows are dealt over other numbers of ranks, so sums are in another order: 1e-5 o
 hundred roundings. What waits on the host changes no bit.
 """
 
-from support.paths import ROOT
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run

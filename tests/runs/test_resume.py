@@ -1,13 +1,12 @@
 """A killed run, started again, ends where an undisturbed one does, bit for bit."""
 
-from support.paths import ROOT
-import pathlib
 import subprocess
 import sys
 import time
 
-from support import haste
 import pytest
+from support import haste
+from support.paths import ROOT
 
 from distflow_jax.report.run_writer import read_metrics
 

@@ -3,13 +3,12 @@
 The model has 40,000 parameters and is compiled in a hurry: what is compared are processes.
 """
 
-from support.paths import ROOT
-import pathlib
 import subprocess
 import sys
 
-from support import haste
 import pytest
+from support import haste
+from support.paths import ROOT
 
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.report.run_writer import read_metrics
