@@ -3,7 +3,7 @@
 import os
 import tempfile
 
-import haste
+from support import haste
 
 # Before the first import of jax: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

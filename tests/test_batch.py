@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_model import prompt_of, random_samples, rows_of, sequences_of
+from support.tiny_model import prompt_of, random_samples, rows_of, sequences_of
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import RowShape, Samples

@@ -1,9 +1,9 @@
 """Writes tests/golden/families.json: logits of transformers for a tiny model of each family.
 
-The weights are drawn from NumPy (tests/family_models.py), so that none are stored. They reach
-transformers as a folder that this package's `config_to_hf` and `to_hf` make: what the tests compare
-with is also that transformers reads what we write. What transformers writes of the same config is
-kept, for the test that we read it.
+The weights are drawn from NumPy (tests/support/family_models.py), so that none are stored. They
+reach transformers as a folder that this package's `config_to_hf` and `to_hf` make: what the tests
+compare with is also that transformers reads what we write. What transformers writes of the same
+config is kept, for the test that we read it.
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install -r scripts/golden/requirements.txt
     PYTHONPATH=.:tests /tmp/golden/bin/python scripts/golden/make_golden_families.py
@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 import transformers
-from family_models import CASES, FAMILY_MODULES, ROPES, TOKENS, drawn_params
+from support.family_models import CASES, FAMILY_MODULES, ROPES, TOKENS, drawn_params
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from distflow_jax.models.decoder_config import DecoderConfig

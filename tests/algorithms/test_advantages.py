@@ -5,13 +5,13 @@ K = 2 mini-batches: statistics are over both.
 
 import functools
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
+from support import formulas
+from support.ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
 from distflow_jax.batch import RowShape

@@ -3,12 +3,12 @@
 tests/training/test_policy_objective.py has every aggregation against its definition.
 """
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import QUICK, assert_close, draw, first, pack, random_sequences
+from support import formulas
+from support.ragged import QUICK, assert_close, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.aggregate import (
     AGGREGATIONS,

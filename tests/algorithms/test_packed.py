@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import SHAPE, assert_close, draw, pack, random_sequences
+from support.ragged import SHAPE, assert_close, draw, pack, random_sequences
 
 from distflow_jax.algorithms import packed as lib
 from distflow_jax.batch import RowShape

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import QUICK, draw, first, pack, random_sequences
+from support.ragged import QUICK, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, policy_tokens

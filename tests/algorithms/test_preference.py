@@ -1,11 +1,11 @@
 """DPO, IPO and the reward model's loss, and how pairs are found in rows."""
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import Sequence, assert_close, first, pack
+from support import formulas
+from support.ragged import Sequence, assert_close, first, pack
 
 from distflow_jax.algorithms.preference import (
     PREFERENCE_LOSSES,

@@ -1,10 +1,10 @@
 """Rewards of tokens: score at the end, KL on every token, and the controller of its weight."""
 
-import formulas
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import assert_close, draw, pack, random_sequences
+from support import formulas
+from support.ragged import assert_close, draw, pack, random_sequences
 
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.token_reward import (

@@ -1,11 +1,11 @@
 """The critic's loss and the variance that it explains."""
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import assert_close
+from support import formulas
+from support.ragged import assert_close
 
 from distflow_jax.algorithms.value import ValueConfig, explained_variance, value_loss
 

@@ -1,17 +1,17 @@
 """A run's models and a model source go out as Hugging Face folders and come back bit for bit."""
 
 import json
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
-import haste
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import haste
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run
@@ -25,7 +25,6 @@ from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 
-ROOT = pathlib.Path(__file__).parents[2]
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=300"
 CONFIG = open_model(SPEC).config
 

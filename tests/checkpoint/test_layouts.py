@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from gradients import DENSE, MODELS
+from support.gradients import DENSE, MODELS
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model

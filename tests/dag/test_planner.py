@@ -120,11 +120,11 @@ def test_units_are_all_tasks_in_order_and_only_what_others_read_leaves_them(seed
 
 def test_the_digest_does_not_depend_on_the_hash_seed():
     code = (
-        "from distflow_jax.dag import pipelines, planner\n"
+        "from distflow_jax.dag import load_graph, planner\n"
         "from distflow_jax.layout import Layout\n"
         "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
         "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
-        "print(planner.plan(pipelines.load_graph('grpo'), layouts, {'prompt'}).digest)"
+        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'prompt'}).digest)"
     )
     digests = [
         subprocess.run(

@@ -1,16 +1,16 @@
 """The families: logits as transformers has them, config.json there and back, what is refused."""
 
 import json
-import pathlib
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_models import CASES, TOKENS, drawn_params
-from model_files import hf_settings, tensors_of, write_gguf, write_hf
-from tiny_model import mesh_of
+from support.family_models import CASES, TOKENS, drawn_params
+from support.model_files import hf_settings, tensors_of, write_gguf, write_hf
+from support.paths import TESTS
+from support.tiny_model import mesh_of
 
 from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.attention import causal_attention
@@ -28,7 +28,7 @@ from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "families.json").read_text())
+GOLDEN = json.loads((TESTS / "golden" / "families.json").read_text())
 EACH = pytest.mark.parametrize("case", CASES)
 QWENS = pytest.mark.parametrize("case", ["qwen2 untied", "qwen3 tied"])
 

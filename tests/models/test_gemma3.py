@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-from family_models import CASES, drawn_params
-from model_files import write_gguf
+from support.family_models import CASES, drawn_params
+from support.model_files import write_gguf
+from support.tiny_model import mesh_of
 from test_hf_folder import assert_bits, export_of, random_params, tensors_in
-from tiny_model import mesh_of
 
 from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig, scalar_model

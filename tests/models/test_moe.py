@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_models import CASES
-from model_files import hf_settings, tensors_of, write_hf
-from model_files import random_params as file_params
-from tiny_model import MIXTURE, TINY, mesh_of, random_params
+from support.family_models import CASES
+from support.model_files import hf_settings, tensors_of, write_hf
+from support.model_files import random_params as file_params
+from support.tiny_model import MIXTURE, TINY, mesh_of, random_params
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models import moe

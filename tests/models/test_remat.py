@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TINY, random_params, random_samples, rows_of
+from support.tiny_model import TINY, random_params, random_samples, rows_of
 
 from distflow_jax.batch import RowShape
 from distflow_jax.models.remat import REMATS, rematerialised

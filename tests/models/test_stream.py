@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import distance
-from tiny_model import TINY, mesh_of, random_params
+from support.gradients import distance
+from support.tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.transformer import hidden_states

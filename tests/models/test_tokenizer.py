@@ -4,15 +4,15 @@ import json
 import pickle
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+from support.paths import TESTS
 
 from distflow_jax.models.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.json"
+GOLDEN = TESTS / "golden" / "smollm2.json"
 CHAT = [{"role": "user", "content": "Hi"}]
 
 

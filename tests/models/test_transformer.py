@@ -1,7 +1,6 @@
 """The decoder: parameters, layouts, rotary positions, and its answers against others' code."""
 
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from tiny_model import (
+from support.paths import TESTS
+from support.tiny_model import (
     TINY,
     mesh_of,
     mini_batch,
@@ -36,7 +36,7 @@ from distflow_jax.models.transformer import Decoder, bind, params_of
 from distflow_jax.parallel.rules import partition_spec, rows_spec, use_mesh
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2.json"
+GOLDEN = TESTS / "golden" / "smollm2.json"
 # what the golden model is not: untied, with scaled rotary positions
 SCALING = Llama3Scaling(factor=8.0, original_max_position=64)
 OTHER = DecoderConfig(

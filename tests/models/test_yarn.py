@@ -2,14 +2,14 @@
 
 import json
 import math
-import pathlib
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_models import ROPES
-from model_files import SIZES, hf_settings, random_params, tensors_of, write_gguf, write_hf
+from support.family_models import ROPES
+from support.model_files import SIZES, hf_settings, random_params, tensors_of, write_gguf, write_hf
+from support.paths import ROOT, TESTS
 
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config, ModelSourceConfig
@@ -18,8 +18,8 @@ from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import qwen2
 from distflow_jax.models.weights.source import open_model, open_shapes
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "families.json").read_text())
-SHAPES = pathlib.Path(__file__).parents[2] / "configs" / "shapes"
+GOLDEN = json.loads((TESTS / "golden" / "families.json").read_text())
+SHAPES = ROOT / "configs" / "shapes"
 QWEN = DecoderConfig(**SIZES, family="qwen2", attention_bias=True, max_position=64)
 SOURCE = "random:qwen2?hidden=32&layers=2&heads=4&kv_heads=2&mlp=48&max_position=64"
 

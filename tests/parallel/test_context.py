@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import mesh_of
+from support.tiny_model import mesh_of
 
 from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import rows_spec, use_mesh

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import mesh_of
+from support.tiny_model import mesh_of
 
 from distflow_jax.models.remat import rematerialised
 from distflow_jax.parallel.pipeline import bubble_share, scan_layers

@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict
@@ -16,8 +17,6 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.parallel import job, processes
 from distflow_jax.planning import plan_run
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 # Each of two processes runs this; what it prints is compared below.
 JOB = """

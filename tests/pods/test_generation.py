@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_model import TINY
+from support.tiny_model import TINY
 
 from distflow_jax.models.parameters import num_params
 from distflow_jax.pods.generation import Load, estimate_generation

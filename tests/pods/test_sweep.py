@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict, override
@@ -20,7 +20,6 @@ from distflow_jax.pods.pod_plan import SPARE, plan_on
 from distflow_jax.pods.sweep import AXES, Sweep, compile_fastest, sweep
 from distflow_jax.pods.topology import open_topology
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = [
     "model.source=random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=512",
     "data.prompts_per_step=8",

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_model import mesh_of
-from training_programs import trace
+from support.tiny_model import mesh_of
+from support.training_programs import trace
 
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.programs.hlo import read

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_model import mesh_of
-from training_programs import MICRO, MINI_BATCHES, MODEL, ROWS, TOKENS, trace
+from support.tiny_model import mesh_of
+from support.training_programs import MICRO, MINI_BATCHES, MODEL, ROWS, TOKENS, trace
 
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.programs.hlo import Collective

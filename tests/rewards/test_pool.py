@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support.paths import TESTS
 
 from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest, error_counts
 
-FILE = Path(__file__).parent / "user_rewards.py"
+FILE = TESTS / "support" / "user_rewards.py"
 
 
 def request(solution, **fields):

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_model import TINY, mesh_of, prompt_of, random_params
+from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine

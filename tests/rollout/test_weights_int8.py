@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import (
+from support.tiny_model import (
     TINY,
     forward_logp,
     mesh_of,

@@ -2,13 +2,13 @@
 
 import types
 
-import formulas
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from ragged import assert_close, draw, pack, random_sequences
-from tiny_model import mesh_of
+from support import formulas
+from support.ragged import assert_close, draw, pack, random_sequences
+from support.tiny_model import mesh_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.stages.advantage import build_advantage

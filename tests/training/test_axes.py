@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from gradients import LENGTH, MODELS, ROWS, assert_same, gradient
+from support.gradients import LENGTH, MODELS, ROWS, assert_same, gradient
 
 AXES = ("data", "fsdp", "expert", "stage", "context", "tensor")
 DEVICES, COMBINATIONS = 8, 24

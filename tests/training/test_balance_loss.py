@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import distance, likelihood_gradient
-from tiny_model import (
+from support.gradients import distance, likelihood_gradient
+from support.tiny_model import (
     MIXTURE,
     TINY,
     mesh_of,

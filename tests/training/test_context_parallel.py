@@ -6,8 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import ALGORITHM, TEMPERATURE, assert_same, gradient
-from tiny_model import TINY, WINDOWED, mesh_of, mini_batch, random_params, random_samples, rows_of
+from support.gradients import ALGORITHM, TEMPERATURE, assert_same, gradient
+from support.tiny_model import (
+    TINY,
+    WINDOWED,
+    mesh_of,
+    mini_batch,
+    random_params,
+    random_samples,
+    rows_of,
+)
 
 from distflow_jax.batch import Rows, RowShape
 from distflow_jax.models.parameters import param_shardings

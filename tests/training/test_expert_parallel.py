@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_model import TINY, mesh_of
+from support.tiny_model import TINY, mesh_of
 
 from distflow_jax.batch import Rows
 from distflow_jax.config.run_config import Config

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import assert_same, distance
-from tiny_model import (
+from support.gradients import assert_same, distance
+from support.tiny_model import (
     TINY,
     mesh_of,
     mini_batch,

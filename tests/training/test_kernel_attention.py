@@ -1,8 +1,8 @@
 """The kernels of GPUs and TPUs, interpreted, in the trainer: gradients are those of the mask."""
 
 import pytest
-from gradients import assert_same, gradient
-from tiny_model import WINDOWED
+from support.gradients import assert_same, gradient
+from support.tiny_model import WINDOWED
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from gradients import assert_same
-from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from support.gradients import assert_same
+from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.batch import RowShape

@@ -7,13 +7,13 @@ or sequence, so that a gradient has one entry for each wherever it lies.
 import dataclasses
 import functools
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
-from tiny_model import TINY
+from support import formulas
+from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
+from support.tiny_model import TINY
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig

@@ -8,8 +8,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
-from tiny_model import WINDOWED, mesh_of
+from support.gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
+from support.tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.layout import flatten_dict

@@ -8,13 +8,13 @@ one entry per token and does not depend on where the token lies.
 import dataclasses
 import functools
 
-import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
-from tiny_model import TINY
+from support import formulas
+from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
+from support.tiny_model import TINY
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig

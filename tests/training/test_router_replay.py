@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_mixture import exact, same_sets
-from gradients import assert_same, likelihood_gradient
-from tiny_model import (
+from support.exact_mixture import exact, same_sets
+from support.gradients import assert_same, likelihood_gradient
+from support.tiny_model import (
     MIXTURE,
     mesh_of,
     mini_batch,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import distance
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_model import (
+from support.gradients import distance
+from support.tiny_model import (
     TINY,
     mesh_of,
     padded,

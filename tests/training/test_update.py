@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import distance
-from tiny_model import (
+from support.gradients import distance
+from support.tiny_model import (
     WINDOWED,
     mesh_of,
     mini_batch,

@@ -75,6 +75,11 @@ def check_names(
     `found` maps the source's tensor names to their shapes; names that match a regular expression
     of `ignored` need no parameter. Raises ValueError with both names and both shapes.
     """
+    if num_layers > len(found):  # of a damaged file: naming each of 4 billion layers ends the host
+        raise ValueError(
+            f"weights of {origin} do not fit the model's config: it has {num_layers} layers, the "
+            f"files hold {len(found)} tensors"
+        )
     unwanted = {name: shape for name, shape in found.items()}
     unset, misfits = [], []
     for weight in weights:

@@ -1,0 +1,549 @@
+"""What the launchers submit, and that each host they show finds its place in the job."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from support.paths import ROOT
+
+from distflow_jax.parallel import job
+
+LAUNCH = ROOT / "scripts" / "launch"
+sys.path.insert(0, str(LAUNCH))
+import gke  # noqa: E402
+import hosts  # noqa: E402
+import slurm  # noqa: E402
+import tpu_vm  # noqa: E402
+
+# quotes, a variable of the shell and one of Kubernetes, spaces: all are to arrive as they are
+TRAIN = [
+    "scripts/train.py",
+    "--config=configs/tiny.py",
+    "--workdir=/shared/runs/first",
+    "--config.reward.kwargs={'pattern': \"$HOME $(HOME) `id`; #\"}",
+]
+SLURM = ["--nodes=3", "--gpus_per_node=8", "--time=04:00:00", f"--directory={ROOT}"]
+GKE = ["--name=first", "--image=europe-docker.pkg.dev/p/r/image:1", "--volume=claim:/shared"]
+TPU = [*GKE, "--tpu=v5p", "--topology=2x2x2"]
+GPU = [*GKE, "--gpu=nvidia-h100-80gb", "--nodes=3"]
+VM = ["--name=my-tpu", "--zone=us-east5-a", "--accelerator_type=v5p-32"]
+
+
+def dry_run(launcher, flags, capsys, command=TRAIN):
+    """(what would be submitted, [(host, variables, command)])."""
+    assert launcher.main([*flags, "--dry_run", "--", *command]) == 0
+    text, _, comments = capsys.readouterr().out.partition("\n# What runs ")
+    shown = []
+    for name, line in re.findall(r"^# (\S.*?): (.*)$", comments, re.MULTILINE):
+        words = shlex.split(line)
+        size = next(i for i, word in enumerate(words) if not re.match(r"\w+=", word))
+        shown.append((name, dict(word.split("=", 1) for word in words[:size]), words[size:]))
+    return text, shown
+
+
+def places(shown):
+    jobs = [job.find(environment) for _, environment, _ in shown]
+    return [(found.coordinator, found.num_processes, found.process_id) for found in jobs]
+
+
+@pytest.mark.parametrize(
+    "launcher, flags, kind, expected",
+    [
+        (slurm, SLURM, "slurm", [("node0:61441", 3, i) for i in range(3)]),
+        (slurm, ["--nodes=1", *SLURM[1:]], "alone", [(None, 1, 0)]),
+        (
+            slurm,
+            [*SLURM, "--env=JAX_COORDINATOR_PORT=9"],
+            "slurm",
+            [("node0:9", 3, i) for i in (0, 1, 2)],
+        ),
+        (gke, GPU, "kubernetes", [("first-hosts-0-0.first:8476", 3, i) for i in range(3)]),
+        (gke, [*GPU, "--nodes=1"], "alone", [(None, 1, 0)]),
+        (gke, TPU, "tpu", [(None, 2, i) for i in range(2)]),
+        (gke, [*TPU, "--slices=3"], "tpu", [(None, 6, i) for i in range(6)]),
+        (gke, [*TPU, "--topology=4x4x4"], "tpu", [(None, 16, i) for i in range(16)]),
+        (gke, [*TPU, "--topology=2x2x1"], "alone", [(None, 1, 0)]),
+        (tpu_vm, VM, "auto", [(None, None, None)] * 4),
+    ],
+)
+def test_each_host_finds_its_place(launcher, flags, kind, expected, capsys):
+    _, shown = dry_run(launcher, flags, capsys)
+    assert places(shown) == expected
+    assert {job.find(environment).kind for _, environment, _ in shown} == {kind}
+    assert len({name for name, _, _ in shown}) == len(expected)
+    for _, _, command in shown:
+        assert command[1:] == TRAIN
+
+
+# -- Slurm ------------------------------------------------------------------------------------
+
+
+def test_the_batch_file(capsys):
+    flags = ["--partition=gpu", "--account=me", "--option=--qos=high", "--setup=module load cuda"]
+    text, _ = dry_run(slurm, [*SLURM, *flags, "--env=GREETING=it's me"], capsys)
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")} == {
+        "--job-name=distflow",
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--exclusive",
+        "--mem=0",
+        "--time=04:00:00",
+        "--partition=gpu",
+        "--account=me",
+        "--output=slurm-%j.log",
+        f"--chdir={ROOT}",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=TERM@300",
+        "--qos=high",
+    }
+    assert "module load cuda" in lines
+    assert not [line for line in lines[lines.index("module load cuda") :] if "#SBATCH" in line]
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_a_share_of_each_node(capsys):
+    text, _ = dry_run(slurm, [*SLURM, "--cpus_per_node=16"], capsys)
+    assert "#SBATCH --cpus-per-task=16\n" in text and " --cpus-per-task=16 --kill" in text
+    assert "--exclusive" not in text and "--mem" not in text
+
+
+# Starts the tasks of a step with the variables that srun gives them, and waits as it does. Like
+# the real one it would kill them upon SIGTERM: it is the tasks that are signalled.
+SRUN = """
+import os, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+flags = dict(option[2:].split("=") for option in options[: sys.argv[1:].index(sys.executable)])
+count = int(flags["ntasks"])
+tasks = []
+for i in range(count):
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_STEP_NODELIST": f"n[1-{count}]",
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})",
+        "SLURM_PROCID": str(i), "SLURM_NODEID": str(i), "SLURM_LOCALID": "0",
+    }
+    command = sys.argv[1 + len(flags) :]
+    tasks.append(subprocess.Popen(command, env=os.environ | step, start_new_session=True))
+os.write(1, f"tasks {' '.join(str(task.pid) for task in tasks)}\\n".encode())
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+TASK = """
+import json, os, signal, sys, time
+from distflow_jax.parallel import job
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+found = job.find(os.environ)
+told = ["task", found.coordinator, found.num_processes, found.process_id, sys.argv[1:]]
+os.write(1, f"{json.dumps(told)}\\n".encode())  # at once, not between parts of the other's line
+srun = os.getppid()
+while sys.argv[1] == "wait" and os.getppid() == srun:
+    time.sleep(0.05)
+sys.exit(int(sys.argv[1]) if found.process_id else 0)
+"""
+
+
+@pytest.fixture
+def batch(tmp_path, capsys, monkeypatch):
+    """Starts the batch file of a run of TASK as Slurm would, with programs of ours on PATH."""
+    program(tmp_path / "srun", SRUN)
+    program(
+        tmp_path / "scontrol",
+        f"import sys; open({str(tmp_path / 'log')!r}, 'a').write(' '.join(sys.argv[1:]))",
+    )
+    (tmp_path / "task.py").write_text(TASK)
+    started = []
+
+    def start(*arguments):
+        flags = ["--nodes=2", "--time=60", f"--directory={tmp_path}"]
+        text, _ = dry_run(slurm, flags, capsys, ["task.py", *arguments])
+        (tmp_path / "batch").write_text(text)
+        process = subprocess.Popen(
+            ["bash", "batch"],
+            cwd=tmp_path,
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1234"},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def program(path, code):
+    path.write_text(f"#!{sys.executable}\n{code}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def requeued(folder):
+    log = folder / "log"
+    return log.read_text() if log.exists() else ""
+
+
+def tasks_of(process):
+    """Their process ids, once both have said that they run."""
+    lines = [process.stdout.readline().split() for _ in range(3)]
+    (pids,) = [line[1:] for line in lines if line[0] == "tasks"]
+    return [int(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_the_batch_file_ends_as_the_run_does(batch, tmp_path, code):
+    process = batch(str(code), "it's $HOME")
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert requeued(tmp_path) == ""
+    told = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    rest = [str(code), "it's $HOME"]
+    port = 61440 + 1234
+    assert sorted(told) == [["task", f"n1:{port}", 2, i, rest] for i in range(2)]
+
+
+def test_sigterm_to_the_tasks_puts_the_job_back(batch, tmp_path):
+    process = batch("wait")
+    for pid in tasks_of(process):
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+    assert requeued(tmp_path) == "requeue 1234"
+
+
+def test_a_cancelled_job_stays_cancelled(batch, tmp_path):
+    """scancel signals the batch step too: the shell and srun, which then kills the tasks."""
+    process = batch("wait")
+    pids = tasks_of(process)
+    os.killpg(process.pid, signal.SIGTERM)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == -signal.SIGTERM
+    time.sleep(0.2)
+    assert requeued(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    "time_limit, seconds",
+    [
+        ("30", 1800),
+        ("10:30", 630),
+        ("04:00:00", 14400),
+        ("2-12", 216000),
+        ("1-02:30", 95400),
+        ("1-02:30:15", 95415),
+    ],
+)
+def test_time_limits(time_limit, seconds):
+    assert slurm.seconds(time_limit) == seconds
+
+
+# -- GKE --------------------------------------------------------------------------------------
+
+
+def test_the_jobset_of_a_tpu(capsys):
+    flags = [*TPU, "--topology=4x4x4", "--slices=2", "--max_restarts=7", "--spot"]
+    text, _ = dry_run(gke, flags, capsys)
+    jobset = yaml.safe_load(text)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["metadata"] == {
+        "name": "first",
+        "namespace": "default",
+        "annotations": {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        },
+    }
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    assert (replicated["name"], replicated["replicas"]) == ("hosts", 2)
+    one_slice = replicated["template"]["spec"]
+    assert (one_slice["parallelism"], one_slice["completions"]) == (16, 16)
+    assert (one_slice["completionMode"], one_slice["backoffLimit"]) == ("Indexed", 0)
+    pod = one_slice["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 300
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert container["env"] == [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    assert {"name": "volume-0", "mountPath": "/shared"} in container["volumeMounts"]
+    assert {"name": "volume-0", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
+
+
+def test_the_jobset_of_gpu_nodes(capsys):
+    flags = [*GPU, "--secret=hugging-face", "--directory=/app", "--env=A=$(B)"]
+    text, _ = dry_run(gke, flags, capsys)
+    jobset = yaml.safe_load(text)
+    assert "annotations" not in jobset["metadata"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    assert (replicated["replicas"], pods["parallelism"], pods["completions"]) == (1, 3, 3)
+    pod = pods["template"]["spec"]
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["workingDir"] == "/app"
+    assert container["envFrom"] == [{"secretRef": {"name": "hugging-face"}}]
+    assert {entry["name"]: entry["value"] for entry in container["env"]} == {
+        "PYTHONUNBUFFERED": "1",
+        "A": "$$(B)",  # Kubernetes makes $(B) of it, and of $(B) the value of B
+        "DISTFLOW_COORDINATOR": "first-hosts-0-0.first:8476",
+        "DISTFLOW_NUM_PROCESSES": "3",
+    }
+    assert container["command"] == ["python", *(word.replace("$(", "$$(") for word in TRAIN)]
+
+
+def test_a_mistake_ends_the_jobset_and_all_else_restarts_it(capsys):
+    text, _ = dry_run(gke, TPU, capsys)
+    spec = yaml.safe_load(text)["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    (rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rule == {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "main", "operator": "In", "values": [2]},
+    }
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+
+
+@pytest.mark.parametrize(
+    "tpu, topology, chips_per_host, label, count",
+    [
+        ("v4", "2x2x4", 4, "tpu-v4-podslice", 4),
+        ("v5e", "1x1", 1, "tpu-v5-lite-podslice", 1),
+        ("v5e", "2x2", 4, "tpu-v5-lite-podslice", 1),
+        ("v5e", "2x4", 4, "tpu-v5-lite-podslice", 2),
+        ("v5e", "2x4", 8, "tpu-v5-lite-podslice", 1),
+        ("v5e", "16x16", 4, "tpu-v5-lite-podslice", 64),
+        ("v5p", "2x2x1", 4, "tpu-v5p-slice", 1),
+        ("v5p", "4x4x4", 4, "tpu-v5p-slice", 16),
+        ("v5p", "4x4x12", 4, "tpu-v5p-slice", 48),
+        ("v6e", "16x16", 4, "tpu-v6e-slice", 64),
+        ("tpu7x", "4x4x8", 4, "tpu7x", 32),
+    ],
+)
+def test_slices(tpu, topology, chips_per_host, label, count, capsys):
+    flags = [f"--tpu={tpu}", f"--topology={topology}", f"--chips_per_host={chips_per_host}"]
+    text, shown = dry_run(gke, [*GKE, *flags], capsys)
+    (replicated,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    pod = pods["template"]["spec"]
+    assert (pods["parallelism"], len(shown)) == (count, count)
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == label
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert limits == {"google.com/tpu": chips_per_host}
+
+
+# -- TPU VM -----------------------------------------------------------------------------------
+
+
+def test_gcloud_starts_it_on_all_hosts(capsys, tmp_path):
+    folder = tmp_path / "a folder; with signs"
+    folder.mkdir()
+    program(
+        folder / "python",
+        "import json, os, sys\n"
+        "told = [os.getcwd(), os.environ['A'], os.environ['DISTFLOW_DISTRIBUTED'], sys.argv[1:]]\n"
+        "print(json.dumps(told))",
+    )
+    flags = [*VM, "--project=my-project", "--internal_ip", "--python=./python", "--env=A=it's $B"]
+    text, shown = dry_run(tpu_vm, [*flags, f"--directory={folder}"], capsys)
+    command = shlex.split(text)
+    assert command[:-1] == [
+        *["gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-tpu"],
+        *["--zone=us-east5-a", "--worker=all", "--project=my-project", "--internal-ip"],
+    ]
+    # what a login shell there makes of it
+    done = subprocess.run(
+        ["bash", "-c", command[-1].removeprefix("--command=")], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == [str(folder), "it's $B", "auto", TRAIN], done.stderr
+    assert [environment["A"] for _, environment, _ in shown] == ["it's $B"] * 4
+
+
+@pytest.mark.parametrize(
+    "accelerator_type, count",
+    [
+        ("v4-8", 1),
+        ("v5p-8", 1),
+        ("v5p-128", 16),
+        ("v5litepod-1", 1),
+        ("v5litepod-8", 1),
+        ("v5litepod-16", 4),
+        ("v6e-8", 1),
+        ("v6e-256", 64),
+    ],
+)
+def test_hosts_of_a_tpu_vm(accelerator_type, count):
+    assert tpu_vm.num_hosts(accelerator_type) == count
+
+
+# -- all --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "launcher, flags, message",
+    [
+        (slurm, ["--nodes=0"], "--nodes must be at least 1, got 0"),
+        (slurm, ["--gpus_per_node=-1"], "--gpus_per_node must be at least 0, got -1"),
+        (slurm, ["--time=soon"], "--time must read like 04:00:00 or 2-12, got 'soon'"),
+        (slurm, ["--time=5"], "--grace_seconds=300 must be above 0 and below --time=5 (300 sec"),
+        (slurm, ["--partition=a\n#SBATCH --x"], "--partition takes no spaces or quotes"),
+        (slurm, ["--job_name=$(id) x"], "--job_name takes no spaces"),
+        (slurm, ["--option=--qos=a b"], "--option must be --NAME=VALUE without spaces"),
+        (slurm, ["--option=qos"], "--option must be --NAME=VALUE"),
+        (slurm, ["--setup=a\nb"], "--setup takes no line breaks"),
+        (slurm, ["--directory=/nowhere"], "scripts/train.py does not exist in /nowhere"),
+        (slurm, ["--env=A"], "--env must be NAME=VALUE, got 'A'"),
+        (slurm, ["--env=A;B=1"], "--env must be NAME=VALUE"),
+        (slurm, ["--env=A=1\n2"], "--env takes no line breaks"),
+        (slurm, ["--env=DISTFLOW_PROCESS_ID=1"], "the launcher sets DISTFLOW_PROCESS_ID"),
+        (gke, ["--name=First"], "--name must be lower-case letters, digits and dashes"),
+        (gke, [f"--name={'a' * 50}"], "a letter first, at most 47 characters"),
+        (gke, ["--name=a: b"], "--name must be lower-case"),
+        (gke, ["--image=a b"], "--image takes no spaces"),
+        (gke, ["--volume=claim"], "--volume must be CLAIM:/PATH, got 'claim'"),
+        (gke, ["--volume=Claim:/x"], "--volume must be lower-case"),
+        (gke, ["--gpu=nvidia-l4"], "give either --tpu and --topology, or --gpu"),
+        (gke, ["--slices=0"], "--slices must be at least 1"),
+        (gke, ["--max_restarts=-1"], "--max_restarts must be at least 0"),
+        (gke, ["--topology=4x4"], "--topology of v5p must be one of 2x2x1, 2x2x2"),
+        (gke, ["--topology=4x4x6"], "multiples of 4 in rising order, got '4x4x6'"),
+        (gke, ["--topology=8x4x4"], "multiples of 4 in rising order, got '8x4x4'"),
+        (gke, ["--topology=4x4x4 "], "multiples of 4 in rising order"),
+        (gke, ["--tpu=v6e", "--topology=3x3"], "--topology of v6e must be one of 1x1, 2x2"),
+        (gke, ["--chips_per_host=8"], "--chips_per_host must be 4, or 8 for 2x4, got 8"),
+        (gke, ["--chips_per_host=1"], "hosts of 1 chips cannot make up --topology=2x2x2"),
+        (gke, ["--topology=2x2x1", "--slices=2"], "needs TPU slices of more than one host"),
+        (tpu_vm, ["--name=a;b"], "--name must be lower-case"),
+        (tpu_vm, ["--zone=--x"], "--zone must be lower-case"),
+        (tpu_vm, ["--project=a b"], "--project is no project's name: 'a b'"),
+        (tpu_vm, ["--accelerator_type=v5p"], "with a number, such as v5p-32, got 'v5p'"),
+        (tpu_vm, ["--accelerator_type=v5p-12"], "2 per chip and 8 per host; use a multiple of 8"),
+        (tpu_vm, ["--accelerator_type=v6e-12"], "sizes are 1, 4, 8, 16, 32, 64, 128, 256"),
+    ],
+)
+def test_what_cannot_start_is_refused(launcher, flags, message):
+    usual = {slurm: SLURM, gke: TPU, tpu_vm: VM}[launcher]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launcher.main([*usual, *flags, "--dry_run", "--", *TRAIN])
+
+
+def test_a_workdir_that_pods_do_not_share():
+    with pytest.raises(ValueError, match="--workdir=runs/first lies on no volume.*--volume=CLAIM:"):
+        gke.main([*TPU, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
+
+
+@pytest.mark.parametrize("launcher, flags", [(slurm, SLURM), (gke, GPU), (tpu_vm, VM)])
+def test_line_breaks_in_the_command_are_refused(launcher, flags):
+    with pytest.raises(ValueError, match="the command takes no line breaks, got '--x=1\\\\n2'"):
+        launcher.main([*flags, "--dry_run", "--", *TRAIN, "--x=1\n2"])
+
+
+def test_a_job_in_the_environment_is_not_passed_on_unseen(monkeypatch):
+    monkeypatch.setenv(job.COORDINATOR, "a:1")
+    with pytest.raises(ValueError, match="DISTFLOW_COORDINATOR=a:1 is set, and sbatch would pass"):
+        slurm.main([*SLURM, "--", *TRAIN])
+
+
+def run(name, *arguments, path):
+    return subprocess.run(
+        [sys.executable, str(LAUNCH / f"{name}.py"), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+CASES = [
+    ("slurm", SLURM, "sbatch", []),
+    ("gke", GPU, "kubectl", ["create", "--filename=-"]),
+    ("tpu_vm", VM, "gcloud", None),
+]
+
+
+@pytest.mark.parametrize("name, flags, needed, given", CASES)
+def test_submitting(name, flags, needed, given, tmp_path):
+    missing = run(name, *flags, "--", *TRAIN, path=tmp_path)
+    assert missing.returncode == 2 and missing.stdout == ""
+    assert missing.stderr.startswith(f"error: {needed} is not installed here; ")
+    assert missing.stderr.count("\n") == 1
+
+    program(
+        tmp_path / needed,
+        "import json, sys\n"
+        "sys.stdout.write(json.dumps(sys.argv[1:]) + '\\n' + sys.stdin.read())\n"
+        "sys.exit(3)",
+    )
+    done = run(name, *flags, "--", *TRAIN, path=tmp_path)
+    assert done.returncode == 3, done.stderr
+    arguments, text = done.stdout.split("\n", 1)
+    shown = run(name, *flags, "--dry_run", "--", *TRAIN, path=tmp_path).stdout
+    if given is None:
+        assert [needed, *json.loads(arguments)] == shlex.split(shown.splitlines()[0])
+    else:
+        assert json.loads(arguments) == given
+        assert text and shown.startswith(text)
+
+
+def commands_in(text):
+    joined = re.sub(r"\\\n\s*", " ", text)
+    found = re.findall(r"^ *python (scripts/launch/.*)$", joined, re.MULTILINE)
+    return [shlex.split(command) for command in found]
+
+
+@pytest.mark.parametrize("name", ["slurm", "gke", "tpu_vm"])
+def test_help_shows_an_example_that_runs(name, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ((script, *arguments),) = commands_in(run(name, "--help", path="").stdout)
+    assert script == f"scripts/launch/{name}.py"
+    assert sys.modules[name].main(["--dry_run", *arguments]) == 0
+
+
+def test_the_commands_of_the_page_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = commands_in((ROOT / "docs" / "clusters.md").read_text())
+    assert [script for script, *_ in commands] == [
+        f"scripts/launch/{name}.py" for name in ("slurm", "gke", "gke", "tpu_vm")
+    ]
+    for script, *arguments in commands:
+        assert sys.modules[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0
+
+
+def test_a_dry_run_can_be_submitted_as_it_is(capsys):
+    """What follows the file are comments, in its own language."""
+    slurm.main([*SLURM, "--dry_run", "--", *TRAIN])
+    output = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=output, text=True).returncode == 0
+    gke.main([*GPU, "--dry_run", "--", *TRAIN])
+    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
+
+
+def test_variables_read_as_a_shell_reads_them():
+    environment = hosts.variables(["A=it's", "B= $x ", "C=", "D=a=b"])
+    text = hosts.assignments(environment)
+    words = dict(word.split("=", 1) for word in shlex.split(text))
+    assert (
+        words
+        == environment
+        == {"PYTHONUNBUFFERED": "1", "A": "it's", "B": " $x ", "C": "", "D": "a=b"}
+    )

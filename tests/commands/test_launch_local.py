@@ -1,0 +1,166 @@
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.paths import ROOT
+
+LAUNCHER = ROOT / "scripts" / "launch_local.py"
+
+
+def start(tmp_path, code, *flags, **environment):
+    script = tmp_path / "child.py"
+    script.write_text("import os, signal, subprocess, sys, time\n" + code)
+    return subprocess.Popen(
+        [sys.executable, str(LAUNCHER), *flags, "--", str(script), "--an", "argument"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def wait_for_lines(process, number):
+    return [process.stdout.readline().rstrip("\n") for _ in range(number)]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that nobody has collected yet is dead.
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+ME = 'me = int(os.environ["DISTFLOW_PROCESS_ID"])\n'
+
+
+def test_each_child_gets_the_job_and_its_lines_are_marked(tmp_path):
+    code = """
+for name in ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID"):
+    print(os.environ["DISTFLOW_" + name])
+print(os.environ["XLA_FLAGS"], sys.argv[1:], file=sys.stderr)
+"""
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=8"
+    process = start(tmp_path, code, "--processes=3", "--devices_per_process=2", XLA_FLAGS=flags)
+    status, output = finish(process)
+    assert status == 0
+    addresses = set()
+    for me in range(3):
+        mark = f"[p{me}] "
+        lines = [x.removeprefix(mark) for x in output.splitlines() if x.startswith(mark)]
+        address, number, index, last = lines
+        addresses.add(address)
+        assert (number, index) == ("3", str(me))
+        assert last == (
+            "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2 "
+            "['--an', 'argument']"
+        )
+    (address,) = addresses
+    assert address.startswith("127.0.0.1:")
+    assert len(output.splitlines()) == 12
+
+
+def test_the_first_failure_ends_all_and_gives_the_exit_code(tmp_path):
+    code = ME + "time.sleep(60) if me else sys.exit(3)\n"
+    began = time.monotonic()
+    status, _ = finish(start(tmp_path, code, "--processes=3"))
+    assert status == 3
+    assert time.monotonic() - began < 10
+
+
+def test_a_child_killed_by_a_signal_is_a_failure(tmp_path):
+    code = ME + "time.sleep(60) if me else os.kill(os.getpid(), signal.SIGKILL)\n"
+    status, _ = finish(start(tmp_path, code))
+    assert status == 128 + signal.SIGKILL
+
+
+CHECKPOINT = """
+def stop(number, frame):
+    print("saved", number, flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_and_75_is_kept(tmp_path, number):
+    process = start(tmp_path, CHECKPOINT)
+    assert sorted(wait_for_lines(process, 2)) == ["[p0] ready", "[p1] ready"]
+    process.send_signal(number)
+    status, output = finish(process)
+    assert status == 75
+    assert sorted(output.splitlines()) == [f"[p0] saved {number:d}", f"[p1] saved {number:d}"]
+
+
+def test_one_child_stopped_from_outside_stops_the_others_in_time(tmp_path):
+    code = "print(os.getpid(), flush=True)\n" + CHECKPOINT
+    process = start(tmp_path, code)
+    pids = [int(x.split()[1]) for x in wait_for_lines(process, 4) if not x.endswith("ready")]
+    os.kill(pids[0], signal.SIGTERM)
+    status, output = finish(process)
+    assert status == 75
+    assert output.count("saved") == 2
+
+
+def test_a_closed_output_stops_all(tmp_path):
+    """As `launch_local.py ... | head -n 2` does: the processes end, with a checkpoint."""
+    code = """
+def stop(number, frame):
+    open(__file__ + f".saved-{os.environ['DISTFLOW_PROCESS_ID']}", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+while True:
+    print("a line", flush=True)
+    time.sleep(0.01)
+"""
+    process = start(tmp_path, code)
+    wait_for_lines(process, 2)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 75
+    assert len(list(tmp_path.glob("child.py.saved-*"))) == 2
+
+
+def test_nothing_is_left_behind(tmp_path):
+    """A child that ignores SIGTERM, and the child's own child, end by SIGKILL after the grace."""
+    code = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), worker.pid, flush=True)
+time.sleep(60)
+"""
+    process = start(tmp_path, code, "--grace_seconds=0.3")
+    pids = [int(pid) for line in wait_for_lines(process, 2) for pid in line.split()[1:]]
+    process.send_signal(signal.SIGTERM)
+    status, _ = finish(process)
+    assert status == 128 + signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 4 and not any(map(alive, pids))
+
+
+def test_help_shows_an_example():
+    result = subprocess.run([sys.executable, LAUNCHER, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "python scripts/launch_local.py --processes=2" in result.stdout
+
+
+def test_sizes_below_one_are_refused():
+    result = subprocess.run(
+        [sys.executable, LAUNCHER, "--processes=0", "--", "x.py"], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "must be at least 1" in result.stderr

@@ -1,0 +1,336 @@
+"""The commands that the README and the scripts show do what they say, on a small model.
+
+Where a command names configs/grpo_smollm2.py it runs on configs/tiny.py made smaller still, and its
+folders and files lie in a temporary one.
+"""
+
+import ast
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.serving.client import SamplerClient
+
+SCRIPTS = sorted(path.stem for path in ROOT.glob("scripts/*.py"))
+PODS = {path.name for path in ROOT.glob("configs/shapes/*")}  # test_pod_configs.py plans these
+CONFIGS = sorted({path.stem for path in ROOT.glob("configs/*.py")} - PODS)
+SMALL = [
+    "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300",
+    "data.train=task:arithmetic?size=64",
+    "data.max_prompt_length=96",
+    "data.prompts_per_step=4",
+    "rollout.max_response_length=8",
+    "eval.dataset=task:arithmetic?size=64&held_out=1",
+    "eval.num_prompts=4",
+    "training.steps=1",
+]
+FLAGS = [f"--config.{assignment}" for assignment in SMALL]
+
+
+def commands_in(text):
+    """Every `python scripts/...` on lines of its own, as arguments with the small config's name."""
+    joined = re.sub(r"\\\n\s*", " ", text).replace("grpo_smollm2", "tiny")
+    found = re.findall(r"^ *(python scripts/.*)$", joined, re.MULTILINE)
+    return [tuple(shlex.split(command)[1:]) for command in found]
+
+
+def shown_commands():
+    texts = {
+        script: ast.get_docstring(ast.parse(read(f"scripts/{script}.py"))) for script in SCRIPTS
+    }
+    commands = [*commands_in(read("README.md"))]
+    for script, text in texts.items():
+        found = commands_in(text)
+        assert found, f"the docstring of scripts/{script}.py shows no example"
+        assert all(command[0] == f"scripts/{script}.py" for command in found)
+        commands += found
+    return list(dict.fromkeys(commands))
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+SHOWN = shown_commands()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where the commands run: a folder that looks like the repository's root."""
+    path = tmp_path_factory.mktemp("place")
+    for name in ("scripts", "configs"):
+        (path / name).symlink_to(ROOT / name)
+    (path / "questions.txt").write_text("What is 12 + 35?\n\nWhat is 7 + 8?\n")
+    return path
+
+
+def start(place, *arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=place,
+        env=haste.environment() | {"COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stdout + stderr
+    return stdout
+
+
+def run_shown(place, command):
+    return finish(start(place, *command, *FLAGS))
+
+
+@pytest.fixture(scope="module")
+def first_run(place):
+    """The run that the other commands read, runs/first: the README's own."""
+    (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
+    return run_shown(place, command)
+
+
+def test_train_trains(place, first_run):
+    assert "done: 1 steps in runs/first" in first_run
+    steps = [row["step"] for row in read_metrics(place / "runs/first/metrics.jsonl")]
+    assert sorted(set(steps)) == [0, 1]
+    config = json.loads((place / "runs/first/config.json").read_text())
+    assert config["training"]["optimizer"]["lr"] == 2e-6
+
+
+def test_a_run_takes_the_memory_that_it_said(place, first_run):
+    """After step 1, and with the largest program's own figure."""
+    assert "memory of a device, which has" in first_run
+    tree = json.loads((place / "runs/first/memory.json").read_text())
+    (first,) = [r for r in read_metrics(place / "runs/first/metrics.jsonl") if r["step"] == 1]
+    live = first["perf/memory_live_gb"] * 2**30
+    assert live == pytest.approx(tree["between_steps"], rel=0.15)
+    temporaries = {s["name"]: s["temporaries"] for s in tree["segments"]}
+    assert temporaries["rollout"] > 0 and temporaries["actor_train"] > 0
+    largest = max(s["gradients"] + (s["temporaries"] or 0) for s in tree["segments"])
+    assert live + largest == pytest.approx(tree["fullest"]["total"], rel=0.15)
+
+
+def test_a_finished_run_says_so(place, first_run):
+    (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
+    output = run_shown(place, command)
+    assert output == (
+        "runs/first is finished: step 1 of 1. Choose another --workdir, or raise training.steps to "
+        "go on\n"
+    )
+
+
+@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/report.py"], ids=" ".join)
+def test_report_makes_the_page_that_the_run_left(place, first_run, command):
+    path = place / "runs/first/report.html"
+    left = path.read_text(encoding="utf-8")
+    assert "done: 1 steps" in left
+    path.unlink()
+    assert finish(start(place, *command)) == "wrote runs/first/report.html\n"
+    assert path.read_text(encoding="utf-8") == left
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in SHOWN if c[0] == "scripts/evaluate.py"], ids=" ".join
+)
+def test_evaluate_writes_json(place, first_run, command):
+    output = run_shown(place, command)
+    (out,) = [argument[6:] for argument in command if argument.startswith("--out=")]
+    report = json.loads((place / out).read_text())
+    samples = 8 if "--config.eval.num_samples=8" in command else 1
+    trained = "--run=runs/first" in command
+    assert (report["step"], report["run"]) == ((1, "runs/first") if trained else (0, ""))
+    assert len(report["records"]) == 4
+    assert all(len(r["responses"]) == len(r["scores"]) == samples for r in report["records"])
+    mean = sum(sum(r["scores"]) for r in report["records"]) / (4 * samples)
+    name = f"val-core/arithmetic/reward/mean@{samples}"
+    assert report["metrics"][name] == pytest.approx(mean)
+    assert (f"val-core/arithmetic/reward/best@{samples}/mean" in report["metrics"]) == (samples > 1)
+    assert f"{name} {mean:.4f}" in output.splitlines()
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in SHOWN if c[0] == "scripts/generate.py"], ids=" ".join
+)
+def test_generate_answers(place, first_run, command):
+    output = run_shown(place, command)
+    if "--file=questions.txt" in command:
+        for question in ("What is 12 + 35?", "What is 7 + 8?"):
+            assert output.count(f"--- {question} [0]\n") == 1
+    else:
+        assert output and "---" not in output
+
+
+def test_generate_samples_repeat_themselves_and_differ(place, first_run):
+    flags = ["--config=configs/tiny.py", *FLAGS, "--prompt=x", "--samples=4", "--temperature=1.5"]
+    first, again = (start(place, "scripts/generate.py", *flags) for _ in range(2))
+    output = finish(first)
+    assert output == finish(again)
+    answers = re.split(r"--- x \[\d\]\n", output)[1:]
+    assert len(answers) == 4 and len(set(answers)) > 1
+
+
+# what needs a run with adapters is in test_lora.py
+@pytest.mark.parametrize(
+    "command",
+    [c for c in SHOWN if c[0] == "scripts/export.py" and "--adapter" not in c],
+    ids=" ".join,
+)
+def test_export_writes_a_folder_that_opens(place, first_run, command):
+    output = finish(start(place, *command))
+    (out,) = [argument[6:] for argument in command if argument.startswith("--out=")]
+    from_run = "--workdir=runs/first" in command
+    assert f"wrote {'actor of runs/first at step 1' if from_run else 'pypi:'}" in output
+    model = open_model(str(place / out))
+    assert model.config.hidden_size == (32 if from_run else 576)
+    generate = ["--config=configs/tiny.py", *FLAGS, f"--config.model.source={out}", "--prompt=x"]
+    if from_run:
+        assert finish(start(place, "scripts/generate.py", *generate))
+
+
+@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/serve.py"], ids=" ".join)
+def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = probe.getsockname()[1]
+    free = ["--port=0"]  # those that are shown may be in use
+    if any(argument.startswith("--metrics_port") for argument in command):
+        free.append(f"--metrics_port={metrics}")
+    process = start(place, *command, *FLAGS, *free)
+    ready = process.stdout.readline()
+    assert ready.startswith("ready: random:llama"), ready + process.stderr.read()
+    (address,) = re.findall(r" on (127.0.0.1:\d+),", ready)
+    with SamplerClient(address) as client:
+        version = 1 if "--run=runs/first" in command else 0
+        assert client.status()["version"] == version
+        (answer,) = client.responses(prompt="What is 12 + 35?", uid=0, temperature=0)
+        assert answer["version"] == [version] * len(answer["tokens"])
+        # by the step's folder, and by the run's
+        for path in ("runs/first/checkpoints/1", "runs/first"):
+            assert client.load_weights(path) == {"version": 1, "step": 1}
+        (again,) = client.responses(prompt="What is 12 + 35?", uid=0, temperature=0)
+        assert set(again["version"]) == {1}
+        assert (again["logp"] == answer["logp"]) == (version == 1)
+    process.terminate()
+    assert finish(process) == "stopped\n"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "command", [c for c in SHOWN if c[0] == "scripts/launch_local.py"], ids=" ".join
+)
+def test_launch_local_trains_as_one_job(place, command):
+    lines = run_shown(place, command).splitlines()
+    assert all(line.startswith(("[p0] ", "[p1] ")) for line in lines)
+    assert any("cpu, in 2 processes" in line and line.startswith("[p0]") for line in lines)
+    # one job, told once
+    assert [x for x in lines if "done: " in x] == ["[p0] done: 1 steps in runs/two"]
+
+
+@pytest.mark.multiprocess
+def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
+    train = ["scripts/train.py", "--config=configs/tiny.py", "--workdir=runs/none"]
+    process = start(
+        place, "scripts/launch_local.py", "--", *train, *FLAGS, "--config.data.train=nowhere.jsonl"
+    )
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2, stdout + stderr
+    # one process may be stopped before it has come to it
+    assert set(stdout.splitlines()) & {
+        f"[p{me}] error: data file nowhere.jsonl does not exist" for me in range(2)
+    }
+    assert "Traceback" not in stdout
+
+
+def test_the_notebook_block_of_the_readme_runs(place):
+    (code,) = re.findall(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
+    assert code.count('"training.steps": 5') == code.count('"/tmp/notebook-run"') == 1
+    pairs = dict(assignment.split("=", 1) for assignment in SMALL)
+    small = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    code = code.replace('"training.steps": 5', repr(small)[1:-1])
+    code = code.replace("/tmp/notebook-run", str(place / "runs/notebook"))
+    finish(start(place, "-c", code))
+    assert (place / "runs/notebook/checkpoints/1").is_dir()
+
+
+@pytest.fixture(scope="module")
+def plans(place):
+    """What plan.py prints of each config, with every optional node and on eight devices."""
+    flags = ["--config.algorithm.kl_coef=0.1", "--config.training.mini_batches=2", "--devices=8"]
+    flags.append("--config.training.device_memory_gib=16")  # whatever an eighth of this machine has
+    started = {
+        config: start(place, "scripts/plan.py", f"--config=configs/{config}.py", *flags)
+        for config in CONFIGS
+    }
+    return {config: finish(process) for config, process in started.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_plan_prints_order_fields_and_sizes(plans, config):
+    output = plans[config]
+    for title in ("parameters", "training mesh", "fsdp 8 x tensor 1", "plan grpo, digest "):
+        assert title in output
+    ids = re.findall(r"^\d+ +\d+ +(\w+)", output, re.MULTILINE)
+    assert sorted(ids[1:-1]) == ["advantage", "old_logp", "reference", "reward"]
+    assert (ids[0], ids[-1]) == ("rollout", "actor_train")
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
+    limit = "--config.training.device_memory_gib=0.001"
+    process = start(place, "scripts/plan.py", "--config=configs/tiny.py", *FLAGS, limit)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2, stdout + stderr
+    assert "memory of a device, which has 1.0 MiB" in stdout
+    (line,) = [x for x in stderr.splitlines() if x.startswith("error: ")]
+    assert line.startswith("error: a run would end before step 1: node 'old_logp.advantage.actor_")
+
+
+# plans for pods need libtpu, which is not installed for tests: tests/pods has them
+PLANS = [c for c in SHOWN if c[0] == "scripts/plan.py" and "--topology" not in " ".join(c)]
+
+
+@pytest.mark.parametrize("command", PLANS, ids=" ".join)
+def test_plan_commands(place, command):
+    output = run_shown(place, command)
+    assert "plan grpo, digest " in output
+    assert ("flowchart LR" in output) == ("--mermaid" in command)
+    for out in [argument[6:] for argument in command if argument.startswith("--out=")]:
+        folder = place / out
+        assert (folder / "plan.txt").read_text() in output
+        assert ((folder / "plan.mmd").read_text() in output) == ("--mermaid" in command)
+        assert (folder / "plan.svg").read_text().startswith("<svg ")
+        assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def helps(place):
+    started = {script: start(place, f"scripts/{script}.py", "--help") for script in SCRIPTS}
+    return {script: finish(process) for script, process in started.items()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_an_example_that_can_be_pasted(helps, script):
+    shown = commands_in(helps[script])
+    assert shown and set(shown) <= set(SHOWN)
+    assert all(command[0] == f"scripts/{script}.py" for command in shown)
+
+
+def test_every_shown_script_and_config_exists():
+    for command in SHOWN:
+        for path in command:
+            for part in re.findall(r"(?:scripts|configs)/\w+\.py", path):
+                assert (ROOT / part).is_file()
+    tested = {"train", "evaluate", "generate", "export", "serve", "plan", "report", "launch_local"}
+    assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

@@ -1,0 +1,467 @@
+"""Responses in turns: exact ids and masks, limits, deadlines, errors, and what must not matter."""
+
+import dataclasses
+import logging
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_model import (
+    TINY,
+    mesh_of,
+    mini_batch,
+    prompt_of,
+    random_params,
+    rows_of,
+    values_of,
+)
+
+from distflow_jax.batch import RowShape, Samples
+from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
+from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.registry import Environments
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.training.forward import ForwardConfig, response_logp
+
+PARAMS = random_params(TINY, 2)
+TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
+STOP_IDS = (258, *range(16))  # a turn ends after some ten tokens
+LIMITS = TurnLimits(response=90, turn=40, turns=4)
+CONFIG = EngineConfig(
+    slots=8,
+    max_prompt=36,
+    max_response=90,
+    max_read=32 + 89,
+    tokens_per_call=4,
+    page_size=16,
+    group_size=4,
+)
+NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
+PROMPTS = [
+    prompt_of(i, np.random.default_rng(i).integers(0, TINY.vocab_size, length))
+    for i, length in enumerate((3, 16, 32, 9))
+]
+
+
+class Sampler:
+    """An engine with weights and slots, all compiled."""
+
+    def __init__(self, **changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        mesh = mesh_of(1, 1, names=("data", "tensor"))
+        self.engine = RolloutEngine(TINY, config, mesh, stop_ids=STOP_IDS, seed=3)
+        params = self.engine.load_params(PARAMS)
+        self.engine.compile(params)
+        self.state = SamplerState(params, 0, self.engine.init_decode_state())
+
+    def run(
+        self, name, limits=LIMITS, *, seconds=60.0, prompts=PROMPTS, on_response=None, **kwargs
+    ):
+        """Episodes of 4 responses to each prompt, by uid."""
+        environments = Environments(f"{__name__}:{name}", kwargs, TOKENIZER, seconds=seconds)
+        self.state, episodes, self.stats = respond_in_turns(
+            self.engine,
+            self.state,
+            prompts,
+            environments,
+            limits,
+            num_samples=4,
+            temperature=1.0,
+            on_response=on_response,
+        )
+        table = {(e.response.prompt.counter, e.response.sample): e for e in episodes}
+        assert list(table) == [(p.counter, s) for p in prompts for s in range(4)]
+        return table
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return Sampler()
+
+
+class Parrot:
+    """Repeats the middle of a turn, backwards; what it was told is in `heard`, by its prompt."""
+
+    heard: list[tuple[int, list]] = []
+
+    def __init__(self, tokenizer, *, delay=0.0, first=""):
+        self.delay, self.first, self.turns = delay, first, []
+
+    def reset(self, prompt):
+        self.heard.append((prompt.counter, self.turns))
+        return self.first
+
+    def step(self, tokens, text):
+        assert text == TOKENIZER.decode(tokens)
+        time.sleep(random.random() * self.delay)
+        self.turns.append(tokens)
+        return Turn(tokens[-2:0:-1], reward=0.5, logged={"tokens": len(tokens)})
+
+
+@pytest.fixture(scope="module")
+def episodes(sampler):
+    Parrot.heard.clear()
+    return sampler.run("Parrot")
+
+
+def assert_agree(got, wanted):
+    """Same tokens up to each response's first near-tie, and most of them before it."""
+    assert got.keys() == wanted.keys()
+    compared = 0
+    for uid, episode in got.items():
+        mine, theirs = episode.response, wanted[uid].response
+        ties = np.flatnonzero(theirs.margin < NEAR_TIE)
+        end = ties[0] if len(ties) else max(len(theirs.tokens), len(mine.tokens))
+        np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end], err_msg=str(uid))
+        np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=1e-4)
+        np.testing.assert_array_equal(episode.mask[:end], wanted[uid].mask[:end])
+        compared += end
+    assert compared > 0.8 * sum(len(e.response.tokens) for e in wanted.values())
+
+
+# -- what a response is ----------------------------------------------------------------------------
+
+
+def test_a_response_is_what_was_sampled_and_what_was_observed_and_nothing_else(episodes):
+    """Turn by turn: the ids that the environment was given, then those that it gave."""
+    heard = {}
+    for counter, turns in Parrot.heard:
+        heard.setdefault(counter, []).append([t.tolist() for t in turns])
+    several = 0
+    for (counter, _), episode in episodes.items():
+        tokens, mask = episode.response.tokens, episode.mask
+        assert len(tokens) == len(mask) == len(episode.response.logp)
+        # runs of sampled tokens; an observation may be empty, so that two turns touch
+        told = max((t for t in heard[counter] if _is_beginning(t, tokens)), key=len, default=[])
+        wanted, wanted_mask = [], []
+        for i, turn in enumerate(told):
+            wanted += turn
+            wanted_mask += [True] * len(turn)
+            if i + 1 < episode.turns:
+                wanted += turn[-2:0:-1]
+                wanted_mask += [False] * len(turn[-2:0:-1])
+        assert tokens[: len(wanted)].tolist() == wanted
+        assert mask[: len(wanted)].tolist() == wanted_mask
+        assert mask[len(wanted) :].all()  # a last turn that a limit cut
+        assert not episode.response.logp[~mask].any()
+        assert (episode.response.logp[mask] < 0).all()
+        several += episode.turns > 2
+    assert several > 4
+
+
+def _is_beginning(turns, tokens):
+    whole = [t for turn in turns for t in [*turn, *turn[-2:0:-1]]]
+    last = len(turns[-1][-2:0:-1]) if turns else 0
+    return tokens.tolist()[: len(whole) - last] == whole[: len(whole) - last]
+
+
+def test_log_probs_with_gaps_are_those_of_one_forward_pass(episodes):
+    """Turns that were read again and decoded, against the trainer's packed rows and its mask."""
+    columns = turn_columns(list(episodes.values()), version=7)
+    samples = Samples(
+        [e.response.prompt for e in episodes.values()],
+        np.array([e.response.sample for e in episodes.values()], np.int32),
+        columns["response"],
+        columns["response_mask"],
+    )
+    rows, placement = rows_of(samples, RowShape(1, 16, 128, 8), shared=True)
+
+    @jax.jit
+    def logp(params):
+        return response_logp(
+            params, TINY, mini_batch(rows), np.float32(1.0), ForwardConfig(logp_chunk=32)
+        )[0]
+
+    trained = values_of(samples, placement, np.asarray(logp(PARAMS))[None])
+    for mine, theirs in zip(columns["rollout_logp"], trained, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    gaps = sum(int((np.diff(m.astype(int)) == 1).sum()) for m in columns["response_mask"])
+    assert gaps > 10 and (columns["version"] == 7).all()
+    assert int(rows.length.sum()) == sum(int(e.mask.sum()) for e in episodes.values())
+
+
+def test_the_first_turn_is_that_of_a_response_without_an_environment(sampler, episodes):
+    requests = [GroupRequest(p, 4, LIMITS.turn) for p in PROMPTS]
+    decode, single, _ = run_requests(
+        sampler.engine, sampler.state.params, sampler.state.decode, requests
+    )
+    sampler.state = dataclasses.replace(sampler.state, decode=decode)
+    for response in single:
+        episode = episodes[response.prompt.counter, response.sample]
+        end = len(response.tokens)
+        np.testing.assert_array_equal(episode.response.tokens[:end], response.tokens)
+
+
+def test_noise_goes_on_with_the_place_in_the_response(sampler):
+    """Nothing observed after an end token: the same as if the end token had ended nothing."""
+
+    def tokens(limits):
+        table = sampler.run("Silent", limits)
+        return {uid: e.response.tokens for uid, e in table.items()}
+
+    short, long = tokens(TurnLimits(20, 20, 2)), tokens(TurnLimits(20, 20, 9))
+    longer = 0
+    for uid in short:
+        end = len(short[uid])
+        np.testing.assert_array_equal(short[uid], long[uid][:end])
+        longer += len(long[uid]) > end
+    assert longer
+    repeated = [t for t in long.values() if len(set(t[:5].tolist())) < 3]
+    assert not repeated  # noise that began anew with each turn would repeat itself
+
+
+class Silent:
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        return None
+
+    def step(self, tokens, text):
+        return Turn()
+
+
+def test_a_first_observation_is_read_and_not_trained_on(sampler):
+    episodes = sampler.run("Parrot", first="abc")
+    for episode in episodes.values():
+        assert TOKENIZER.decode(episode.response.tokens[:3]) == "abc"
+        assert not episode.mask[:3].any() and episode.mask[3]
+        assert len(episode.response.tokens) <= LIMITS.response
+    again = [dataclasses.replace(p, tokens=np.append(p.tokens, TOKENIZER.encode("abc")))
+             for p in PROMPTS]  # fmt: skip
+    for uid, episode in sampler.run("Parrot", prompts=again[:2]).items():
+        first = np.flatnonzero(~episodes[uid].mask[3:])
+        turn = slice(0, first[0] if len(first) else 10)
+        np.testing.assert_array_equal(
+            episode.response.tokens[turn], episodes[uid].response.tokens[3:][turn]
+        )
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_limits(sampler):
+    reasons = set()
+    for limits in (LIMITS, TurnLimits(20, 20, 9), TurnLimits(60, 12, 2)):
+        for episode in sampler.run("Parrot", limits).values():
+            reasons.add(episode.reason)
+            check_limits(episode, limits)
+    assert reasons == {"max_turns", "turn_length", "response_length"}
+
+
+def check_limits(episode, limits):
+    tokens = episode.response.tokens
+    assert len(tokens) <= limits.response and episode.turns <= limits.turns
+    assert episode.mask[-1]  # an observation that nobody answers is left out
+    assert not episode.response.finished
+    runs = np.split(episode.mask, np.flatnonzero(np.diff(episode.mask)) + 1)
+    cut = tokens[-1] not in STOP_IDS
+    if episode.reason == "turn_length":
+        assert cut and runs[-1].sum() >= limits.turn
+    elif episode.reason == "response_length":
+        # cut there, or with no room for the observation and a token more
+        last = 0 if cut else max(0, int(runs[-1].sum()) - 2)
+        assert len(tokens) + last >= limits.response
+    else:
+        assert episode.turns == limits.turns and not cut
+    # a turn that was cut is not shown to the environment, and earns nothing
+    assert episode.reward == 0.5 * (episode.turns - cut)
+
+
+def test_slots_are_free_afterwards_and_nothing_is_left_to_compile(sampler, episodes):
+    counter = Compilations()
+    again = sampler.run("Parrot")
+    assert counter.take() == 0, counter.names()
+    counter.close()
+    assert_agree(again, episodes)
+
+
+# -- what must not matter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_when_environments_answer(sampler, episodes, seed):
+    random.seed(seed)
+    assert_agree(sampler.run("Parrot", delay=0.05), episodes)
+
+
+def test_number_of_slots_and_tokens_per_call(episodes):
+    other = Sampler(slots=3, tokens_per_call=7, page_size=32, group_size=2)
+    assert_agree(other.run("Parrot"), episodes)
+
+
+def test_order_of_prompts(sampler, episodes):
+    order = [2, 0, 3, 1]
+    got = sampler.run("Parrot", prompts=[PROMPTS[i] for i in order])
+    assert_agree({uid: got[uid] for uid in episodes}, episodes)
+
+
+# -- beside the sampler ----------------------------------------------------------------------------
+
+
+def test_environments_work_beside_each_other_and_beside_the_sampler(sampler):
+    """The first two steps wait for one another, and then until another response has ended: were
+    one of them alone at work, or did the sampler wait, both would run into the deadline."""
+    Meeting.both, Meeting.ended, Meeting.seats = threading.Barrier(2), threading.Event(), [0, 1]
+    met = sampler.run(
+        "Meeting", seconds=20.0, prompts=PROMPTS[:1], on_response=lambda _: Meeting.ended.set()
+    )
+    assert {e.reason for e in met.values()} <= {"done", "turn_length"}
+    assert not Meeting.seats
+
+
+class Meeting:
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        pass
+
+    def step(self, tokens, text):
+        try:
+            self.seats.pop()
+        except IndexError:
+            return Turn(done=True)
+        self.both.wait()
+        self.ended.wait()
+        return Turn(done=True)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Goes wrong for the prompt that `when` says, or in each step."""
+
+    closed: list = []
+
+    def __init__(self, tokenizer, *, where, how, counter=1):
+        self.where, self.how, self.counter = where, how, counter
+        self.bad = False
+
+    def reset(self, prompt):
+        self.bad = prompt.counter == self.counter
+        return self._maybe("reset")
+
+    def step(self, tokens, text):
+        return self._maybe("step") or Turn(done=True, reward=1.0)
+
+    def close(self):
+        self.closed.append(self.bad)
+
+    def _maybe(self, where):
+        if self.bad and self.where == where:
+            if self.how == "raise":
+                raise KeyError("no such room")
+            if self.how == "exit":
+                raise SystemExit(3)
+            if self.how == "hang":
+                time.sleep(1.5)
+            return "nothing like a turn" if where == "step" else 7
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("how", ["raise", "exit", "return", "hang"])
+def test_an_environment_that_fails_costs_its_own_response(sampler, caplog, where, how):
+    Faulty.closed.clear()
+    seconds, started = 0.5 if how == "hang" else 60.0, time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="distflow_jax"):
+        episodes = sampler.run("Faulty", seconds=seconds, where=where, how=how)
+    if how == "hang":
+        assert time.monotonic() - started < 20
+    reason = "deadline" if how == "hang" else "error"
+    for (counter, _), episode in episodes.items():
+        cut = episode.turns == 1 and episode.response.tokens[-1] not in STOP_IDS
+        assert len(episode.response.tokens) > 0 and episode.mask.all()
+        if counter == 1:
+            assert episode.reward == 0 and not episode.response.finished
+            assert episode.reason == reason or (where == "step" and cut)
+        else:
+            assert episode.reason == ("turn_length" if cut else "done")
+    # four failed alike, and one is told of, with its traceback
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 1
+    if how == "raise":
+        assert "KeyError: 'no such room'" in told[0] and "test_multiturn.py, line" in told[0]
+        assert "Traceback" in told[0]
+    metrics = episode_metrics([episode_sums(list(episodes.values()))], 1)
+    failed = sum(e.reason == reason for e in episodes.values())
+    assert metrics["environment/deadlines"] == (failed if how == "hang" else 0)
+    assert metrics["environment/errors"] == (0 if how == "hang" else failed)
+    assert failed >= 2
+    if how != "hang":
+        until = time.monotonic() + 10
+        while len(Faulty.closed) < 16 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(Faulty.closed) == 16
+
+
+class Whimsical:
+    """Begins every response differently."""
+
+    count = 0
+
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        Whimsical.count += 1
+        return f"{Whimsical.count % 10}" if prompt.counter == 2 else "x" * 100
+
+    def step(self, tokens, text):
+        return Turn(done=True)
+
+
+def test_first_observations_that_cannot_be(sampler, caplog):
+    episodes = sampler.run("Whimsical", prompts=PROMPTS[1:3])
+    reasons = [e.reason for e in episodes.values()]
+    assert reasons[:4] == ["error"] * 4  # longer than a response may get
+    assert reasons[4] in ("done", "turn_length") and reasons[5:] == ["error"] * 3
+    messages = " ".join(r.getMessage() for r in caplog.records)
+    assert "100 tokens, more than the 20 that" in messages
+    assert "different first observations" in messages
+
+
+@pytest.mark.parametrize(
+    "turn, message",
+    [
+        (Turn(reward=float("nan")), "a reward of nan"),
+        (Turn([400]), "ids from 400 to 400, the vocabulary 320"),
+        (Turn([[1]]), "text or token ids"),
+        (Turn([0.5]), "text or token ids"),
+        ("text", "returned 'text' .str., not a Turn"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused(turn, message):
+    environments = Environments("calculator", {}, TOKENIZER, seconds=1.0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        environments.observed(turn)
+
+
+def test_environments_are_tried_before_the_run():
+    def check(name, **kwargs):
+        Environments(name, kwargs, TOKENIZER, seconds=0.5).check(PROMPTS[1])
+
+    check("calculator")
+    with pytest.raises(ValueError, match="failed on the first row: KeyError: 'no such room'"):
+        check(f"{__name__}:Faulty", where="reset", how="raise")
+    with pytest.raises(ValueError, match="not reset within rollout.environment_seconds=0.5"):
+        check(f"{__name__}:Faulty", where="reset", how="hang")
+    with pytest.raises(ValueError, match="an observation must be text or token ids, got 7"):
+        check(f"{__name__}:Faulty", where="reset", how="return")
+    with pytest.raises(ValueError, match="environment_kwargs={'wher': 1} do not fit .*Faulty"):
+        check(f"{__name__}:Faulty", wher=1)
+    with pytest.raises(ValueError, match="has no method 'reset'"):
+        check(f"{__name__}:Sampler")
+    with pytest.raises(ValueError, match="unknown rollout.environment 'calcuator'; did you mean"):
+        check("calcuator")

@@ -1,0 +1,177 @@
+"""Tools: exact arithmetic that no text can make expensive, and calls found in a turn's text."""
+
+import dataclasses
+import time
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from support.tiny_model import prompt_of
+
+from distflow_jax.environments.calculator import calculate
+from distflow_jax.environments.tools import Tools, calculator
+from distflow_jax.models.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.byte_level(300)
+MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("12*7", "84"),
+        (" 1,000 + 234 ", "1234"),
+        ("2 + 3 * 4 - 1", "13"),
+        ("(2 + 3) * 4", "20"),
+        ("-3 ** 2", "-9"),
+        ("2 ** -1", "0.5"),
+        ("2 ^ 3 ^ 2", "512"),
+        ("--3 - -2", "5"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 / 3", "0.333333333333"),
+        ("2/3*3", "2"),
+        ("$5 × 3 ÷ 2", "7.5"),
+        ("10 \N{MINUS SIGN} 4", "6"),
+        (".5 + 1.", "1.5"),
+        ("2 ** 0.5", "1.41421356237"),
+        ("(-1) ** 123456789123456789", "-1"),
+        ("0 ** 0", "1"),
+        ("1/10**20", "1e-20"),
+    ],
+)
+def test_arithmetic(text, value):
+    assert calculate(text) == value
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("1/0", "division by zero"),
+        ("5 % (3 - 3)", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("", "empty"),
+        ("twelve", "not arithmetic: 'twelve'"),
+        ("__import__('os')", "not arithmetic"),
+        ("1,00", "not arithmetic"),
+        ("1 2", "expected an operator before '2'"),
+        ("1 +", "ends too early"),
+        ("(1", "not closed"),
+        ("* 3", "expected a number before"),
+        ("(-8) ** 0.5", "root of a negative"),
+        ("9 ** 9 ** 9", "too large"),
+        ("1.5 ** 99999.5", "too large"),
+        ("10 ** 50", "more than 50 digits"),
+        ("1" * 201, "longer than 200"),
+        ("(" * 99 + "1" + ")" * 99, "inside one another"),
+        ("**".join("2" * 60), "inside one another"),
+    ],
+)
+def test_what_is_no_arithmetic_is_said_in_words(text, message):
+    with pytest.raises(ValueError, match=message):
+        calculate(text)
+
+
+def test_arithmetic_agrees_with_pythons_and_ends_soon():
+    """Random texts of its characters: a value or a ValueError, at once."""
+    rng = np.random.default_rng(0)
+    values = 0
+    for _ in range(1000):
+        text = "".join(rng.choice(list("0123456789+-*/%(). "), rng.integers(1, 30)))
+        started = time.perf_counter()
+        try:
+            got = calculate(text)
+        except ValueError:
+            continue
+        finally:
+            assert time.perf_counter() - started < 0.5
+        values += 1
+        if "//" in text or "%" in text or any(f"0{d}" in text for d in "0123456789"):
+            continue  # rounded the other way by floats, or octal to Python
+        wanted = eval(text)  # noqa: S307  of the characters above
+        if not isinstance(wanted, complex):
+            assert float(Decimal(got)) == pytest.approx(wanted, rel=1e-9, abs=1e-300)
+    assert values > 50
+
+
+def turn(environment, text, *, chat=True):
+    """(its answer to a turn of that text, the observation as text with special tokens)."""
+    rendered = TOKENIZER.render(MESSAGES) if chat else "What is 12 * 7? "
+    prompt = prompt_of(0, TOKENIZER.encode(rendered))
+    environment.reset(type(prompt)(**{**vars(prompt), "text": rendered}))
+    answer = environment.step(TOKENIZER.encode(text), text)
+    seen = answer.observation
+    return answer, seen if isinstance(seen, str) else TOKENIZER.decode(seen, skip_special=False)
+
+
+def test_a_call_is_answered_in_a_turn_of_the_chat():
+    answer, seen = turn(calculator(TOKENIZER), "I need <tool>12*7</tool>.")
+    assert not answer.done and answer.logged == {"tool_calls": 1, "tool_errors": 0}
+    # what the template would have written after the answer's own <|im_end|>
+    whole = TOKENIZER.render(
+        [
+            *MESSAGES,
+            {"role": "assistant", "content": "I need <tool>12*7</tool>."},
+            {"role": "user", "content": "<result>84</result>"},
+        ]
+    )
+    assert whole == TOKENIZER.render(MESSAGES) + "I need <tool>12*7</tool>.<|im_end|>" + seen
+
+
+def test_a_prompt_that_is_plain_text_is_answered_so():
+    assert turn(calculator(TOKENIZER), "<tool>12*7</tool>", chat=False)[1] == "<result>84</result>"
+
+
+@pytest.mark.parametrize("text", ["#### 84", "", "<tool>12*7", "12*7</tool>", "<Tool>1</Tool>"])
+def test_a_turn_without_a_call_ends_the_response(text):
+    assert turn(calculator(TOKENIZER), text)[0].done
+
+
+@pytest.mark.parametrize(
+    "text, result",
+    [
+        ("<tool>1/0</tool>", "error: division by zero"),
+        ("<tool>nonsense</tool>", "error: not arithmetic: 'nonsense'"),
+        ('<tool name="search">1</tool>', "error: there is no tool 'search', only calculator"),
+        ('<tool name="calculator">1+1</tool>', "2"),
+        ("<tool>\n2 *\n3 </tool>", "6"),
+        ("<tool></tool>", "error: the expression is empty"),
+    ],
+)
+def test_errors_of_a_tool_come_back_as_text(text, result):
+    answer, seen = turn(calculator(TOKENIZER), text, chat=False)
+    assert seen == f"<result>{result}</result>" and not answer.done
+    assert answer.logged == {"tool_calls": 1, "tool_errors": int(result.startswith("error"))}
+
+
+def test_all_calls_of_a_turn_are_answered_up_to_a_number():
+    tools = calculator(TOKENIZER, max_calls=2)
+    _, seen = turn(tools, "<tool>1</tool> and <tool>2</tool>", chat=False)
+    assert seen == "<result>1</result>\n<result>2</result>"
+    answer, seen = turn(tools, "<tool>1</tool>" * 5, chat=False)
+    assert seen.endswith("<result>error: only 2 calls in one turn</result>")
+    assert answer.logged == {"tool_calls": 5, "tool_errors": 1}
+
+
+def test_tools_of_ones_own(tmp_path):
+    file = tmp_path / "own_tools.py"
+    file.write_text("def shout(text):\n    return text.upper() * 3\n")
+    tools = Tools(
+        TOKENIZER, tools={"shout": f"{file}:shout", "sum": "calculator"}, max_characters=5
+    )
+    assert turn(tools, "<tool>ab</tool>", chat=False)[1] == "<result>ABABA</result>"
+    assert turn(tools, '<tool name="sum">1+1</tool>', chat=False)[1] == "<result>2</result>"
+    with pytest.raises(ValueError, match="unknown tool 'calcluator'; did you mean calculator"):
+        Tools(TOKENIZER, tools={"a": "calcluator"})
+    with pytest.raises(ValueError, match="at least one tool"):
+        Tools(TOKENIZER, tools={})
+
+
+def test_a_turn_of_the_chat_needs_a_template_that_has_it():
+    odd = dataclasses.replace(TOKENIZER, chat_template="{{ messages[-1]['content'] }}")
+    with pytest.raises(ValueError, match="no end of an answer before a turn of 'user'"):
+        odd.encode_turn("1")
+    plain = dataclasses.replace(TOKENIZER, chat_template=None)
+    assert not plain.is_chat(TOKENIZER.render(MESSAGES))
+    assert TOKENIZER.is_chat(TOKENIZER.render(MESSAGES)) and not TOKENIZER.is_chat("12 * 7 = ")

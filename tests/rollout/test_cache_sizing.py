@@ -1,0 +1,77 @@
+"""Slots that fit into memory, and what their cache takes."""
+
+import dataclasses
+
+import jax
+import pytest
+from support.tiny_model import TINY, mesh_of
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.planning.sizes_table import describe_sizes
+from distflow_jax.rollout.cache_sizing import cache_bytes, fitting_slots
+from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
+from distflow_jax.rollout.sampler import RolloutConfig
+
+CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
+
+
+@pytest.mark.parametrize(("axes", "dtype"), [((1, 1), "float32"), ((4, 2), "bfloat16")])
+def test_bytes_are_those_of_the_arrays(axes, dtype):
+
+    mesh = mesh_of(*axes, names=("data", "tensor"))
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    shapes = StateShapes(TINY, config, mesh)
+    state = jax.jit(lambda: shapes.empty(0), out_shardings=shapes.shardings())()
+    held = sum(x.addressable_shards[0].data.nbytes for x in (state.cache.key, state.cache.value))
+    assert cache_bytes(TINY, config, ranks=axes[0], tensor=axes[1]) == held
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_as_many_slots_as_fit(ranks):
+    free = dataclasses.replace(CONFIG, slots=0)
+    options = dict(ranks=ranks, tensor=1)
+
+    def taken(slots):
+        return cache_bytes(TINY, dataclasses.replace(CONFIG, slots=slots), **options)
+
+    for wanted in (1, 3, 5):
+        budget = taken(wanted * ranks)
+        slots = fitting_slots(TINY, free, budget=budget, useful=1000, **options)
+        assert slots % ranks == 0 and slots >= wanted * ranks
+        assert taken(slots) <= budget
+    assert fitting_slots(TINY, free, budget=2**40, useful=7, **options) == -(-7 // ranks) * ranks
+    with pytest.raises(ValueError, match="cache_fraction leaves 0 MiB; raise it"):
+        fitting_slots(TINY, free, budget=10, useful=7, **options)
+
+
+def test_the_plan_says_what_it_took():
+    model = DecoderConfig(max_position=2048)
+    config = Config()
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, num_slots=0))
+    machine = Machine(1, 1, 1, "gpu", memory=2**30)
+    sizes = derive_sizes(config, model, machine)
+    responses = config.data.prompts_per_step * config.rollout.num_samples
+    assert 0 < sizes.engine.slots <= responses
+    assert cache_bytes(model, sizes.engine, ranks=1, tensor=1) <= 0.3 * 2**30
+    (row,) = [
+        row for row in describe_sizes(sizes, config, model, machine) if row[0] == "decode slots"
+    ]
+    assert row[1] == sizes.engine.slots
+    assert f"{num_pages(sizes.engine, 1)} pages of 64 tokens" in row[2]
+    assert "the most of use that fit into 30% of 1 GiB" in row[2]
+    with pytest.raises(ValueError, match="gpu does not tell how much memory it has; give a number"):
+        derive_sizes(config, model, Machine(1, 1, 1, "gpu"))
+
+
+def test_settings_that_cannot_be_are_refused():
+    for change, error in [
+        ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
+        ({"cache_tokens": -5}, "cache_tokens must be at least 0"),
+        ({"cache_fraction": 1.5}, "between 0 and 1, got 1.5"),
+        ({"prefill_tokens": 0}, "prefill_tokens must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            RolloutConfig(**change)

@@ -1,0 +1,160 @@
+"""A run whose responses are in turns: an environment from configs/examples, two steps."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.batch import Prompt
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.environments.registry import Environments
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.report.run_writer import read_metrics
+
+TURNS = [
+    "rollout.environment=configs/examples/second_try.py:SecondTry",
+    "rollout.max_response_length=96",
+    "rollout.turn_length=24",
+    "rollout.max_turns=3",
+    "reward.function=zero",
+    "reward.kwargs={}",
+]
+
+
+def config_of(*assignments):
+    return from_config_dict(Config, override(tiny.get_config(), [*TURNS, *assignments]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run; its vocabulary is small, so that a model of noise ends one turn in fifteen."""
+    path = tmp_path_factory.mktemp("turns")
+    config = config_of(
+        "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+        "training.steps=2",
+        "eval.temperature=1.0",
+    )
+    assert run.train(config, path) == 0
+    return path
+
+
+def test_its_metrics(folder):
+    first, *steps = read_metrics(folder / "metrics.jsonl")
+    assert "val-core/arithmetic/reward/mean@1" in first and len(steps) == 2
+    for metrics in steps:
+        turns = metrics["environment/turns/mean"]
+        assert 1 < turns < metrics["environment/turns/max"] <= 3
+        shares = {k: v for k, v in metrics.items() if k.startswith("environment/ended/")}
+        assert sum(shares.values()) == pytest.approx(1) and len(shares) == 4
+        assert shares["environment/ended/turn_length"] > 0.5
+        assert metrics["environment/errors"] == metrics["environment/deadlines"] == 0
+        assert metrics["environment/observation_tokens"] > 0
+        # noise is never right: whatever was shown to the environment was wrong, and the last turns
+        # of the others were cut
+        cut = shares["environment/ended/turn_length"] + shares["environment/ended/response_length"]
+        assert turns - cut <= metrics["environment/wrong"] < turns
+        assert metrics["reward/environment"] == metrics["critic/score/max"] == 0
+        # sampler and trainer mean the same tokens, at the same places
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+    assert steps[1]["perf/compilations"] == 0
+
+
+def test_its_samples(folder):
+    """Nothing but what was sampled, and after the end of a turn what the environment said."""
+    lines = (folder / "samples" / "1.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    said = "<|im_end|>\n<|im_start|>user\nNo. Answer with just the number.<|im_end|>\n"
+    said += "<|im_start|>assistant\n"
+    several = 0
+    for sample in samples:
+        assert sample["environment_reward"] == 0 and not sample["finished"]
+        assert sample["response_length"] <= 96
+        turns = sample["response"].split(said)
+        # a turn of noise may hold the byte, but not the whole of what was said
+        assert len(turns) <= 3
+        several += len(turns) > 1
+    assert several
+    assert len(samples) == 64
+
+
+def test_its_plan(folder):
+    plan = (folder / "plan.txt").read_text()
+    assert re.search(r"reward +environment_reward, finished, response +rollout +stay on host", plan)
+
+
+@pytest.mark.slow
+def test_what_an_environment_gives_is_the_score(tmp_path):
+    """Score = function + environment, in training and in evaluation, and greedy baselines too."""
+    file = tmp_path / "generous.py"
+    file.write_text(
+        "from distflow_jax.environments.environment import Turn\n"
+        "class Generous:\n"
+        "    def __init__(self, tokenizer, *, worth): self.worth = worth\n"
+        "    def reset(self, prompt): return ''\n"
+        "    def step(self, tokens, text): return Turn(reward=self.worth, done=True)\n"
+    )
+    config = config_of(
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"rollout.environment={file}:Generous",
+        "rollout.environment_kwargs={'worth': 2.5}",
+        "rollout.turn_length=0",
+        "reward.function=exact",
+        "training.steps=1",
+        "dag=remax",
+        "eval.temperature=1.0",
+    )
+    assert run.train(config, tmp_path / "run") == 0
+    evaluated, metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()
+    ]
+    given = np.array([s["rollout_environment_reward"] for s in samples])
+    ended = np.array([s["finished"] for s in samples])
+    assert 0 < ended.sum() < len(ended)
+    np.testing.assert_array_equal(given, np.where(ended, 2.5, 0.0))
+    np.testing.assert_array_equal([s["score"] for s in samples], given)  # noise is never exact
+    assert metrics["rollout/environment/ended/done"] == pytest.approx(ended.mean())
+    assert "greedy_rollout/environment/turns/mean" in metrics
+    mean = evaluated["val-core/arithmetic/reward/mean@1"]
+    assert mean % (2.5 / 16) == pytest.approx(0) and mean >= 0
+
+
+MODEL = DecoderConfig(
+    vocab_size=300, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=96
+)
+
+
+def test_the_sampler_can_read_the_longest_response_again():
+    engine = derive_sizes(config_of(), MODEL, Machine(1, 1, 1, "cpu")).engine
+    assert (engine.max_prompt, engine.max_response, engine.max_read) == (128, 96, 128 + 95)
+
+
+def test_samplers_of_several_hosts_have_no_environments():
+    with pytest.raises(ValueError, match="mesh.rollout_tensor=4 spreads a sampler over 2; use at"):
+        derive_sizes(config_of("mesh.rollout_tensor=4"), MODEL, Machine(4, 8, 2, "cpu"))
+
+
+def test_the_environment_that_the_documentation_shows(tmp_path):
+    text = (ROOT / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "guess.py"
+    file.write_text(code)
+    tokenizer = Tokenizer.byte_level(300)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=5.0)
+    prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
+    environments.check(prompt)
+    guess = environments.make()
+    guess.reset(prompt)
+    told = environments.observed(guess.step(tokenizer.encode("5"), "5"))
+    assert tokenizer.decode(told.tokens) == "\nuser\nhigher\nassistant\n"
+    assert told.logged == {"hints": 1} and not told.done
+    assert environments.observed(guess.step(tokenizer.encode("7"), "7")).reward == 0.8

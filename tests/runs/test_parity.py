@@ -1,0 +1,166 @@
+"""One step is the same on 1 device, and on 8 in 1, 2, 4 and 8 processes, within rounding.
+
+The tolerances and their reason: float32 sums in another order. 1e-5 of the norm is some hundred
+roundings; a missing all-reduce, a doubled row or a denominator per device is off by 10 % and more.
+"""
+
+import functools
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import haste
+from support.paths import ROOT
+
+WORKER = "tests/support/parity_worker.py"
+NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
+
+
+def run(out, batch, *, devices=1, processes=1, overrides=()):
+    arguments = [WORKER, f"--out={out}", f"--batch={batch}"]
+    arguments += [f"--override={o}" for o in overrides]
+    env = haste.environment(devices if processes == 1 else None) | {"PYTHONPATH": str(ROOT)}
+    if processes > 1:
+        launch = ["scripts/launch_local.py", f"--processes={processes}"]
+        arguments = [*launch, f"--devices_per_process={devices // processes}", "--", *arguments]
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return load(out)
+
+
+def load(out):
+    grads = dict(np.load(out / "grads.npz"))
+    metrics = json.loads((out / "metrics.json").read_text())
+    responses = {}
+    for part in sorted(out.glob("responses-*.pkl")):
+        share = pickle.loads(part.read_bytes())
+        assert not responses.keys() & share.keys(), "a response was sampled twice"
+        responses |= share
+    return grads, metrics, responses
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Of a model, by the overrides that name it: its batch, and what one device gives."""
+
+    @functools.cache
+    def of(*model):
+        folder = tmp_path_factory.mktemp("parity")
+        batch = folder / "batch.pkl"
+        return batch, run(folder / "single", batch, overrides=model)
+
+    return of
+
+
+# its update goes through the experts that the sampler recorded
+MIXTURE = (
+    "model.source=random:qwen3_moe?hidden=64&layers=2&heads=4&kv_heads=2&mlp=32&experts=8&active=3"
+    "&vocab=512&max_position=512",
+    "training.router_replay=True",
+    "training.balance_coef=0.01",
+)
+REFERENCE = "mesh.roles={'REFERENCE': {'tensor': 2}}"
+LAYOUTS = {
+    "data 2 x fsdp 2 x tensor 2": dict(
+        devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    ),
+}
+
+
+SLOW = {
+    "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
+    "data 8": dict(devices=8, overrides=["mesh.data=8"]),
+    "data 2 x context 2 x tensor 2": dict(
+        devices=8, overrides=["mesh.data=2", "mesh.context=2", "mesh.tensor=2"]
+    ),
+    "2 processes x 4 devices, fsdp 2 x stage 2 x tensor 2": dict(
+        devices=8, processes=2, overrides=["mesh.stage=2", "mesh.tensor=2"]
+    ),
+    "4 processes x 2 devices, layers over 2 of them, reference fsdp 4": dict(
+        devices=8,
+        processes=4,
+        overrides=[
+            "mesh.stage=4",
+            "training.pipeline_microbatches=8",
+            "mesh.roles={'REFERENCE': {'tensor': 2}}",
+        ],
+    ),
+    "4 processes x 2 devices, a row over 2 of them, reference over 1": dict(
+        devices=8,
+        processes=4,
+        overrides=["mesh.context=4", "mesh.roles={'REFERENCE': {'tensor': 2}}"],
+    ),
+    "2 processes x 4 devices, data 2 x fsdp 4, reference data 4 x tensor 2": dict(
+        devices=8,
+        processes=2,
+        overrides=["mesh.data=2", "mesh.roles={'REFERENCE': {'data': 4, 'tensor': 2}}"],
+    ),
+    "2 processes x 2 devices, sampler over both, reference fsdp 2": dict(
+        devices=4, processes=2, overrides=["mesh.rollout_tensor=4", REFERENCE]
+    ),
+    "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
+        devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
+    ),
+    "fsdp 4 x tensor 2, reference fsdp 8": dict(
+        devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
+    ),
+    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
+    "8 processes, tensor and sampler over 2 of them": dict(
+        devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
+    ),
+    "8 processes": dict(devices=8, processes=8),
+    "a mixture, 2 processes x 4 devices, experts over both": dict(
+        devices=8, processes=2, model=MIXTURE, overrides=["mesh.expert=8"]
+    ),
+    "a mixture, 2 processes x 4 devices, layers over both": dict(
+        devices=8,
+        processes=2,
+        model=MIXTURE,
+        overrides=["mesh.stage=2", "mesh.context=2", "mesh.tensor=2"],
+    ),
+    "a mixture, 2 processes x 4 devices, expert 2 x stage 2 x tensor 2": dict(
+        devices=8,
+        processes=2,
+        model=MIXTURE,
+        overrides=["mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"],
+    ),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+)
+def test_one_step_agrees(single, layout, tmp_path):
+    options = dict((LAYOUTS | SLOW)[layout])
+    model = options.pop("model", ())
+    overrides = [*model, *options.pop("overrides", ())]
+    batch, (grads, metrics, responses) = single(*model)
+    new_grads, new_metrics, new_responses = run(tmp_path, batch, overrides=overrides, **options)
+
+    assert new_grads.keys() == grads.keys()
+    difference = np.sqrt(sum(np.sum((new_grads[k] - grads[k]) ** 2.0) for k in grads))
+    norm = np.sqrt(sum(np.sum(g**2.0) for g in grads.values()))
+    assert norm > 0
+    assert difference / norm < 1e-5
+
+    assert new_metrics.keys() == metrics.keys()
+    assert ("actor/router_mismatch" in metrics) == (model == MIXTURE)
+    for name, value in metrics.items():
+        if not name.startswith(("perf/", "timing", "global_seqlen/balanced")):  # ranks differ
+            assert new_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+    assert new_responses.keys() == responses.keys()
+    compared = 0
+    for uid, (tokens, margin) in responses.items():
+        other, _ = new_responses[uid]
+        ties = np.flatnonzero(margin < NEAR_TIE)
+        end = ties[0] if len(ties) else len(tokens)
+        compared += end
+        np.testing.assert_array_equal(other[:end], tokens[:end])
+    assert compared > 0.5 * sum(len(tokens) for tokens, _ in responses.values())

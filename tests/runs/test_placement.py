@@ -1,0 +1,191 @@
+"""PPO on parts of the devices, or with models that wait on the host, is the same run.
+
+Rows are dealt over other numbers of ranks, so sums are in another order: 1e-5 of the norm is some
+hundred roundings. What waits on the host changes no bit.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.standalone_sampler import open_answerer
+
+MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=192&vocab=512&max_position=1024"
+MIXTURE = (
+    "random:qwen3_moe?hidden=64&layers=2&heads=4&kv_heads=2&mlp=32&experts=4&active=2&vocab=512"
+    "&max_position=1024"
+)
+COMMON = [
+    f"model.source={MODEL}",
+    "dag=ppo",
+    "algorithm.kl_coef=0.05",
+    "data.max_prompt_length=64",
+    "training.mini_batches=2",
+    "training.steps=2",
+    "checkpoint.every=1",
+    "eval.dataset=",
+]
+# of 8 devices of one host, and of 4 devices of each of two
+PARTS = {
+    1: "{'ACTOR': {'devices': '0:4'}, 'REFERENCE': {'devices': '4:6'}, "
+    "'CRITIC': {'devices': '6:8', 'tensor': 2}}",
+    2: "{'ACTOR': {'devices': '0:2'}, 'REFERENCE': {'devices': '2:4'}, "
+    "'CRITIC': {'devices': '2:4', 'tensor': 2}}",
+}
+TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.slow
+
+
+def config_of(*overrides):
+    return from_config_dict(Config, override(tiny.get_config(), [*COMMON, *overrides]))
+
+
+def train(folder, *overrides):
+    assert run.train(config_of(*overrides), folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("together"))
+
+
+def arrays(folder, step):
+    """{name: array} of a checkpoint, read onto one device."""
+    record = json.loads((folder / "checkpoints" / str(step) / "record" / "metadata").read_text())
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=place)
+        for name, (shape, dtype) in record["arrays"].items()
+    }
+    saved = Checkpointer(folder / "checkpoints", CheckpointConfig())
+    _, found, _ = saved.restore(step, wanted)
+    saved.close()
+    return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def lasting(row):
+    skipped = ("timing", "perf/", "global_seqlen/balanced")  # ranks differ
+    return {k: v for k, v in row.items() if not k.startswith(skipped)}
+
+
+def check_same(folder, other, tolerance):
+    ours, theirs = (read_metrics(f / "metrics.jsonl") for f in (folder, other))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2]
+    for a, b in zip(ours, theirs, strict=True):
+        expected = {
+            k: pytest.approx(v, rel=tolerance, abs=tolerance) for k, v in lasting(b).items()
+        }
+        assert lasting(a) == expected
+    assert ours[1]["perf/compilations"] == 0
+    for step in (1, 2):
+        a, b = arrays(folder, step), arrays(other, step)
+        assert a.keys() == b.keys()
+        for model in ("actor.params", "critic.params", "actor.opt_state", "critic.opt_state"):
+            names = [name for name in a if name.startswith(model)]
+            difference = np.sqrt(sum(np.sum((a[n] - b[n]) ** 2) for n in names))
+            norm = np.sqrt(sum(np.sum(b[n] ** 2) for n in names))
+            assert norm > 0 and difference <= tolerance * norm, (model, difference / norm)
+
+
+def test_parts_give_what_one_mesh_gives(together, tmp_path):
+    check_same(train(tmp_path, f"mesh.roles={PARTS[1]}"), together, TOLERANCE)
+
+
+@pytest.mark.multiprocess
+def test_parts_of_two_hosts_give_what_one_mesh_gives(together, tmp_path):
+    """Two devices of each host to a part: XLA:CPU keeps only such programs in one order."""
+    flags = [f"--config.{x}" for x in (*COMMON, f"mesh.roles={PARTS[2]}")]
+    launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=4", "--"]
+    command = [sys.executable, *launch, "scripts/train.py", "--config=configs/tiny.py"]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, f"--workdir={tmp_path}", *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_same(tmp_path, together, TOLERANCE)
+
+
+def test_a_run_goes_on_with_other_parts_and_with_offload(together, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(together, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    train(workdir, f"mesh.roles={PARTS[1]}", "training.offload=idle")
+    ours, theirs = arrays(workdir, 2), arrays(together, 2)
+    for model in ("actor.params", "critic.params"):
+        names = [name for name in ours if name.startswith(model)]
+        difference = np.sqrt(sum(np.sum((ours[n] - theirs[n]) ** 2) for n in names))
+        norm = np.sqrt(sum(np.sum(theirs[n] ** 2) for n in names))
+        assert 0 <= difference <= TOLERANCE * norm
+
+
+def test_what_waits_on_the_host_changes_no_bit(together, tmp_path):
+    check_same(train(tmp_path, "training.offload=idle"), together, 0)
+
+
+def test_what_waits_lies_as_its_mesh_says(tmp_path):
+    """Actor, critic and reference of a mixture, each over three axes, all six between them."""
+    axes = [
+        f"model.source={MIXTURE}",
+        "training.router_replay=True",
+        "mesh.expert=2",
+        "mesh.stage=2",
+        "mesh.context=2",
+        "mesh.roles={'CRITIC': {'tensor': 2, 'context': 2}, 'REFERENCE': {'tensor': 2, 'data': 2}}",
+    ]
+    folders = [
+        train(tmp_path / name, *axes, f"training.offload={name}") for name in ("idle", "none")
+    ]
+    check_same(*folders, 0)
+
+
+def test_a_graph_with_everything_waits_too(tmp_path):
+    """Regions, conditional nodes, a coefficient that adapts, evaluations between steps."""
+    overrides = [
+        f"dag={ROOT}/tests/graphs/everything.yaml",
+        "training.steps=3",
+        "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
+        "eval.every=2",
+    ]
+    rows = []
+    for name in ("none", "idle"):
+        folder = train(tmp_path / name, *overrides, f"training.offload={name}")
+        rows.append(read_metrics(folder / "metrics.jsonl"))
+    assert [lasting(row) for row in rows[0]] == [lasting(row) for row in rows[1]]
+    assert all(row["perf/compilations"] == 0 for row in rows[1][2:])
+    a, b = (arrays(tmp_path / name, 3) for name in ("none", "idle"))
+    for name, x in a.items():
+        np.testing.assert_array_equal(x, b[name])
+
+
+def test_the_weights_of_a_run_on_parts_answer(together):
+    """evaluate.py and generate.py read a part of a checkpoint, whatever the layout."""
+    config = config_of("mesh.devices=2:4")
+    source = open_model(config.model.source)
+    answerer = open_answerer(config, source, str(together))
+    assert answerer.step == 2
+    trained = arrays(together, 2)
+    for path, x in jax.tree.leaves_with_path(answerer.state.params):
+        name = "actor.params." + jax.tree_util.keystr(path, simple=True, separator=".")
+        np.testing.assert_array_equal(np.asarray(x, np.float64), trained[name])

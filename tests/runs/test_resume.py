@@ -1,0 +1,111 @@
+"""A killed run, started again, ends where an undisturbed one does, bit for bit."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.report.run_writer import read_metrics
+
+OVERRIDES = [
+    "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "--config.training.steps=6",
+    "--config.checkpoint.every=1",
+    "--config.eval.every=2",
+    "--config.training.mini_batches=2",  # old log-probs and two updates per batch
+    "--config.dag=tests/graphs/everything.yaml",
+]
+
+
+def start(workdir):
+    command = [sys.executable, "scripts/train.py", "--config=configs/tiny.py"]
+    return subprocess.Popen(
+        [*command, f"--workdir={workdir}", *OVERRIDES],
+        cwd=ROOT,
+        env=haste.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(workdir):
+    process = start(workdir)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def kill_at(workdir, step):
+    """SIGKILL as soon as the step's metrics are written (its checkpoint is then under way)."""
+    process = start(workdir)
+    path = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not path.exists() or not any(row["step"] >= step for row in read_metrics(path)):
+        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+
+
+def lasting(row):
+    return {k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    finish(workdir)
+    return read_metrics(workdir / "metrics.jsonl")
+
+
+def check_same(workdir, undisturbed):
+    rows = read_metrics(workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(7))  # each once; 0 is the baseline
+    for row, wanted in zip(rows, undisturbed, strict=True):
+        assert lasting(row) == lasting(wanted)
+
+
+def damage_newest(workdir, how):
+    """Damages the newest checkpoint; returns its step and that of the one before.
+
+    Two are always complete: a save waits for the one before it, and the run keeps two.
+    """
+    steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    files = (p for p in (workdir / "checkpoints" / str(steps[-1])).rglob("*") if p.is_file())
+    data = max(files, key=lambda p: p.stat().st_size)
+    if how == "truncated":
+        data.write_bytes(data.read_bytes()[:100])
+    else:
+        data.unlink()
+    return steps[-1], steps[-2]
+
+
+@pytest.mark.slow
+def test_a_killed_and_damaged_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
+    kill_at(tmp_path, 4)
+    newest, before = damage_newest(tmp_path, "truncated")
+    output = finish(tmp_path)
+    assert f"checkpoint {newest}" in output
+    assert f"continuing from checkpoint {before}" in output
+    check_same(tmp_path, undisturbed)
+    assert all(row["perf/compilations"] == 0 for row in undisturbed[2:])
+    # or equality would say nothing
+    last = undisturbed[-1]
+    assert last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
+    assert last["actor/reward_kl_penalty_coeff"] != undisturbed[1]["actor/reward_kl_penalty_coeff"]
+    assert "actor/grad_norm" not in undisturbed[1]  # the critic alone
+    assert any(row["training/sampling_rounds"] > 1 for row in undisturbed[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(1, 6))
+def test_killed_at_any_step(undisturbed, tmp_path, step):
+    kill_at(tmp_path, step)
+    if step == 5:
+        damage_newest(tmp_path, "missing")
+    finish(tmp_path)
+    check_same(tmp_path, undisturbed)

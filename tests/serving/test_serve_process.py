@@ -1,0 +1,168 @@
+"""scripts/serve.py as a process: what it answers is what generate.py writes; how it ends."""
+
+import concurrent.futures
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.serving.client import SamplerClient
+
+SMALL = [
+    "--config=configs/tiny.py",
+    "--config.model.source=random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=320",
+    "--config.data.max_prompt_length=96",
+    "--config.rollout.max_response_length=24",
+]
+QUESTIONS = [f"What is {3 * i} + {7 * i % 41}{' please' * (i % 6)}?" for i in range(64)]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=haste.environment() | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+class Served:
+    """A running serve.py: its ready line, address, and later its end."""
+
+    def __init__(self, *arguments):
+        self.process = start("scripts/serve.py", *SMALL, "--port=0", *arguments)
+        self.lines = []
+        ready = threading.Event()
+
+        def read():
+            for line in self.process.stdout:
+                self.lines.append(line.decode().rstrip())
+                if self.lines[-1].startswith("ready: "):
+                    ready.set()
+            ready.set()
+
+        self._reader = threading.Thread(target=read)
+        self._reader.start()
+        assert ready.wait(300) and self.lines, self.process.stderr.read().decode()
+        (self.address,) = re.findall(r" on (\S+:\d+),", self.lines[-1])
+
+    def end(self, number=signal.SIGTERM):
+        """(exit code, lines of stdout, stderr)."""
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self._reader.join()
+        return code, self.lines, self.process.stderr.read().decode()
+
+
+@contextlib.contextmanager
+def served(*arguments):
+    running = Served(*arguments)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait()
+
+
+def generated(tmp_path, *arguments):
+    """What generate.py answers to QUESTIONS, by its file."""
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(QUESTIONS))
+    process = start("scripts/generate.py", *SMALL, f"--file={file}", *arguments)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
+    text = output.decode("utf-8")
+    heads = [text.index(f"--- {question} [0]\n") for question in QUESTIONS]
+    ends = [*heads[1:], len(text)]
+    return [
+        text[at + len(f"--- {question} [0]\n") : end - 1]
+        for at, end, question in zip(heads, ends, QUESTIONS, strict=True)
+    ]
+
+
+def test_a_signal_ends_it_in_order():
+    with served("--grace_seconds=30") as running:
+        (ready,) = running.lines
+        assert ready.startswith("ready: random:llama?hidden=64") and "(version 0)" in ready
+        assert "32 slots" in ready and "prompt 96 + response 24 tokens" in ready
+        assert running.address.startswith("127.0.0.1:")
+        with SamplerClient(running.address) as client:
+            events = client.sample(prompt="What", num_samples=40)
+            first = next(events)
+            running.process.send_signal(signal.SIGINT)
+            rest = list(events)
+        assert first["prompt_tokens"] == list(b"What") and sum("end" in e for e in rest) == 40
+        code = running.process.wait(60)
+        running._reader.join()
+        assert (code, running.lines[1:], running.process.stderr.read()) == (0, ["stopped"], b"")
+
+
+def test_mistakes_take_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = {
+            f"--port={port}": rf"cannot listen on 127.0.0.1:{port} \(.*\); choose another --port",
+            f"--metrics_port={port}": "choose another --metrics_port",
+            "--run=nowhere": "nowhere holds no checkpoints/: is it the --workdir of a run?",
+            "--top_p=0": "--top_p must be above 0",
+        }
+        started = {flag: start("scripts/serve.py", *SMALL, "--port=0", flag) for flag in expected}
+        for flag, process in started.items():
+            output, errors = process.communicate(timeout=300)
+            assert process.returncode == 2, errors.decode()
+            (line,) = errors.decode().strip().splitlines()
+            assert line.startswith("error: ") and output == b""
+            assert re.search(expected[flag], line), line
+
+
+@pytest.mark.slow
+def test_64_at_once_get_what_generate_writes(tmp_path):
+    """Both protocols at once, greedy and sampled, whole and cut by limits of their own."""
+    greedy = generated(tmp_path)
+    sampled = generated(tmp_path, "--temperature=1.0", "--top_p=0.95")
+    raw = generated(tmp_path, "--raw")
+    with served("--metrics_port=0", "--slots=16") as running:
+        with (
+            SamplerClient(running.address) as client,
+            grpc.insecure_channel(running.address) as channel,
+        ):
+            stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+
+            def ours(i, **how):
+                turns = [{"role": "user", "content": QUESTIONS[i]}]
+                _, *events = client.sample(messages=turns, uid=i, **how)
+                tokens = [t for event in events for t in event["tokens"]]
+                return "".join(event["text"] for event in events), tokens
+
+            def jetstreams(i):
+                text = jetstream_pb2.DecodeRequest.TextContent(text=QUESTIONS[i])
+                request = jetstream_pb2.DecodeRequest(text_content=text, max_tokens=24)
+                return "".join(r.stream_content.samples[0].text for r in stub.Decode(request))
+
+            with concurrent.futures.ThreadPoolExecutor(128) as pool:
+                through_jetstream = [pool.submit(jetstreams, i) for i in range(64)]
+                ours_greedy = list(pool.map(lambda i: ours(i, temperature=0), range(64)))
+                how = {"temperature": 1.0, "top_p": 0.95}
+                ours_sampled = list(pool.map(lambda i: ours(i, **how), range(64)))
+                cut = pool.map(lambda i: ours(i, max_tokens=1 + i % 24, **how), range(64))
+                cut = list(cut)
+        assert [text for text, _ in ours_greedy] == greedy
+        assert [text for text, _ in ours_sampled] == sampled
+        assert [f.result() for f in through_jetstream] == raw
+        assert [t for _, t in cut] == [t[: 1 + i % 24] for i, (_, t) in enumerate(ours_sampled)]
+        assert len(set(sampled)) == 64
+        code, lines, errors = running.end()
+        assert (code, lines[1:], errors) == (0, ["stopped"], "")

@@ -1,0 +1,1 @@
+"""Helpers that tests share: tiny models, formulas, workers of other processes."""

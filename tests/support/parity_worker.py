@@ -1,0 +1,151 @@
+"""One step of configs/tiny.py on whatever devices and processes it finds; run by test_parity.py.
+
+    python tests/support/parity_worker.py --out=DIR --batch=recorded.pkl [--override=mesh.tensor=2]
+
+Samples, then updates on the recorded batch, which the first run writes. Process 0 writes
+DIR/grads.npz (whole gradients by parameter), DIR/metrics.json and, like every process,
+DIR/responses-P.pkl.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from configs import tiny
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
+from distflow_jax.dag.plan_walker import make_runner, run_step
+from distflow_jax.data.step_columns import given_columns
+from distflow_jax.layout import flatten_dict
+from distflow_jax.observe.spans import Spans
+from distflow_jax.parallel import job, processes
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.planning.plan_run import prepare
+from distflow_jax.planning.run_models import States
+from distflow_jax.rollout.sampler import SamplerState, columns, respond
+from distflow_jax.runtime.build import build
+from distflow_jax.stages.stage_context import routed_rows
+from distflow_jax.training.expert_balance import balanced
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
+from distflow_jax.training.update import UpdateShape, accumulate_gradients
+
+OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
+
+
+def score(counter: int, sample: int) -> float:
+    """A score that every layout gives alike."""
+    return float((counter * 31 + sample * 17) % 7) / 6
+
+
+def main():
+    """Runs the step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--batch", type=pathlib.Path, required=True)
+    parser.add_argument("--override", action="append", default=[])
+    args = parser.parse_args()
+    processes.initialize(job.find(os.environ))
+    config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
+    setup = prepare(config)
+    machinery = build(setup, Spans())
+    mesh = machinery.meshes[setup.sizes.mesh.layout]
+    states = States(setup.models, setup.source, config, machinery.meshes).initial({})
+    engine = machinery.engine
+    weights = machinery.sync(states["actor"].params)
+    sampler = SamplerState(weights, 0, engine.init_decode_state())
+    prompts = next(setup.loader)
+    args.out.mkdir(parents=True, exist_ok=True)
+    _, responses, _ = respond(
+        engine,
+        sampler,
+        prompts,
+        num_samples=config.rollout.num_samples,
+        limit=config.rollout.max_response_length,
+        temperature=1.0,
+    )
+    sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
+    if machinery.member == 0:  # the hosts of a sampler have the same responses
+        mine = args.out / f"responses-{processes.process_index()}.pkl"
+        mine.write_bytes(pickle.dumps(sampled))
+    if not args.batch.exists():
+        args.batch.write_bytes(pickle.dumps({(r.prompt.counter, r.sample): r for r in responses}))
+    recorded = pickle.loads(args.batch.read_bytes())
+
+    gradients = {}
+
+    def rollout(state, fields, options):
+        wanted = [
+            recorded[p.counter, i % config.rollout.num_samples]
+            for i, p in enumerate(fields["prompt"])
+        ]
+        written = columns(wanted, 0)
+        return state, {name: written[name] for name in sampler_node.writes}, {}
+
+    def reward(state, fields, options):
+        n = config.rollout.num_samples
+        scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
+        return state, {"score": np.array(scores, np.float32)}, {}
+
+    machinery.compile()
+    units = {unit.name: unit for unit in setup.plan.units}
+    sampler_node = units["rollout"].tasks[0].node
+    update = machinery.runners["actor_train"]
+    rows = setup.sizes.rows_at_a_time(setup.sizes.mesh.layout)
+    shape = UpdateShape(mesh, rows, 16)
+    objective = policy_objective(
+        setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
+    )
+
+    @jax.jit
+    def gradient(params, batch):
+        with use_mesh(mesh):
+            batch = jax.tree.map(lambda x: x[0], batch)
+            return accumulate_gradients(
+                params,
+                batch,
+                jnp.float32(1.0),
+                shape=shape,
+                objective=balanced(objective, config.training.balance_coef),
+            )[0]
+
+    def train(states, values):
+        edges = units["actor_train"].inputs
+        fields = {edge.field: value for edge, value in zip(edges, values, strict=True)}
+        batch = PolicyBatch(
+            routed_rows(fields),
+            fields["advantage"],
+            fields["rollout_logp"],
+            None,
+            fields["ref_logp"],
+        )
+        gradients.update(gradient(states["actor"].params, batch))
+        return update(states, values)
+
+    made = {"rollout": rollout, "reward": reward}
+    own = {name: make_runner(units[name], made) for name in made}
+    runners = machinery.runners | own | {"actor_train": train}
+    machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
+    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans())
+    metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    table = gather_table(machinery.coordinator.samples())
+    metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
+    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+    whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients).items()}
+    if processes.process_index() == 0:
+        np.savez(args.out / "grads.npz", **{k.replace("/", "."): v for k, v in whole.items()})
+        (args.out / "metrics.json").write_text(json.dumps(metrics))
+    setup.rewards.close()
+    processes.shutdown()
+
+
+if __name__ == "__main__":
+    main()
