@@ -14,7 +14,7 @@ from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.report.drawing import Line, Rect, Text, to_svg
-from distflow_jax.report.plan_picture.captions import AFTER, format_bytes, wire_captions
+from distflow_jax.report.plan_picture.captions import AFTER, wire_captions
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.png import to_png
@@ -188,14 +188,6 @@ def test_bytes_stand_at_the_fields_they_are_known_of():
     svg = to_svg(draw(the_plan, sizes=sizes))
     assert "response 1.23 MB" in svg and "prompt 512 B" in svg
     assert "1.23 MB" in to_mermaid(the_plan, sizes=sizes)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (2e9, "2 GB"), (5e15, "5e+03 TB")],
-)
-def test_format_bytes(size, text):
-    assert format_bytes(size) == text
 
 
 def test_a_dep_that_carries_nothing_is_drawn_unless_others_imply_it():
