@@ -37,7 +37,8 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
-from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, resolve, wanted_reads
 from distflow_jax.user_functions import load_function
 
@@ -282,18 +283,6 @@ def plan_table(plan: Plan) -> dict[str, str]:
     tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
     flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
     return {key: json.dumps(x) for key, x in flat.items()}
-
-
-def trial_request(prompt: Prompt) -> RewardRequest:
-    """The row on which a reward function is tried before step 1."""
-    return RewardRequest(
-        data_source=prompt.data_source,
-        solution=str(prompt.ground_truth),
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        prompt=prompt.text,
-        response_length=1,
-    )
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:

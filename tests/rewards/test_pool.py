@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest, error_counts
+from distflow_jax.rewards.pool import RewardConfig, RewardPool, error_counts
+from distflow_jax.rewards.records import RewardRequest
 
 FILE = Path(__file__).parent / "user_rewards.py"
 
@@ -223,7 +224,8 @@ def test_workers_end_with_their_parent(tmp_path):
     pids = tmp_path / "pids"
     script = tmp_path / "parent.py"
     script.write_text(
-        "from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest\n"
+        "from distflow_jax.rewards.pool import RewardConfig, RewardPool\n"
+        "from distflow_jax.rewards.records import RewardRequest\n"
         f"pool = RewardPool(RewardConfig(function={f'{FILE}:row'!r}, num_workers=1,"
         " timeout_seconds=600))\n"
         f"pool.submit(RewardRequest('s', {f'spawn {pids}'!r}, '')).result()\n"
