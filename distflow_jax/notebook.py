@@ -173,7 +173,7 @@ class PlanView:
 
     @property
     def drawing(self) -> Drawing:
-        """The picture, for to_svg and to_png."""
+        """The picture, for to_svg."""
         return draw(self.plan)
 
     def _repr_html_(self) -> str:

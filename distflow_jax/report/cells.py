@@ -35,7 +35,7 @@ class Charts:
 
     @property
     def drawings(self) -> list[Drawing]:
-        """The charts without their captions, for to_svg and to_png."""
+        """The charts without their captions, for to_svg."""
         return [_chart(lines) for _, lines in self.charts]
 
     def _repr_html_(self) -> str:
