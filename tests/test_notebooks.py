@@ -373,7 +373,6 @@ def test_curves_of_one_metric_and_of_mean_max_and_min(folder):
         ["mean", "max", "min"],
     ]
     assert "critic/score/mean: 0.1 in step 1, 0.5 in step 5" in repr(charts)
-    assert all(to_svg(drawing).startswith("<svg ") for drawing in charts.drawings)
     assert_harmless(charts)
     with pytest.raises(ValueError, match="no metric 'critic/scor/mean' .did you mean 'critic/sco"):
         df.load_run(folder).curves("critic/scor/mean")

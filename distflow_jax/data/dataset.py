@@ -6,10 +6,8 @@ from distflow_jax.data import (
     huggingface,
     reasoning_gym_tasks,
 )
-from distflow_jax.data.example import Dataset, Example
+from distflow_jax.data.example import Dataset
 from distflow_jax.did_you_mean import nearest
-
-__all__ = ["Dataset", "Example", "open_dataset"]
 
 SCHEMES = ("hf", "task", "reasoning_gym")
 
