@@ -2,7 +2,6 @@
 next."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 # A field that decides, when a node on the host writes it, which responses there are from then on:
@@ -100,27 +99,3 @@ def overlaps(a: Layout, b: Layout) -> bool:
 def hosts_of(layout: Layout) -> int:
     """Number of processes that hold the same columns in a host layout."""
     return dict(layout.axes).get("hosts", 1)
-
-
-def flatten_dict(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict -> {"a/b/c": leaf}. Order follows the input."""
-    flat = {}
-    for key, value in tree.items():
-        path = f"{prefix}/{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            flat.update(flatten_dict(value, path))
-        else:
-            flat[path] = value
-    return flat
-
-
-def unflatten_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of flatten_dict."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[leaf] = value
-    return tree

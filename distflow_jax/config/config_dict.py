@@ -6,7 +6,6 @@ edited, printed and overridden from the command line. Nothing here knows which s
 
 import copy
 import dataclasses
-import difflib
 import json
 import re
 import types
@@ -17,6 +16,8 @@ from typing import Any
 import ml_collections
 from absl import flags
 from ml_collections import config_dict, config_flags
+
+from distflow_jax.did_you_mean import nearest
 
 T = typing.TypeVar("T")
 
@@ -241,11 +242,11 @@ def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
         if not isinstance(section, ml_collections.ConfigDict):
             return f"unknown key config.{path}: {where} is {section!r} and has no keys"
         if key not in section:
-            near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.5)
+            near = nearest(key, section, 0.5)
             if near:
                 return (
                     f"unknown key config.{path} "
-                    f"(did you mean {'.'.join([where, near[0], *keys[i + 1 :]])}?)"
+                    f"(did you mean {'.'.join([where, near, *keys[i + 1 :]])}?)"
                 )
             return f"unknown key config.{path} ({where} has: {', '.join(section) or 'no keys'})"
         where, section = f"{where}.{key}", section[key]
@@ -264,8 +265,8 @@ def _type_at(config: ml_collections.ConfigDict, path: str) -> type:
 
 def _hint(name: Any, choices: Iterable[str]) -> str:
     choices = list(choices)
-    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
+    near = nearest(name, choices, 0.5)
+    return f"did you mean {near}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

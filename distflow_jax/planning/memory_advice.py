@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 from distflow_jax.dag.residency import residency
-from distflow_jax.planning.memory_plan import MemoryPlan, Segment, binary, plan_memory
+from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import Planned
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes
 
 _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
@@ -47,7 +48,7 @@ def shortage(
         "its cache": fullest.cache,
         "batch": fullest.batch,
     }
-    held = ", ".join(f"{name} {binary(size)}" for name, size in parts.items() if size)
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if enough:
         advice = "enough, each alone: " + _listed(enough, fullest)
     elif changes:
@@ -55,13 +56,13 @@ def shortage(
     else:
         advice = "use devices with more memory, or a smaller model"
     return (
-        f"node {fullest.name!r} needs about {binary(fullest.total)} of each device, which has "
-        f"{binary(memory.device)}: {held}; {advice}"
+        f"node {fullest.name!r} needs about {format_bytes(fullest.total)} of each device, "
+        f"which has {format_bytes(memory.device)}: {held}; {advice}"
     )
 
 
 def _listed(changes: list[Change], fullest: Segment) -> str:
-    return ", ".join(f"{c.text} (saves {binary(fullest.total - c.fullest)})" for c in changes)
+    return ", ".join(f"{c.text} (saves {format_bytes(fullest.total - c.fullest)})" for c in changes)
 
 
 def _changes(

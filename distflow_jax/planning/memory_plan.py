@@ -23,6 +23,7 @@ from distflow_jax.planning.plan_run import Planned
 from distflow_jax.planning.run_models import bases_of, network_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.training.state import TrainState
@@ -97,9 +98,11 @@ class MemoryPlan:
         rows = [(*_TITLES.values(), "sum")]
         for segment in self.segments:
             sizes = (getattr(segment, name) for name in _TITLES if name != "name")
-            cells = ["-" if size is None else binary(size) for size in sizes]
-            rows.append((segment.name, *cells, binary(segment.total)))
-        has = f"which has {binary(self.device)}" if self.device else "whose memory is not known"
+            cells = ["-" if size is None else format_bytes(size) for size in sizes]
+            rows.append((segment.name, *cells, format_bytes(segment.total)))
+        has = (
+            f"which has {format_bytes(self.device)}" if self.device else "whose memory is not known"
+        )
         return f"memory of a device, {has}\n\n{aligned(rows)}\n"
 
     def to_tree(self) -> dict[str, Any]:
@@ -164,15 +167,6 @@ def plan_memory(
         )
     end = _segment("", _EVERYWHERE, [items[item] for item in there], 0, None, 0)
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
-
-
-def binary(size: float) -> str:
-    """A number of bytes with a unit: 1.5 MiB of 1,572,864."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def device_bytes(spec: Any) -> int:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import to_config_dict, to_json
@@ -28,7 +29,7 @@ from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
-from distflow_jax.layout import Layout, flatten_dict
+from distflow_jax.layout import Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
@@ -36,7 +37,8 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
-from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, resolve, wanted_reads
 from distflow_jax.user_functions import load_function
 
@@ -272,27 +274,15 @@ def until_of(config: Config, plan: Plan) -> Until | None:
 def config_table(config: Config) -> dict[str, str]:
     """{"training.optimizer.lr": "1e-06", ...}: what processes must have alike."""
     tree = json.loads(to_json(to_config_dict(config)))
-    return {key.replace("/", "."): json.dumps(x) for key, x in flatten_dict(tree).items()}
+    return {key: json.dumps(x) for key, x in flatten_dict(tree, sep=".").items()}
 
 
 def plan_table(plan: Plan) -> dict[str, str]:
     """{"rollout.layout.kind": "\"host\"", ...}: all of the plan's JSON, by node."""
     tree = json.loads(plan.to_json())
     tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
-    flat = flatten_dict(tree) | flatten_dict(tasks)
-    return {key.replace("/", "."): json.dumps(x) for key, x in flat.items()}
-
-
-def trial_request(prompt: Prompt) -> RewardRequest:
-    """The row on which a reward function is tried before step 1."""
-    return RewardRequest(
-        data_source=prompt.data_source,
-        solution=str(prompt.ground_truth),
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        prompt=prompt.text,
-        response_length=1,
-    )
+    flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
+    return {key: json.dumps(x) for key, x in flat.items()}
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:

@@ -10,9 +10,8 @@ import jax
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
+from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
 from distflow_jax.planning.plan_run import Planned
-from distflow_jax.planning.program_table import human
 from distflow_jax.planning.unit_programs import Program, num_bytes
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
@@ -27,6 +26,7 @@ from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.runtime.build import trace
 
 # what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
@@ -182,11 +182,11 @@ class PodPlan:
         ]  # fmt: skip
         for name, cost in self.costs.items():
             sizes = cost.argument_bytes, cost.output_bytes, cost.alias_bytes, cost.temp_bytes
-            cells = ["-" if size is None else binary(size) for size in sizes]
+            cells = ["-" if size is None else format_bytes(size) for size in sizes]
             peak = cost.peak_bytes
             share = "-" if peak is None else f"{peak / self.pod.chip.memory:.0%}"
-            cells += ["-" if peak is None else binary(peak), share]
-            rows.append((name, *cells, human(cost.flops / self.chips[name], "")))
+            cells += ["-" if peak is None else format_bytes(peak), share]
+            rows.append((name, *cells, format_decimal(cost.flops / self.chips[name], "")))
         rows += [(name, *["-"] * 4, "too large", "-", "-") for name in self.refused]
         rows += [(name, *["-"] * 4, "not compiled", "-", "-") for name in self.left_out]
         return rows
@@ -197,14 +197,14 @@ class PodPlan:
             for t in cost.traffic:
                 seconds = collective_seconds(self.pod.interconnect, t)
                 beside = "beside work" if t.overlapped else ""
-                sizes = human(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
+                sizes = format_decimal(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
                 rows.append((name, "*".join(t.axes), t.kind, *sizes))
         return rows
 
     def _reshard_rows(self) -> list[tuple[str, ...]]:
         rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
         for r in self.reshards:
-            sizes = human(r.bytes), human(r.chip_bytes)
+            sizes = format_decimal(r.bytes), format_decimal(r.chip_bytes)
             rows.append((r.field, r.source, r.target, r.layouts, *sizes))
         return rows
 

@@ -10,13 +10,13 @@ import types
 import numpy as np
 import pytest
 import safetensors.numpy
+from support.graph_text import write_graph
 from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.graph_yaml import write_graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations

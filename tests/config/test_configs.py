@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
+from flax.traverse_util import flatten_dict
 from ml_collections import config_dict
 from support.paths import ROOT
 
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
@@ -105,7 +105,7 @@ def test_it_plans(name, changes, nodes, model_of):
 
 
 def test_every_key_has_its_owner_and_a_default():
-    keys = flatten_dict(json.loads(to_json(to_config_dict(Config()))))
+    keys = flatten_dict(json.loads(to_json(to_config_dict(Config()))), sep="/")
     assert {f.name for f in dataclasses.fields(Config)} == {key.split("/")[0] for key in keys}
 
 

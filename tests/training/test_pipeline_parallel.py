@@ -8,11 +8,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from support.gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
 from support.tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
@@ -116,7 +116,7 @@ def test_each_stage_holds_its_layers_and_a_share_of_the_embedding():
     mesh = mesh_of(2, 1, stage=2)
     state = abstract_state(DENSE, OPTIMIZER, mesh)
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
-    params = flatten_dict(state.params)
+    params = flatten_dict(state.params, sep="/")
     assert len(moments) == 2 * len(params)
     for x in [*params.values(), *moments]:
         held = np.prod(x.sharding.shard_shape(x.shape)) / np.prod(x.shape)

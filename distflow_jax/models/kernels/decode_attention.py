@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from distflow_jax.models.kernels.decode_gpu import gpu_attention
 from distflow_jax.models.kernels.decode_reference import reference_attention
 from distflow_jax.models.kernels.decode_tpu import tpu_attention
-from distflow_jax.models.kernels.merge_partial import Part, merge
-
-__all__ = ["IMPLEMENTATIONS", "implementation_for", "merge", "partial_attention"]
+from distflow_jax.models.kernels.merge_partial import Part
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # names that devices and lowerings go by
