@@ -37,7 +37,7 @@ from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import plan_memory
-from distflow_jax.planning.plan_run import Planned, plan_run
+from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
     describe,
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def plan_pod(pod: Pod, planned: Planned) -> int:
+def plan_pod(pod: Pod, planned: RunPlan) -> int:
     """Compiles the plan for a pod and shows what it takes there."""
     found = plan_on(
         pod,

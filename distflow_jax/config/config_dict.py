@@ -23,6 +23,8 @@ T = typing.TypeVar("T")
 
 # what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
 # its way to say that there is no such key
+# keys of earlier releases, and what they are called today
+RENAMED = {"mesh.stage": "mesh.pipeline"}
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
 
 
@@ -146,6 +148,7 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key in section:
         if key not in known:
+            _check_renamed(f"{path}.{key}")
             raise ValueError(f"unknown key {path}.{key} ({_hint(key, known)})")
     values = {}
     for name, field in known.items():
@@ -157,6 +160,12 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_renamed(path: str) -> None:
+    """ValueError with the new name of a key that an earlier release called `path`."""
+    if new := RENAMED.get(path.removeprefix("config.")):
+        raise ValueError(f"{path} is now called config.{new}: write that")
 
 
 def _convert_union(value: Any, annotation: Any, path: str) -> Any:
@@ -236,6 +245,8 @@ def explain_flag_error(
 
 def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
     """One line if the config has no such key ("a.b.c"), with the nearest one; else None."""
+    if new := RENAMED.get(path):
+        return f"config.{path} is now called config.{new}: write that"
     keys = path.split(".")
     where, section = "config", config
     for i, key in enumerate(keys):

@@ -14,12 +14,12 @@ import jax
 
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Unit, aligned
-from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Stay
+from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Residency
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.run_models import bases_of, network_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
@@ -129,10 +129,10 @@ _TITLES = {
 
 
 def plan_memory(
-    planned: Planned,
+    planned: RunPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
-    stays: Mapping[str, Stay] | None = None,
+    stays: Mapping[str, Residency] | None = None,
 ) -> MemoryPlan:
     """The memory of a plan on its devices, or this process's; allocates nothing.
 
@@ -175,7 +175,7 @@ def device_bytes(spec: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held]:
+def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held]:
     """All that lives from step to step."""
     found: dict[Item, Held] = {}
     states = {k: spec for p in programs.values() for k, spec in p.given_states.items()}
@@ -200,7 +200,7 @@ def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held
 
 
 def _there(
-    nodes: Sequence[str], stays: Mapping[str, Stay], there: frozenset[Item]
+    nodes: Sequence[str], stays: Mapping[str, Residency], there: frozenset[Item]
 ) -> tuple[frozenset[Item], frozenset[Item]]:
     """(what is on the devices during these nodes, and after them); `there`: before them."""
     found = [stays[node] for node in nodes if node in stays]
@@ -216,7 +216,7 @@ def _trained(unit: Unit) -> set[str]:
     return {task.state_key for task in unit.tasks if task.node.type == "MODEL_TRAIN"}
 
 
-def _gradients(planned: Planned, key: str, program: Program) -> int:
+def _gradients(planned: RunPlan, key: str, program: Program) -> int:
     """Bytes of a model's gradient: with adapters, of these alone."""
     network = network_of(planned.models[key].role, planned.source.config)
     network = adapted(network, planned.config.lora)
@@ -235,7 +235,7 @@ def _segment(
     name: str, layout: Layout, held: Sequence[Held], batch: int, extra: int | None, gradients: int
 ) -> Segment:
     """The segment on the fullest device of `layout`."""
-    parts = {h.layout for h in held if h.layout.part and overlaps(h.layout, layout)}
+    parts = {h.layout for h in held if h.layout.submesh and overlaps(h.layout, layout)}
     gradients = gradients if extra is None else min(gradients, extra)
 
     def on(part: Layout) -> Segment:

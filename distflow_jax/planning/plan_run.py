@@ -22,7 +22,7 @@ from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.residency import Stay, describe, residency
+from distflow_jax.dag.residency import Residency, describe, residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
@@ -116,7 +116,7 @@ def role_layouts(sizes: Sizes) -> dict[str, Layout]:
 
 
 @dataclasses.dataclass
-class Planned:
+class RunPlan:
     """What a run would do: `config` has the graph's settings, `models` are by their state's key."""
 
     config: Config
@@ -150,7 +150,7 @@ class Planned:
         return keys
 
     @property
-    def stays(self) -> dict[str, Stay]:
+    def stays(self) -> dict[str, Residency]:
         """What each node has on its devices, where the rest waits on the host; empty otherwise."""
         if self.config.training.offload == "none":
             return {}
@@ -158,7 +158,7 @@ class Planned:
 
 
 @dataclasses.dataclass
-class Setup(Planned):
+class PreparedRun(RunPlan):
     """Everything that was checked before the first device computation."""
 
     until: Until | None  # where the plan has a region
@@ -174,7 +174,7 @@ def plan_run(
     chosen: Collection[str] = (),
     *,
     open_source: Callable[..., ModelSource] = open_model,
-) -> Planned:
+) -> RunPlan:
     """Settles and plans a run for a machine, this one or another; opens the model and no data.
 
     `chosen` are the config keys that the command line gives; see `settle`. `open_source`:
@@ -189,10 +189,10 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)
-    return Planned(config, graph, machine, source, sizes, the_plan, models_of(the_plan))
+    return RunPlan(config, graph, machine, source, sizes, the_plan, models_of(the_plan))
 
 
-def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
+def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`.
@@ -238,7 +238,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     except BaseException:
         rewards.close()
         raise
-    return Setup(
+    return PreparedRun(
         **vars(planned),
         until=until_of(config, planned.plan),
         loader=loader,

@@ -11,7 +11,7 @@ from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program, num_bytes
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
@@ -56,7 +56,7 @@ class PodPlan:
     """
 
     pod: Pod
-    planned: Planned
+    planned: RunPlan
     programs: Mapping[str, Program]
     costs: Mapping[str, Costs]
     chips: Mapping[str, int]
@@ -228,7 +228,7 @@ def _cells(e: Estimate) -> tuple[str, ...]:
 
 def plan_on(
     pod: Pod,
-    planned: Planned,
+    planned: RunPlan,
     *,
     mean_response: int = 0,
     compiled: bool = True,
@@ -288,7 +288,7 @@ def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
 
 
 def _compiled(
-    pod: Pod, planned: Planned, programs: Mapping[str, Program], left_out: Collection[str]
+    pod: Pod, planned: RunPlan, programs: Mapping[str, Program], left_out: Collection[str]
 ) -> tuple[dict[str, Costs], dict[str, str]]:
     """(costs by the segment's name, why others are too large)."""
     work: dict[str, Callable[[], Costs]] = {}
@@ -310,7 +310,7 @@ def _compiled(
     return costs, refused
 
 
-def _by_formulas(pod: Pod, planned: Planned, programs: Mapping[str, Program]) -> dict[str, Costs]:
+def _by_formulas(pod: Pod, planned: RunPlan, programs: Mapping[str, Program]) -> dict[str, Costs]:
     costs = {}
     if planned.samplers:
         mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
@@ -320,12 +320,12 @@ def _by_formulas(pod: Pod, planned: Planned, programs: Mapping[str, Program]) ->
     return costs
 
 
-def _generation(pod: Pod, planned: Planned, load: Load) -> GenerationEstimate:
+def _generation(pod: Pod, planned: RunPlan, load: Load) -> GenerationEstimate:
     sizes = planned.sizes
     return estimate_generation(pod, planned.source.config, sizes.engine, sizes.rollout_tensor, load)
 
 
-def _load(pod: Pod, planned: Planned, mean_response: int) -> Load:
+def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
     """What a data rank of the samplers has to do in a step."""
     config, sizes = planned.config, planned.sizes
     longest = config.rollout.max_response_length
@@ -347,7 +347,7 @@ def _load(pod: Pod, planned: Planned, mean_response: int) -> Load:
     )
 
 
-def _reshards(planned: Planned, programs: Mapping[str, Program]) -> Iterator[Reshard]:
+def _reshards(planned: RunPlan, programs: Mapping[str, Program]) -> Iterator[Reshard]:
     for unit in planned.plan.units:
         if unit.name not in programs:
             continue

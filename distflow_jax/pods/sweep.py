@@ -11,7 +11,7 @@ from distflow_jax.dag.plan import aligned
 from distflow_jax.models.weights.source import ModelSource, open_shapes
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
-from distflow_jax.planning.plan_run import Planned, plan_run
+from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.units import format_bytes
@@ -276,7 +276,7 @@ def _sampler_widths(pod: Pod, source: ModelSource) -> Iterator[int]:
             yield width
 
 
-def _planned(pod: Pod, config: Config, chosen: Collection[str], source: ModelSource) -> Planned:
+def _planned(pod: Pod, config: Config, chosen: Collection[str], source: ModelSource) -> RunPlan:
     planned = plan_run(config, pod.machine, chosen, open_source=lambda *_, **__: source)
     return dataclasses.replace(planned, devices=pod.devices)
 

@@ -77,11 +77,11 @@ def mesh_of(
     *,
     data: int = 1,
     expert: int = 1,
-    stage: int = 1,
+    pipeline: int = 1,
     context: int = 1,
 ) -> Mesh:
     """The first devices as a mesh; one of training has the other axes where they are above 1."""
-    others = {"expert": expert, "stage": stage, "context": context}
+    others = {"expert": expert, "pipeline": pipeline, "context": context}
     sizes = {names[0]: fsdp, **{k: n for k, n in others.items() if n > 1}, names[1]: tensor}
     if data > 1:
         sizes = {"data": data, **sizes}
