@@ -21,10 +21,10 @@ from distflow_jax.did_you_mean import nearest
 
 T = typing.TypeVar("T")
 
-# what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
-# its way to say that there is no such key
 # keys of earlier releases, and what they are called today
 RENAMED = {"mesh.stage": "mesh.pipeline"}
+# what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
+# its way to say that there is no such key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
 
 
