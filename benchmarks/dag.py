@@ -110,7 +110,7 @@ def machinery(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
         coordinator.begin(columns)
         _ = coordinator.shares  # the packing of a step is not the graph's cost
         start, dispatch[0] = time.perf_counter(), 0.0
-        run_step(made, step, runners, {}, coordinator, spans)
+        run_step(made, step, runners, {}, coordinator, spans.span)
         walls.append(time.perf_counter() - start)
         dispatched.append(dispatch[0])
         spans.take()

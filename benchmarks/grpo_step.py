@@ -220,7 +220,9 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
             params = states["actor"].params
             states["rollout"] = update_weights(states["rollout"], machinery.sync, params, step - 1)
         coordinator.begin(given_columns(batch, args.samples))
-        states, metrics = run_step(setup.plan, step, machinery.runners, states, coordinator, spans)
+        states, metrics = run_step(
+            setup.plan, step, machinery.runners, states, coordinator, spans.span
+        )
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record = {"step": step, "step_s": time.perf_counter() - wall}
         record |= {"cpu_s": time.process_time() - cpu, "compilations": compilations.take()}

@@ -123,7 +123,7 @@ class Side:
             self.machinery.runners,
             self.states,
             self.machinery.coordinator,
-            spans,
+            spans.span,
         )
         offload.update(self.states)
         jax.device_get(metrics)

@@ -264,8 +264,8 @@ class Run:
             self.runners,
             self.states,
             coordinator,
-            self.phases,
-            rounds,
+            self.phases.span,
+            rounds and rounds.next,
             rehearse=None if self.times.warm else _empty,
         )
         self.machinery.offload.update(self.states)

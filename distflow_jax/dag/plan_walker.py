@@ -16,9 +16,14 @@ Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, 
 # Unit.outputs, metrics
 Runner = Callable[[Mapping[str, Any], Sequence[Any]], tuple[dict[str, Any], Sequence[Any], Metrics]]
 
+# name -> times what happens inside its `with` block, under that name
+Span = Callable[[str], AbstractContextManager[Any]]
+
 
 class Coordinator(Protocol):
-    """Keeps the fields of a step between their writer and their readers.
+    """Fields of a step, kept between their writer and their readers.
+
+    A protocol because `coordinator/` stands above `dag/`, which cannot import its class.
 
     A value is known by (source, field), so that a node may write a field anew while another still
     reads the version before. What the loader gives has the source None.
@@ -34,28 +39,14 @@ class Coordinator(Protocol):
         """Forgets the value: its last reader is done."""
 
 
-class Rounds(Protocol):
-    """Decides how often a region runs."""
-
-    def next(self) -> bool:
-        """Whether to run the region's nodes (again), with the next prompts."""
-
-
-class Spans(Protocol):
-    """Times what happens inside a `with` block."""
-
-    def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
-        """A span of this name."""
-
-
 def run_step(
     plan: Plan,
     step: int,
     runners: Mapping[str, Runner],
     states: Mapping[str, Any],
     coordinator: Coordinator,
-    spans: Spans,
-    rounds: Rounds | None = None,
+    span: Span,
+    next_round: Callable[[], bool] | None = None,
     rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
     """Runs every unit of the plan that this step (counted from 1) asks for.
@@ -65,8 +56,9 @@ def run_step(
     states returned, never those passed in. What the loader gives is put before, with the source
     None.
 
-    The units of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
-    mean, and where its name ends in one of COUNTS the sum.
+    `span` times the `with` block of each unit. The units of a region run as long as `next_round`,
+    which puts the next prompts, returns true; a plan without a region needs none. Of several rounds
+    a metric is the mean, and where its name ends in one of COUNTS the sum.
 
     With `rehearse`, which turns fields into empty ones, device units that this step does not ask
     for run too, so that nothing compiles when their time comes: those that train on empty fields,
@@ -75,12 +67,12 @@ def run_step(
     states = dict(states)
     inside, after = plan.split()
     per_round = []
-    while inside and rounds.next():
+    while inside and next_round():
         ran = {None}
-        per_round.append(_run(inside, step, runners, states, coordinator, spans, ran, None))
+        per_round.append(_run(inside, step, runners, states, coordinator, span, ran, None))
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
-    measured = _run(after, step, runners, states, coordinator, spans, ran, rehearse)
+    measured = _run(after, step, runners, states, coordinator, span, ran, rehearse)
     _merge(metrics, measured, "a node after the region")
     return states, metrics
 
@@ -91,7 +83,7 @@ def _run(
     runners: Mapping[str, Runner],
     states: dict[str, Any],
     coordinator: Coordinator,
-    spans: Spans,
+    span: Span,
     ran: set[str | None],
     rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> Metrics:
@@ -100,7 +92,7 @@ def _run(
     for unit in units:
         active, trains = unit.condition.active(step), unit.tasks[0].node.type == "MODEL_TRAIN"
         if active or (rehearse is not None and _can_rehearse(unit, ran)):
-            with spans.span(unit.name):
+            with span(unit.name):
                 values = [coordinator.get(edge) for edge in unit.inputs]
                 if not active and trains:
                     values = rehearse(values)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.graph import Node
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
@@ -13,7 +14,7 @@ from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
 from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
-from distflow_jax.stages.stage_context import NodeLike, Stage, StageContext
+from distflow_jax.stages.stage_context import Stage, StageContext
 from distflow_jax.stages.update_model import (
     build_policy_update,
     build_preference_update,
@@ -34,7 +35,7 @@ class Demands:
     algorithm: AlgorithmConfig
     updates: int  # optimizer steps that a batch gets
 
-    def of(self, node: NodeLike) -> dict[str, str]:
+    def of(self, node: Node) -> dict[str, str]:
         """{field inside the stage: why it is needed} of a node that runs a default stage."""
         if node.fn is not None:
             return {}
@@ -131,7 +132,7 @@ NAMED: dict[str, StageKind] = {
 }
 
 
-def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
+def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
     """Node id -> what builds its stage.
 
     A function that a node names in `fn` is a stage itself: (state, fields, options) -> (state,
@@ -152,7 +153,7 @@ def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
     return builders
 
 
-def kind_of(node: NodeLike) -> StageKind:
+def kind_of(node: Node) -> StageKind:
     """The built-in stage of a node that names no function of its own."""
     if node.fn is not None:
         if node.fn not in NAMED:
@@ -179,7 +180,7 @@ def kind_of(node: NodeLike) -> StageKind:
     return STAGES[node.role, node.type]
 
 
-def per_token_fields(node: NodeLike) -> set[str]:
+def per_token_fields(node: Node) -> set[str]:
     """The fields that a node on the host writes with one number per response token."""
     inside = node.per_token
     if node.fn is None or ":" not in node.fn:
@@ -187,7 +188,7 @@ def per_token_fields(node: NodeLike) -> set[str]:
     return {node.writes[name] for name in inside}
 
 
-def first_state_of(node: NodeLike, context: StageContext) -> Any:
+def first_state_of(node: Node, context: StageContext) -> Any:
     """The state that a node of its own begins with; None where it has none, or makes it itself."""
     if node.fn is not None and ":" in node.fn:
         return None
@@ -195,7 +196,7 @@ def first_state_of(node: NodeLike, context: StageContext) -> Any:
     return make(context) if make else None
 
 
-def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Collection[str]]:
+def wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collection[str]]:
     """Node id -> those of the fields that it may read that this run needs it to read.
 
     Raises ValueError if a node has no way to what it needs.
@@ -218,7 +219,7 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
     return wanted
 
 
-def _check_fields(node: NodeLike, kind: StageKind) -> None:
+def _check_fields(node: Node, kind: StageKind) -> None:
     what = f"node {node.id!r}: the stage of {node.fn or f'{node.role} {node.type}'}"
     if kind.reads is not None and (missing := sorted(kind.reads - set(node.reads))):
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")

@@ -1,8 +1,8 @@
 """What stages are built from: the static facts and machines of one process."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import optax
 
@@ -10,6 +10,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows
+from distflow_jax.dag.graph import Node
 from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -23,20 +24,6 @@ from distflow_jax.training.update import UpdateShape
 
 # (state, fields by their name inside the stage, options) -> state, fields, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
-
-
-class NodeLike(Protocol):
-    """What is read of a node."""
-
-    id: str
-    role: str
-    type: str
-    fn: str | None
-    reads: Mapping[str, str]
-    may_read: Mapping[str, str]
-    writes: Mapping[str, str]
-    per_token: Sequence[str]
-    options: Mapping[str, Any]
 
 
 class ResponseListener:
@@ -81,7 +68,7 @@ def routed_rows(fields: Mapping[str, Any]) -> Rows:
 class StageContext:
     """Handed to every stage builder; a stage keeps what it needs of it."""
 
-    node: NodeLike  # the node that the stage is for
+    node: Node  # the node that the stage is for
     prefix: str  # of its metrics: "", or "node id/" where several nodes have this kind of stage
     model: DecoderConfig
     tokenizer: Tokenizer

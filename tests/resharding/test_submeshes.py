@@ -207,7 +207,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
         got.extend(coordinator._values[source, field]) if field == "sum" else None
     )
     runners = {unit.name: make_runner(unit, stages) for unit in built.units}
-    run_step(built, 1, runners, {}, coordinator, Spans())
+    run_step(built, 1, runners, {}, coordinator, Spans().span)
     # all three were issued before the first had ended, and what it gave crossed whole
     assert order[:4] == [("rollout", False), ("first", False), ("second", False), ("third", False)]
     for values in got:

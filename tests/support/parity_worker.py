@@ -134,7 +134,7 @@ def main():
     own = {name: make_runner(units[name], made) for name in made}
     runners = machinery.runners | own | {"actor_train": train}
     machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
-    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans())
+    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans().span)
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
     table = gather_table(machinery.coordinator.samples())
     metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
