@@ -50,8 +50,6 @@ PARTS = {
 }
 TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.slow
-
 
 def config_of(*overrides):
     return from_config_dict(Config, override(tiny.get_config(), [*COMMON, *overrides]))
@@ -111,10 +109,12 @@ def check_same(folder, other, tolerance):
             assert distance(a, b, model) <= tolerance, model
 
 
+@pytest.mark.slow
 def test_parts_give_what_one_mesh_gives(together, tmp_path):
     check_same(train(tmp_path, f"mesh.roles={PARTS[1]}"), together, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_parts_of_two_hosts_give_what_one_mesh_gives(together, tmp_path):
     """Two devices of each host to a part: XLA:CPU keeps only such programs in one order."""
@@ -135,6 +135,7 @@ def test_parts_of_two_hosts_give_what_one_mesh_gives(together, tmp_path):
     check_same(tmp_path, together, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_parts_and_with_offload(together, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(together, workdir)
@@ -152,6 +153,7 @@ def test_what_waits_on_the_host_changes_no_bit(together, tmp_path):
     check_same(train(tmp_path, "training.offload=idle"), together, 0)
 
 
+@pytest.mark.slow
 def test_what_waits_lies_as_its_mesh_says(tmp_path):
     """Actor, critic and reference of a mixture, each over three axes, all six between them."""
     axes = [
@@ -168,6 +170,7 @@ def test_what_waits_lies_as_its_mesh_says(tmp_path):
     check_same(*folders, 0)
 
 
+@pytest.mark.slow
 def test_a_graph_with_everything_waits_too(tmp_path):
     """Regions, conditional nodes, a coefficient that adapts, evaluations between steps."""
     overrides = [
@@ -188,6 +191,7 @@ def test_a_graph_with_everything_waits_too(tmp_path):
         np.testing.assert_array_equal(x, b[name])
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_run_on_parts_answer(together):
     """evaluate.py and generate.py read a part of a checkpoint, whatever the layout."""
     config = config_of("mesh.devices=2:4")
