@@ -2,7 +2,7 @@
 
     python benchmarks/dag.py
 
-Machinery: a graph of host and device nodes whose functions do next to nothing, walked by the run's
+Runtime: a graph of host and device nodes whose functions do next to nothing, walked by the run's
 own loop with the run's own coordinator. Times per node are the controller's, without what JAX takes
 to dispatch a program: nothing here waits for a device. Fusion: old log-probs, values and reference
 log-probs of PPO's graph as one program and as three, taking turns.

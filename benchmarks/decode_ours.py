@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from peers.decode_turns import Case, Decoder, clocked, serve
 
 from distflow_jax.batch import Prompt
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.matmul_layouts import by_output
 from distflow_jax.models.parameters import param_shardings, param_specs
@@ -32,7 +32,7 @@ COPIED_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}  # beyond ever
 
 def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, Any]:
     """Parameters drawn on the device in their final type, so that a large model needs no more."""
-    layout, placed = flatten_dict(param_shardings(config, mesh)), {}
+    layout, placed = flatten_dict(param_shardings(config, mesh), sep="/"), {}
     for index, (path, spec) in enumerate(param_specs(config).items()):
 
         @functools.partial(jax.jit, out_shardings=layout[path])
@@ -42,7 +42,7 @@ def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, An
             return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.stddev, dtype)
 
         placed[path] = make(jax.random.fold_in(jax.random.key(0), index))
-    return unflatten_dict(placed)
+    return unflatten_dict(placed, sep="/")
 
 
 # -- what the machine could do at best ----------------------------------------------------------

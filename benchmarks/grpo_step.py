@@ -159,7 +159,7 @@ def blocking(runner: Runner) -> Runner:
 
 def build(
     args: argparse.Namespace,
-) -> tuple[plan_run.Setup, machinery_lib.Machinery, dict[str, Any]]:
+) -> tuple[plan_run.Setup, machinery_lib.Runtime, dict[str, Any]]:
     """A run's machinery and first states, with the reward and the end ids of this benchmark."""
     config, machine = make_config(args), Machine.current()
     source = open_model(config.model.source)

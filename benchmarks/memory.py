@@ -19,7 +19,7 @@ from update import CASES, MODELS, attention_of, packed
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
-from distflow_jax.planning.memory_plan import binary
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.training.compressed_moments import MOMENTS
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
@@ -92,7 +92,7 @@ def main() -> None:
     print("| remat | moments | temporaries | optimizer | s a step |\n|---|---|---|---|---|")
     for (remat, moments), case in cases.items():
         temporaries = case.program.memory_analysis().temp_size_in_bytes
-        sizes = f"{binary(temporaries)} | {binary(case.kept)} | {case.seconds:.3f}"
+        sizes = f"{format_bytes(temporaries)} | {format_bytes(case.kept)} | {case.seconds:.3f}"
         print(f"| {remat} | {moments} | {sizes} |")
 
 

@@ -40,6 +40,7 @@ from distflow_jax.data.step_columns import given_columns  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.planning.plan_run import prepare  # noqa: E402
 from distflow_jax.planning.run_models import States  # noqa: E402
+from distflow_jax.programs.units import format_bytes  # noqa: E402
 from distflow_jax.rollout.sampler import SamplerState, update_weights  # noqa: E402
 from distflow_jax.runtime.build import build  # noqa: E402
 
@@ -133,7 +134,7 @@ class Side:
     def memory(self) -> str:
         """The most that was seen in each kind of memory."""
         most = sorted(self.watch.most.items())
-        return ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in most)
+        return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most)
 
 
 class _NoSpans:

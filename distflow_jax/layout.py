@@ -2,7 +2,6 @@
 next."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 # A field that decides, when a node on the host writes it, which responses there are from then on:
@@ -22,29 +21,29 @@ class Layout:
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
     `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
     2)); what is not named has size 1. A mesh covers all devices, or of every host the local devices
-    part[0] up to part[1], exclusive. A host layout with the axis ("hosts", k) is that of samplers
-    which k processes share: all k hold the columns of all of them. Two stages whose layouts compare
-    equal hand fields on without moving a byte.
+    submesh[0] up to submesh[1], exclusive. A host layout with the axis ("hosts", k) is that of
+    samplers which k processes share: all k hold the columns of all of them. Two stages whose
+    layouts compare equal hand fields on without moving a byte.
     """
 
     kind: str
     axes: tuple[tuple[str, int], ...] = ()
-    part: tuple[int, int] | None = None
+    submesh: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.kind not in ("host", "mesh"):
             raise ValueError(f"layout kind must be 'host' or 'mesh', got {self.kind!r}")
 
     def to_tree(self) -> dict[str, Any]:
-        """The layout as plain JSON values; a part is named only where there is one."""
+        """The layout as plain JSON values; a submesh is named only where there is one."""
         tree = {"kind": self.kind, "axes": self.axes}
-        return tree if self.part is None else tree | {"part": self.part}
+        return tree if self.submesh is None else tree | {"submesh": self.submesh}
 
     def __str__(self):
         if self.kind == "host":
             return "host" if not self.axes else f"groups of {hosts_of(self)} hosts"
         axes = axes_text(self)
-        return axes if self.part is None else f"{axes} on devices {part_text(self.part)}"
+        return axes if self.submesh is None else f"{axes} on devices {submesh_text(self.submesh)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,42 +84,18 @@ def axes_text(layout: Layout) -> str:
     return " x ".join(f"{name} {size}" for name, size in layout.axes)
 
 
-def part_text(part: tuple[int, int]) -> str:
-    """A part of every host's devices as it is written in the config: "4:6"."""
-    return f"{part[0]}:{part[1]}"
+def submesh_text(submesh: tuple[int, int]) -> str:
+    """A submesh of every host's devices as it is written in the config: "4:6"."""
+    return f"{submesh[0]}:{submesh[1]}"
 
 
 def overlaps(a: Layout, b: Layout) -> bool:
     """Whether two mesh layouts have devices in common."""
-    if a.part is None or b.part is None:
+    if a.submesh is None or b.submesh is None:
         return True
-    return a.part[0] < b.part[1] and b.part[0] < a.part[1]
+    return a.submesh[0] < b.submesh[1] and b.submesh[0] < a.submesh[1]
 
 
 def hosts_of(layout: Layout) -> int:
     """Number of processes that hold the same columns in a host layout."""
     return dict(layout.axes).get("hosts", 1)
-
-
-def flatten_dict(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict -> {"a/b/c": leaf}. Order follows the input."""
-    flat = {}
-    for key, value in tree.items():
-        path = f"{prefix}/{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            flat.update(flatten_dict(value, path))
-        else:
-            flat[path] = value
-    return flat
-
-
-def unflatten_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of flatten_dict."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[leaf] = value
-    return tree

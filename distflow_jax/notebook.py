@@ -48,7 +48,8 @@ from distflow_jax.report.page_style import escaped
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.tables import answers
-from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.records import RewardRequest
 from distflow_jax.user_functions import load_function
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -172,7 +173,7 @@ class PlanView:
 
     @property
     def drawing(self) -> Drawing:
-        """The picture, for to_svg and to_png."""
+        """The picture, for to_svg."""
         return draw(self.plan)
 
     def _repr_html_(self) -> str:

@@ -35,7 +35,7 @@ from distflow_jax.parallel import device_memory, processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import plan_memory
-from distflow_jax.planning.plan_run import Setup, prepare
+from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
     describe,
@@ -50,7 +50,7 @@ from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.rollout.sampler import SamplerState, update_weights
-from distflow_jax.runtime.build import Machinery, build
+from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.run_files import check_writable, sample_records, warn_of_changes
 from distflow_jax.runtime.step_times import StepTimes
@@ -125,7 +125,7 @@ class Run:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: PreparedRun,
         folder: pathlib.Path,
         checkpointer: Checkpointer,
         watchdog: Watchdog,
@@ -139,7 +139,7 @@ class Run:
             process_index=processes.process_index(),
         )
         self.phases = Phases(self.spans, watchdog, processes.communication_seconds)
-        self.machinery: Machinery = build(setup, self.spans)
+        self.machinery: Runtime = build(setup, self.spans)
         with self.phases.span("compile_programs"):
             self.machinery.compile()
         programs = self.machinery.programs

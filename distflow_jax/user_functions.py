@@ -3,7 +3,6 @@
 Imports nothing but the standard library: workers that must start fast use it too.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +14,8 @@ import zlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from distflow_jax.did_you_mean import nearest
 
 _MAX_LISTED = 8  # functions named in an error
 
@@ -43,9 +44,9 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
 
 
 def _nearest(name: str, place: Any) -> str:
-    near = difflib.get_close_matches(name, dir(place), 1)
+    near = nearest(name, dir(place))
     if near:
-        return f"; did you mean {near[0]!r}?"
+        return f"; did you mean {near!r}?"
     own = [
         key
         for key, value in vars(place).items()
@@ -57,8 +58,8 @@ def _nearest(name: str, place: Any) -> str:
 def _load_file(path: str, what: str) -> ModuleType:
     file = pathlib.Path(path).expanduser().resolve()
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], 1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
+        near = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
+        hint = f"; did you mean {file.parent / near}?" if near else ""
         raise FileNotFoundError(f"{what}: file {path} does not exist{hint}")
     name = _module_name(file)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -87,8 +88,8 @@ def _load_module(name: str, what: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, what, error) from error  # something that the user's module needs
         modules = [module.name for module in pkgutil.iter_modules()]
-        near = difflib.get_close_matches(error.name, modules, 1, 0.75)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        near = nearest(error.name, modules, 0.75)
+        hint = f" (did you mean {near!r}?)" if near else ""
         raise ValueError(
             f"{what}: no module named {error.name!r}{hint} in the installed packages and "
             "PYTHONPATH; path/to/file.py:function works too"

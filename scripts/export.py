@@ -25,7 +25,7 @@ from distflow_jax.config.command_line import run_main
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size
-from distflow_jax.planning.program_table import human
+from distflow_jax.programs.units import format_decimal
 
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
 STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; without it the newest.", 0)
@@ -81,7 +81,7 @@ def _write_adapters(out: pathlib.Path, found: RunExport, what: str, start: float
 
 def _report(written: Written, what: str, seconds: float) -> None:
     for name, size in written.files.items():
-        print(f"{human(size):>10}  {name}")
+        print(f"{format_decimal(size):>10}  {name}")
     lost = written.lost
     if DTYPE.value != "float32":
         print(
@@ -91,8 +91,9 @@ def _report(written: Written, what: str, seconds: float) -> None:
     if lost.not_finite:
         print(f"warning: {lost.not_finite} values were not finite before")
     print(
-        f"wrote {what} to {OUT.value}: {human(written.num_params, '')} parameters in "
-        f"{len(written.files)} files, {human(sum(written.files.values()))}, in {seconds:.1f} s"
+        f"wrote {what} to {OUT.value}: {format_decimal(written.num_params, '')} parameters in "
+        f"{len(written.files)} files, {format_decimal(sum(written.files.values()))}, "
+        f"in {seconds:.1f} s"
     )
 
 

@@ -9,10 +9,9 @@ Examples:
 Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
 --nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
 seconds: see docs/scaling.md; --only=actor_train compiles one program of several. --out writes
-plan.txt, plan.json, the pictures plan.svg and plan.png, and plan.mmd, a Mermaid flowchart; of a pod
-its memory and seconds, pod.svg and pod.png, too. --sweep looks for the fastest layout of the pod
-that fits, whatever config.mesh says, and prints its flags; --out then writes sweep.txt and
-sweep.json.
+plan.txt, plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; of a pod its memory
+and seconds, pod.svg, too. --sweep looks for the fastest layout of the pod that fits, whatever
+config.mesh says, and prints its flags; --out then writes sweep.txt and sweep.json.
 
 Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
 mistake that you can mend, said in one line.
@@ -38,7 +37,7 @@ from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import plan_memory
-from distflow_jax.planning.plan_run import Planned, plan_run
+from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
     describe,
@@ -55,7 +54,6 @@ from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
-from distflow_jax.report.png import to_png
 from distflow_jax.runtime.build import trace
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -136,7 +134,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def plan_pod(pod: Pod, planned: Planned) -> int:
+def plan_pod(pod: Pod, planned: RunPlan) -> int:
     """Compiles the plan for a pod and shows what it takes there."""
     found = plan_on(
         pod,
@@ -153,7 +151,6 @@ def plan_pod(pod: Pod, planned: Planned) -> int:
         folder, drawing = pathlib.Path(OUT.value), draw_pod(found)
         write_files(planned.plan, text, found.to_tree(), {}, folder)
         (folder / "pod.svg").write_text(to_svg(drawing, f"plan for {pod.name}"), encoding="utf-8")
-        (folder / "pod.png").write_bytes(to_png(drawing))
     if found.problem:
         print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
@@ -210,9 +207,9 @@ def write_files(
     sizes: Mapping[Value, int],
     folder: pathlib.Path,
 ) -> None:
-    """Writes plan.txt, plan.json, plan.mmd, plan.svg and plan.png.
+    """Writes plan.txt, plan.json, plan.mmd and plan.svg.
 
-    `tree`: what plan.json has beside the plan; `sizes`: bytes of fields, for the pictures.
+    `tree`: what plan.json has beside the plan; `sizes`: bytes of fields, for the picture.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawing = draw(plan, sizes=sizes)
@@ -221,7 +218,6 @@ def write_files(
     (folder / "plan.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
     (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
     (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
-    (folder / "plan.png").write_bytes(to_png(drawing))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from distflow_jax.config.command_line import run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.observe.memory import GIB, peak_memory_gb
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.standalone_sampler import make_engine, read_weights
 from distflow_jax.serving.jetstream import Sampling, door_config, prepare
@@ -95,7 +96,7 @@ def tell(server: Server) -> None:
     print(
         f"ready: {config.model} (version {server.version}) on {config.host}:{server.port}, "
         f"{sizes.slots} slots for each of two protocols, prompt {sizes.max_prompt} + response "
-        f"{sizes.max_response} tokens, {peak_memory_gb():.2f} GB at most so far"
+        f"{sizes.max_response} tokens, {format_bytes(peak_memory_gb() * GIB)} at most so far"
         f"{metrics if config.metrics_port else ''}",
         flush=True,
     )

@@ -33,7 +33,8 @@ FLOORS = [
     {"models", "resharding", "watchdog", "report"},
     {"algorithms", "parallel", "data", "dag", "rewards"},
     {"programs"},
-    {"batch", "layout", "did_you_mean", "user_functions"},
+    {"batch", "layout", "user_functions"},
+    {"did_you_mean"},
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
-from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
@@ -90,7 +90,7 @@ def _params() -> dict[str, Any]:
     for path, spec in param_specs(MODEL).items():
         noise = rng.standard_normal(spec.shape, np.float32)
         flat[path] = 1 + 0.2 * noise if spec.stddev is None else 0.1 * noise
-    return unflatten_dict(flat)
+    return unflatten_dict(flat, sep="/")
 
 
 def _exact(dtype: str) -> contextlib.AbstractContextManager:

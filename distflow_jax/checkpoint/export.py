@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,
@@ -201,6 +201,6 @@ def _read_one(
 ) -> np.ndarray:
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     wanted = jax.ShapeDtypeStruct(shape, np.float32, sharding=on_host)
-    tree = {key: {"params": unflatten_dict({path: wanted})}}
+    tree = {key: {"params": unflatten_dict({path: wanted}, sep="/")}}
     _, arrays, _ = checkpointer.restore(step, tree, partial=True)
-    return np.asarray(flatten_dict(arrays[key]["params"])[path])
+    return np.asarray(flatten_dict(arrays[key]["params"], sep="/")[path])

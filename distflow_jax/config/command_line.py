@@ -1,6 +1,5 @@
 """What every script starts with: flags are parsed, and errors meant for users take one line."""
 
-import difflib
 import functools
 import os
 import pathlib
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
+from distflow_jax.did_you_mean import nearest
 from distflow_jax.parallel import job
 
 EXIT_USAGE = 2  # the user can fix it: a flag, a file, a size
@@ -106,8 +106,8 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
 def _near_file(path: pathlib.Path) -> str:
     folder = path.parent
     names = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f": did you mean {folder / near[0]}?" if near else ""
+    near = nearest(path.name, names)
+    return f": did you mean {folder / near}?" if near else ""
 
 
 def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | None:

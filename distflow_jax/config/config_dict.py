@@ -6,7 +6,6 @@ edited, printed and overridden from the command line. Nothing here knows which s
 
 import copy
 import dataclasses
-import difflib
 import json
 import re
 import types
@@ -18,8 +17,12 @@ import ml_collections
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+from distflow_jax.did_you_mean import nearest
+
 T = typing.TypeVar("T")
 
+# keys of earlier releases, and what they are called today
+RENAMED = {"mesh.stage": "mesh.pipeline"}
 # what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
 # its way to say that there is no such key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
@@ -145,6 +148,7 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key in section:
         if key not in known:
+            _check_renamed(f"{path}.{key}")
             raise ValueError(f"unknown key {path}.{key} ({_hint(key, known)})")
     values = {}
     for name, field in known.items():
@@ -156,6 +160,12 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_renamed(path: str) -> None:
+    """ValueError with the new name of a key that an earlier release called `path`."""
+    if new := RENAMED.get(path.removeprefix("config.")):
+        raise ValueError(f"{path} is now called config.{new}: write that")
 
 
 def _convert_union(value: Any, annotation: Any, path: str) -> Any:
@@ -235,17 +245,19 @@ def explain_flag_error(
 
 def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
     """One line if the config has no such key ("a.b.c"), with the nearest one; else None."""
+    if new := RENAMED.get(path):
+        return f"config.{path} is now called config.{new}: write that"
     keys = path.split(".")
     where, section = "config", config
     for i, key in enumerate(keys):
         if not isinstance(section, ml_collections.ConfigDict):
             return f"unknown key config.{path}: {where} is {section!r} and has no keys"
         if key not in section:
-            near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.5)
+            near = nearest(key, section, 0.5)
             if near:
                 return (
                     f"unknown key config.{path} "
-                    f"(did you mean {'.'.join([where, near[0], *keys[i + 1 :]])}?)"
+                    f"(did you mean {'.'.join([where, near, *keys[i + 1 :]])}?)"
                 )
             return f"unknown key config.{path} ({where} has: {', '.join(section) or 'no keys'})"
         where, section = f"{where}.{key}", section[key]
@@ -264,8 +276,8 @@ def _type_at(config: ml_collections.ConfigDict, path: str) -> type:
 
 def _hint(name: Any, choices: Iterable[str]) -> str:
     choices = list(choices)
-    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
+    near = nearest(name, choices, 0.5)
+    return f"did you mean {near}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

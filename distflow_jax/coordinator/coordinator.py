@@ -91,12 +91,12 @@ class Coordinator:
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
         self._repartitions = {
-            (a, b): (Repartition if a.part == b.part else Crossing)(
+            (a, b): (Repartition if a.submesh == b.submesh else Crossing)(
                 mesh_a, mesh_b, (packing.rows[a], packing.rows[b])
             )
             for a, mesh_a in self._meshes.items()
             for b, mesh_b in self._meshes.items()
-            if a != b and (a.part == b.part or not overlaps(a, b))
+            if a != b and (a.submesh == b.submesh or not overlaps(a, b))
         }
         self._clear()
 

@@ -1,4 +1,4 @@
-"""Graphs as YAML files, and back.
+"""Graphs from YAML files.
 
     name: grpo
     nodes:
@@ -100,22 +100,6 @@ def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
     )
 
 
-def write_graph(graph: Graph) -> str:
-    """The graph as YAML; keys that have their default are left out. read_graph reads it back."""
-    tree: dict[str, Any] = {"name": graph.name}
-    if graph.data != "prompts":
-        tree["data"] = graph.data
-    if graph.settings:
-        tree["settings"] = dict(graph.settings)
-    tree["nodes"] = [_node_tree(node) for node in graph.nodes]
-    if graph.regions:
-        tree["regions"] = [
-            {"nodes": list(r.nodes), "until": r.until, "max_rounds": r.max_rounds}
-            for r in graph.regions
-        ]
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
-
-
 def _resolved(value: Any, config: Any) -> Any:
     """The tree with the config's values in place of references to them."""
     if isinstance(value, Mapping):
@@ -169,23 +153,6 @@ def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int)
             raise ValueError(f"{where}: {key!r} is missing")
 
 
-def _node_tree(node: Node) -> dict[str, Any]:
-    defaults = Node(node.id, node.role, node.type)
-    tree = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.name not in ("id", "role", "type") and value == getattr(defaults, field.name):
-            continue
-        if field.name in ("reads", "writes", "may_read") and all(k == v for k, v in value.items()):
-            value = list(value)
-        elif field.name in ("deps", "per_token"):
-            value = list(value)
-        elif field.name == "when":
-            value = dataclasses.asdict(value)
-        tree[field.name] = value
-    return tree
-
-
 class _Loader(yaml.SafeLoader):
     """Safe YAML, in which a key given twice is an error rather than a silent overwrite."""
 
@@ -205,14 +172,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what _Loader reads."""
-
-
 # YAML 1.1 reads 1e-6 as a string, which no one who writes a learning rate means
-for _yaml_class in (_Loader, _Dumper):
-    _yaml_class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)

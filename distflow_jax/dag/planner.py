@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.did_you_mean import hint
-from distflow_jax.layout import KEEP, Edge, Layout, move_between, overlaps, part_text
+from distflow_jax.layout import KEEP, Edge, Layout, move_between, overlaps, submesh_text
 
 HOST = Layout("host")
 
@@ -110,7 +110,13 @@ def _depths(deps: Mapping[str, Collection[str]]) -> dict[str, int]:
 
 def _place(node: Node, depth: int, layout: Layout) -> tuple:
     """Sort key. Device work before host work: it is issued without waiting, and runs meanwhile."""
-    place = (depth, layout.kind == "host", layout.axes, layout.part or (), ROLES.index(node.role))
+    place = (
+        depth,
+        layout.kind == "host",
+        layout.axes,
+        layout.submesh or (),
+        ROLES.index(node.role),
+    )
     return place + (TYPES.index(node.type), node.model or "", node.id)
 
 
@@ -140,23 +146,23 @@ def _check_region(nodes: Iterable[Node], placed: Mapping[str, Layout]) -> None:
 
 def _check_parts(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
     """Two nodes on meshes have the same devices, or none in common."""
-    first: dict[tuple[int, int] | None, Node] = {}  # on each part
+    first: dict[tuple[int, int] | None, Node] = {}  # on each submesh
     for node in order:
         layout = placed[node.id]
-        if layout.kind == "host" or layout.part in first:
+        if layout.kind == "host" or layout.submesh in first:
             continue
-        for part, other in first.items():
+        for submesh, other in first.items():
             if overlaps(layout, placed[other.id]):
                 ours, theirs = (
-                    f"devices {part_text(p)} of every host" if p else "all devices"
-                    for p in (layout.part, part)
+                    f"devices {submesh_text(p)} of every host" if p else "all devices"
+                    for p in (layout.submesh, submesh)
                 )
                 raise ValueError(
                     f"node {node.id!r}: runs on {ours} and node {other.id!r} on {theirs}, which is "
                     "neither the same nor apart: give mesh.devices and every one of mesh.roles "
-                    "parts that are equal or disjoint"
+                    "submeshes that are equal or disjoint"
                 )
-        first[layout.part] = node
+        first[layout.submesh] = node
 
 
 def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:

@@ -18,7 +18,7 @@ _EVERYWHERE = Layout("mesh")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stay:
+class Residency:
     """What a node, or one of the two above, has on its devices.
 
     Before it whatever else lies on them is put away, and what it `uses` fetched, unless that is
@@ -33,7 +33,7 @@ class Stay:
     fetch_ahead: frozenset[Item] = frozenset()
 
 
-def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Stay]:
+def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Residency]:
     """The stay of every node that uses a model, by its id, and those between the nodes.
 
     `samplers`: state key of each sampler -> that of the policy whose weights it has.
@@ -43,7 +43,7 @@ def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Stay]:
     trained |= {t.state_key: True for t in on_mesh if t.node.type == "MODEL_TRAIN"}
     stays = {}
     if samplers:
-        stays[UPDATE_WEIGHTS] = Stay(
+        stays[UPDATE_WEIGHTS] = Residency(
             _EVERYWHERE,
             frozenset((policy, "params") for policy in samplers.values()),
             frozenset((sampler, "params") for sampler in samplers),
@@ -51,7 +51,7 @@ def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Stay]:
     for task in plan.tasks:
         if uses := _uses(task, trained, samplers):
             layout = _EVERYWHERE if task.layout.kind == "host" else task.layout
-            stays[task.node.id] = Stay(layout, uses)
+            stays[task.node.id] = Residency(layout, uses)
     again = {unit.name for unit in plan.split()[0]}  # how often these run is not known before
     names = list(stays)
     for place, name in enumerate(names):
@@ -59,7 +59,7 @@ def residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Stay]:
             stays[name] = _with_following(stays, name, names[place + 1 :] + names[:place])
     if samplers:
         sampling = frozenset((key, what) for key in samplers for what in ("params", "cache"))
-        stays[EVALUATE] = Stay(_EVERYWHERE, sampling, put_away=sampling)
+        stays[EVALUATE] = Residency(_EVERYWHERE, sampling, put_away=sampling)
     return stays
 
 
@@ -75,7 +75,9 @@ def _uses(task: Task, trained: Mapping[str, bool], samplers: Collection[str]) ->
     return frozenset((key, what) for what in (("params", "moments") if whole else ("params",)))
 
 
-def _with_following(stays: Mapping[str, Stay], name: str, following: Iterable[str]) -> Stay:
+def _with_following(
+    stays: Mapping[str, Residency], name: str, following: Iterable[str]
+) -> Residency:
     """The stay of `name`, knowing who is next on its devices."""
     stay = stays[name]
     there = stay.uses | stay.replaces
@@ -85,7 +87,7 @@ def _with_following(stays: Mapping[str, Stay], name: str, following: Iterable[st
     )
 
 
-def describe(stays: Mapping[str, Stay]) -> str:
+def describe(stays: Mapping[str, Residency]) -> str:
     """The stays as a table for people."""
     rows = [("node", "has on its devices", "then puts away", "then fetches ahead")]
     for name, stay in stays.items():

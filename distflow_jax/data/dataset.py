@@ -1,16 +1,13 @@
 """Opening a data set by its name in the config."""
 
-import difflib
-
 from distflow_jax.data import (
     files,
     generated_tasks,
     huggingface,
     reasoning_gym_tasks,
 )
-from distflow_jax.data.example import Dataset, Example
-
-__all__ = ["Dataset", "Example", "open_dataset"]
+from distflow_jax.data.example import Dataset
+from distflow_jax.did_you_mean import nearest
 
 SCHEMES = ("hf", "task", "reasoning_gym")
 
@@ -40,7 +37,7 @@ def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "")
     if colon and kind == "hf":
         repo, paths = huggingface.download(spec)
         return files.FileDataset(paths, spec, data_source=repo, **wording)
-    near = difflib.get_close_matches(kind, SCHEMES, 1, 0.6)
+    near = nearest(kind, SCHEMES)
     if near and colon:
-        raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near[0]}:?")
+        raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near}:?")
     return files.FileDataset(files.find_files(spec), spec, **wording)

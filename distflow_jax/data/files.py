@@ -1,6 +1,5 @@
 """Data files with random access to their rows: JSON lines, Parquet, Arrow."""
 
-import difflib
 import glob
 import hashlib
 import json
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
+from distflow_jax.did_you_mean import nearest
 
 CHECK_ROWS = 1024  # rows of a table that the schema check turns into Python objects at a time
 
@@ -194,8 +194,8 @@ def find_files(spec: str) -> list[Path]:
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor does its folder {path.parent})"
-    near = difflib.get_close_matches(path.name, os.listdir(path.parent), 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    near = nearest(path.name, os.listdir(path.parent))
+    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def _arrow_table(path: Path) -> pa.Table:

@@ -1,7 +1,6 @@
 """Built-in generators of problems, `task:NAME?option=value&...`."""
 
 import dataclasses
-import difflib
 import hashlib
 import math
 import re
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.spec import parse_spec
+from distflow_jax.did_you_mean import nearest
 
 HELD_OUT_ONE_IN = 10  # of all problems, this share belongs to the held-out split
 MAX_DRAWS = 10_000  # a split that is not hit once in so many draws is empty
@@ -151,8 +151,8 @@ def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") ->
     values = {}
     for key, text in options.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1) or fields
-            raise ValueError(f"{spec!r}: unknown option {key!r}; did you mean {', '.join(near)}?")
+            near = nearest(key, fields) or ", ".join(fields)
+            raise ValueError(f"{spec!r}: unknown option {key!r}; did you mean {near}?")
         values[key] = _convert(text, fields[key].type, f"{spec!r}: option {key!r}")
     return factory(**values, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
 

@@ -1,6 +1,5 @@
 """Problems of the optional package reasoning_gym, `reasoning_gym:NAME?option=value&...`."""
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -10,6 +9,7 @@ from typing import Any
 
 from distflow_jax.data.example import Example, instruction
 from distflow_jax.data.spec import parse_spec
+from distflow_jax.did_you_mean import several
 
 
 class ReasoningGym:
@@ -24,7 +24,7 @@ class ReasoningGym:
         task, texts = parse_spec(spec)
         known = importlib.import_module("reasoning_gym.factory").DATASETS
         if task not in known:
-            near = difflib.get_close_matches(task, known, 3, 0.4) or sorted(known)
+            near = several(task, known, 3, 0.4) or sorted(known)
             raise ValueError(
                 f"reasoning_gym has no data set {task!r}; did you mean {', '.join(near)}?"
             )

@@ -1,7 +1,6 @@
 """Environments by name, and the thread in which one of them lives beside the sampler."""
 
 import dataclasses
-import difflib
 import inspect
 import itertools
 import logging
@@ -17,6 +16,7 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
+from distflow_jax.did_you_mean import nearest
 from distflow_jax.environments.environment import Environment, Turn
 from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.models.tokenizer import Tokenizer
@@ -251,9 +251,9 @@ def load_environment(name: str) -> Callable[..., Environment]:
     if ":" in name:
         return user_functions.load_function(name, "environment")
     if name not in ENVIRONMENTS:
-        near = difflib.get_close_matches(name, ENVIRONMENTS, 1) or list(ENVIRONMENTS)
+        near = nearest(name, ENVIRONMENTS) or ", ".join(ENVIRONMENTS)
         raise ValueError(
-            f"unknown rollout.environment {name!r}; did you mean {', '.join(near)}? An environment "
+            f"unknown rollout.environment {name!r}; did you mean {near}? An environment "
             "of your own is named my_module:MyClass or path/to/file.py:MyClass"
         )
     return ENVIRONMENTS[name]

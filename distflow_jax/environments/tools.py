@@ -5,7 +5,6 @@ that name. All calls of a turn are answered, `<result>84</result>` each, in the 
 of a user where the model has one. A turn without a call ends the response.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
+from distflow_jax.did_you_mean import nearest
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.environment import Turn
 from distflow_jax.models.tokenizer import Tokenizer
@@ -96,9 +96,9 @@ def _load_tool(where: str) -> Callable[[str], str]:
     if ":" in where:
         return user_functions.load_function(where, "tool")
     if where not in TOOLS:
-        near = difflib.get_close_matches(where, TOOLS, 1) or list(TOOLS)
+        near = nearest(where, TOOLS) or ", ".join(TOOLS)
         raise ValueError(
-            f"unknown tool {where!r}; did you mean {', '.join(near)}? A tool of your own is "
+            f"unknown tool {where!r}; did you mean {near}? A tool of your own is "
             "path/to/file.py:function"
         )
     return TOOLS[where]

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
 
 A, B = "_lora_a", "_lora_b"
@@ -34,15 +34,15 @@ def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
 
 def divide(network: DecoderConfig | ScalarModel, params: Any) -> tuple[Any, Any]:
     """(trained, frozen) parameters, or whatever else lies in a tree like theirs."""
-    flat = flatten_dict(params)
+    flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(network, path)}
     frozen = {path: x for path, x in flat.items() if path not in trained}
-    return unflatten_dict(trained), unflatten_dict(frozen)
+    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 
 def join(trained: Any, frozen: Any) -> Any:
     """Inverse of `divide`."""
-    return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
+    return unflatten_dict(flatten_dict(frozen, sep="/") | flatten_dict(trained, sep="/"), sep="/")
 
 
 def is_adapter(path: str) -> bool:
@@ -55,11 +55,13 @@ def merged(params: Any, scale: float) -> Any:
 
     `params` are a decoder's or a scalar model's, with adapters or without. Traceable.
     """
-    flat = flatten_dict(params)
+    flat = flatten_dict(params, sep="/")
     # a sampler has to have what the trainer adds up: no bfloat16 in between on TPUs
     matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     plain = [path for path in flat if not is_adapter(path)]
-    return unflatten_dict({path: merged_one(flat.get, path, scale, matmul) for path in plain})
+    return unflatten_dict(
+        {path: merged_one(flat.get, path, scale, matmul) for path in plain}, sep="/"
+    )
 
 
 def merged_one(

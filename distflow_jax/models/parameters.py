@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.parallel.rules import sharding
@@ -136,13 +136,15 @@ def _per_expert(spec: ParamSpec, experts: int) -> ParamSpec:
 def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
     specs = param_specs(config)
-    return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()})
+    return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()}, sep="/")
 
 
 def abstract_params(config: Network) -> dict[str, Any]:
     """Nested dict of float32 ShapeDtypeStructs, one per parameter."""
     specs = param_specs(config)
-    return unflatten_dict({p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in specs.items()})
+    return unflatten_dict(
+        {p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in specs.items()}, sep="/"
+    )
 
 
 def init_params(config: Network, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +173,7 @@ def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dic
     Every process passes the same full arrays and keeps its own shards only. Raises ValueError where
     the paths are not exactly those of the network.
     """
-    specs, layout = param_specs(config), flatten_dict(shardings)
+    specs, layout = param_specs(config), flatten_dict(shardings, sep="/")
     placed = {}
     for path, value in arrays:
         if path not in specs or tuple(value.shape) != specs[path].shape:
@@ -181,7 +183,7 @@ def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dic
     missing = sorted(set(specs) - set(placed))
     if missing:
         raise ValueError(f"weights set nothing for {missing}")
-    return unflatten_dict(placed)
+    return unflatten_dict(placed, sep="/")
 
 
 def _placed(value: np.ndarray, layout: jax.sharding.NamedSharding) -> jax.Array:
@@ -200,11 +202,11 @@ def completed(
 
     What is there is used as it is, not copied.
     """
-    there = flatten_dict(params)
+    there = flatten_dict(params, sep="/")
     missing = {p: spec for p, spec in param_specs(network).items() if p not in there}
-    layout = flatten_dict(param_shardings(network, mesh))
+    layout = flatten_dict(param_shardings(network, mesh), sep="/")
     placed = {p: _placed(x, layout[p]) for p, x in _random_arrays(missing, seed)}
-    return unflatten_dict(there | placed)
+    return unflatten_dict(there | placed, sep="/")
 
 
 def num_params(config: Network) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.matmul_layouts import Turned, way_of
@@ -45,7 +45,9 @@ class HeldWeights:
     def hold(self, params: dict[str, Any]) -> dict[str, Any]:
         """Some of the parameters in this form; traceable. Layers come stacked, any number of them;
         apart they become a list of dicts."""
-        return _collected({p: self._forms[p].hold(x) for p, x in flatten_dict(params).items()})
+        return _collected(
+            {p: self._forms[p].hold(x) for p, x in flatten_dict(params, sep="/").items()}
+        )
 
     def hold_placed(self, params: dict[str, Any]) -> dict[str, Any]:
         """Parameters in this form where they lie, an array at a time. `params` may be emptied."""
@@ -137,7 +139,7 @@ def _program(form: _Form, mesh: Mesh) -> Callable[[jax.Array], Any]:
 def _collected(flat: dict[str, Any]) -> dict[str, Any]:
     """{path: array} -> nested dicts; of lists, one for each layer, a list of dicts."""
     lists = {path: x for path, x in flat.items() if isinstance(x, list)}
-    tree = unflatten_dict({path: x for path, x in flat.items() if path not in lists})
+    tree = unflatten_dict({path: x for path, x in flat.items() if path not in lists}, sep="/")
     if lists:
         names = [path.removeprefix("layers/") for path in lists]
         tree["layers"] = [

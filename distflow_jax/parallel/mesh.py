@@ -1,8 +1,8 @@
 """Meshes of all roles, every one a reshape of one canonical device order, or of a part of it.
 
 XLA reshards between two meshes only if they list the devices in the same order, so no role may
-build a mesh of its own from `jax.devices()`. A part is the same slice of every host's devices, so
-that every process has devices in every mesh, and none is left out of a computation.
+build a mesh of its own from `jax.devices()`. A submesh is the same slice of every host's devices,
+so that every process has devices in every mesh, and none is left out of a computation.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.layout import Layout, axes_text, part_text
+from distflow_jax.layout import Layout, axes_text, submesh_text
 
-Part = tuple[int, int]  # first and last + 1 of a host's devices
+Submesh = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may give
-_LEAST = {"data": 1, "fsdp": 0, "expert": 1, "stage": 1, "context": 1, "tensor": 1}
+_LEAST = {"data": 1, "fsdp": 0, "expert": 1, "pipeline": 1, "context": 1, "tensor": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
 
-    data * fsdp * expert * stage * context * tensor must equal the number of devices; fsdp = 0 takes
-    what the others leave. Roles whose parts are disjoint work side by side.
+    data * fsdp * expert * pipeline * context * tensor must equal the number of devices; fsdp = 0
+    takes what the others leave. Roles whose parts are disjoint work side by side.
     """
 
     # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
@@ -38,7 +38,7 @@ class MeshConfig:
     # own, and copies of all other parameters
     expert: int = 1
     # devices that share the layers: each has a part of them, and rows go from one to the next
-    stage: int = 1
+    pipeline: int = 1
     context: int = 1  # devices that share each row, for long ones: each has a part of its tokens
     tensor: int = 1  # devices that share each matrix product
     # devices that share one copy of the sampler's weights: those of a host, or of several hosts
@@ -53,14 +53,16 @@ class MeshConfig:
         for name, low in (*_LEAST.items(), ("rollout_tensor", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"mesh.{name} must be at least {low}, got {getattr(self, name)}")
-        parse_part("mesh.devices", self.devices)
+        parse_submesh("mesh.devices", self.devices)
         for role, sizes in self.roles.items():
+            if isinstance(sizes, Mapping) and "stage" in sizes:
+                raise ValueError(f"mesh.roles.{role}.stage is now called pipeline: write that")
             if not isinstance(sizes, Mapping) or set(sizes) - {*_LEAST, "devices"}:
                 raise ValueError(
                     f"mesh.roles.{role} must have the keys {', '.join(_LEAST)} and devices at "
                     f"most, got {sizes!r}"
                 )
-            parse_part(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
+            parse_submesh(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
             for name, low in _LEAST.items():
                 value = sizes.get(name, low)
                 if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -76,10 +78,10 @@ class MeshSizes:
 
     fsdp: int
     tensor: int
-    part: Part | None = None  # of every host's devices; None: all
+    submesh: Submesh | None = None  # of every host's devices; None: all
     data: int = 1
     context: int = 1
-    stage: int = 1
+    pipeline: int = 1
     expert: int = 1
 
     @property
@@ -88,7 +90,7 @@ class MeshSizes:
         return self.data * self.fsdp * self.expert
 
     @property
-    def pieces(self) -> int:
+    def row_chunks(self) -> int:
         """Into how many pieces rows are cut (context.py); 1 where they stay whole."""
         return 2 * self.context if self.context > 1 else 1
 
@@ -97,15 +99,17 @@ class MeshSizes:
         """The planner's view of it. Of the axes fsdp and tensor are always named."""
         sizes = ((name, getattr(self, name)) for name in _LEAST)
         named = ((n, size) for n, size in sizes if size > 1 or n in ("fsdp", "tensor"))
-        return Layout("mesh", tuple(named), self.part)
+        return Layout("mesh", tuple(named), self.submesh)
 
     def describe(self) -> tuple[str, str]:
         """(sizes, devices) for people; no devices are named where it has all."""
-        where = "" if self.part is None else f"on devices {part_text(self.part)} of every host"
+        where = (
+            "" if self.submesh is None else f"on devices {submesh_text(self.submesh)} of every host"
+        )
         return axes_text(self.layout), where
 
 
-def parse_part(where: str, text: str | int) -> Part | None:
+def parse_submesh(where: str, text: str | int) -> Submesh | None:
     """ "4:6" -> (4, 6), "" -> None. ValueError names `where`, the config key."""
     if text == "":
         return None
@@ -121,15 +125,15 @@ def parse_part(where: str, text: str | int) -> Part | None:
     return first, last
 
 
-def resolve_part(where: str, text: str, local_devices: int) -> Part | None:
-    """parse_part, checked against the devices of a host; all of them are no part."""
-    part = parse_part(where, text)
-    if part is not None and part[1] > local_devices:
+def resolve_submesh(where: str, text: str, local_devices: int) -> Submesh | None:
+    """parse_submesh, checked against the devices of a host; all of them are no part."""
+    submesh = parse_submesh(where, text)
+    if submesh is not None and submesh[1] > local_devices:
         raise ValueError(
             f"{where}={text!r} asks for devices that a host of {local_devices} does not have; end "
             f"at {local_devices} or before"
         )
-    return None if part == (0, local_devices) else part
+    return None if submesh == (0, local_devices) else submesh
 
 
 def canonical_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
@@ -138,26 +142,26 @@ def canonical_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
 
 
 def canonical_devices(
-    part: Part | None = None, devices: Iterable[jax.Device] | None = None
+    submesh: Submesh | None = None, devices: Iterable[jax.Device] | None = None
 ) -> np.ndarray:
     """All devices, or a part of every process's, in the canonical order. [devices].
 
     `devices` are those of a pod that is planned for; None: the job's.
     """
     devices = canonical_order(jax.devices() if devices is None else devices)
-    if part is not None:
+    if submesh is not None:
         hosts = itertools.groupby(devices, key=lambda d: d.process_index)
-        devices = [d for _, of_host in hosts for d in list(of_host)[slice(*part)]]
+        devices = [d for _, of_host in hosts for d in list(of_host)[slice(*submesh)]]
     return np.array(devices, dtype=object)
 
 
 def resolve_sizes(
-    sizes: Mapping[str, int], devices: int, *, where: str = "mesh", part: Part | None = None
+    sizes: Mapping[str, int], devices: int, *, where: str = "mesh", submesh: Submesh | None = None
 ) -> MeshSizes:
     """Fills in fsdp = 0 and checks that the axes cover the devices.
 
     `sizes` by axis, those left out are 1 (fsdp: 0). `where` is the config section that holds them,
-    `devices` the number of those in `part`. Raises ValueError with the fix.
+    `devices` the number of those in `submesh`. Raises ValueError with the fix.
     """
     found = {name: sizes.get(name, low) for name, low in _LEAST.items()}
     shown = " x ".join(
@@ -176,7 +180,7 @@ def resolve_sizes(
         left //= found[name]
     if found["fsdp"] not in (0, left):
         raise ValueError(f"{problem}; fsdp must be {left}, what the others leave, or 0 for that")
-    return MeshSizes(**found | {"fsdp": left}, part=part)
+    return MeshSizes(**found | {"fsdp": left}, submesh=submesh)
 
 
 def check_hosts(width: int, what: str, processes: int, local_devices: int) -> None:
@@ -218,7 +222,7 @@ def role_mesh(sizes: MeshSizes, devices: Iterable[jax.Device] | None = None) -> 
     Axes are Auto: XLA propagates shardings. `devices`: see canonical_devices.
     """
     names, shape = zip(*sizes.layout.axes, strict=True)
-    return Mesh(canonical_devices(sizes.part, devices).reshape(shape), names)
+    return Mesh(canonical_devices(sizes.submesh, devices).reshape(shape), names)
 
 
 def replica_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:

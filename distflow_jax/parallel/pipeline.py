@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages of devices, each with a part of the layers, and micro-batches of
 rows that go through one stage after the other, once or several times.
 
-B rows or parts of rows, T tokens of one, D hidden; L layers, S stages (the mesh axis `stage`), r
+B rows or parts of rows, T tokens of one, D hidden; L layers, S stages (the mesh axis `pipeline`), r
 rounds, M micro-batches, G groups of rows: of a data rank, or of a part there (context.py); R rows
 of a group in a micro-batch, B = G M R.
 
@@ -17,7 +17,7 @@ back to the first stage has its turn there at that tick, and nothing waits betwe
 are dealt to their stages at the start of every pass (dealing.py), where they lie in order.
 
 Before the first layer and behind the last one stages divide the rows, as data ranks do: of M
-micro-batches each stage has M / S. A stage is its own program, in which `stage` is no axis any
+micro-batches each stage has M / S. A stage is its own program, in which `pipeline` is no axis any
 more: what happens within it, over the other axes of the mesh, is as it is without stages.
 """
 
@@ -72,7 +72,7 @@ def scan_layers(
         return jax.lax.scan(remat(body_of(rows)), x_BTD, (layers, inputs))
     (axis,) = mesh_axes("layers")
     count = microbatches or stages
-    of_group = x_BTD.shape[0] // width("parts")
+    of_group = x_BTD.shape[0] // width("shards")
     _check(of_group, count, stages)
     check_repeats(repeats, stages, len(jax.tree.leaves(layers)[0]))
 
@@ -111,7 +111,7 @@ def check_repeats(repeats: int, stages: int, layers: int) -> None:
         fits = [n for n in range(1, of_stage + 1) if of_stage % n == 0]
         raise ValueError(
             f"training.pipeline_repeats={repeats} does not divide the {of_stage} layers of each "
-            f"stage ({layers} over stage={stages}); use one of {fits}"
+            f"stage ({layers} over pipeline={stages}); use one of {fits}"
         )
 
 
@@ -119,7 +119,7 @@ def _check(rows: int, count: int, stages: int) -> None:
     if count % stages:
         fits = -(-count // stages) * stages
         raise ValueError(
-            f"{count} micro-batches are no multiple of stage={stages}, which divide them before "
+            f"{count} micro-batches are no multiple of pipeline={stages}, which divide them before "
             f"and behind the layers; use {fits}"
         )
     if rows % count or not rows:
@@ -206,7 +206,7 @@ def _rows_of(rows: Any, index: jax.Array, dim: int = 0) -> Any:
     """Micro-batch `index` of arrays [..., G, M, R, ...], of which G is `dim`: [..., G R, ...]."""
 
     def one(x):
-        name = "parts" if x.shape[dim] == width("parts") else "rows"
+        name = "shards" if x.shape[dim] == width("shards") else "rows"
         part = jax.lax.dynamic_index_in_dim(x, index, axis=dim + 1, keepdims=False)
         part = part.reshape(*x.shape[:dim], -1, *part.shape[dim + 2 :])
         return constrain(part, *["layers"] * dim, name, *["length"] * (part.ndim - dim - 1))

@@ -19,16 +19,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp", "expert"),  # packed rows, and what is known of each
     "context": ("context",),  # parts of a row (context.py)
-    "parts": ("data", "fsdp", "expert", "context"),  # the parts of all rows
+    "shards": ("data", "fsdp", "expert", "context"),  # the parts of all rows
     # of a network's activations: parts of rows in training, slots of a sampler. Stages have a share
     # of them before the first layer and behind the last; between, each works on all (pipeline.py)
-    "batch": ("data", "fsdp", "expert", "context", "stage"),
+    "batch": ("data", "fsdp", "expert", "context", "pipeline"),
     "length": (),
     "stream": ("tensor",),  # tokens of the residual stream between two products (transformer.py)
-    "layers": ("stage",),
+    "layers": ("pipeline",),
     "blocks": (),
     "hidden": ("fsdp",),  # of layers' parameters: gathered layer by layer; the others have copies
-    "embedding": ("fsdp", "stage"),  # the same dim of tables that belong to no layer
+    "embedding": ("fsdp", "pipeline"),  # the same dim of tables that belong to no layer
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

@@ -28,7 +28,7 @@ class Machine:
             device_memory_bytes() >> 30 << 30,  # equal hosts differ by some MiB
         )
 
-    def part(self, local_devices: int) -> "Machine":
+    def submesh(self, local_devices: int) -> "Machine":
         """The same machine with so many devices of each host."""
         return dataclasses.replace(
             self, devices=self.processes * local_devices, local_devices=local_devices

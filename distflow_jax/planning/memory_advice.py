@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 from distflow_jax.dag.residency import residency
-from distflow_jax.planning.memory_plan import MemoryPlan, Segment, binary, plan_memory
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes
 
 _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
@@ -22,7 +23,7 @@ class Change:
 
 
 def shortage(
-    planned: Planned,
+    planned: RunPlan,
     memory: MemoryPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
@@ -47,7 +48,7 @@ def shortage(
         "its cache": fullest.cache,
         "batch": fullest.batch,
     }
-    held = ", ".join(f"{name} {binary(size)}" for name, size in parts.items() if size)
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if enough:
         advice = "enough, each alone: " + _listed(enough, fullest)
     elif changes:
@@ -55,17 +56,17 @@ def shortage(
     else:
         advice = "use devices with more memory, or a smaller model"
     return (
-        f"node {fullest.name!r} needs about {binary(fullest.total)} of each device, which has "
-        f"{binary(memory.device)}: {held}; {advice}"
+        f"node {fullest.name!r} needs about {format_bytes(fullest.total)} of each device, "
+        f"which has {format_bytes(memory.device)}: {held}; {advice}"
     )
 
 
 def _listed(changes: list[Change], fullest: Segment) -> str:
-    return ", ".join(f"{c.text} (saves {binary(fullest.total - c.fullest)})" for c in changes)
+    return ", ".join(f"{c.text} (saves {format_bytes(fullest.total - c.fullest)})" for c in changes)
 
 
 def _changes(
-    planned: Planned,
+    planned: RunPlan,
     memory: MemoryPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
@@ -120,25 +121,28 @@ def _changes(
     )
 
 
-def _recomputed(size: int, planned: Planned) -> float:
+def _recomputed(size: int, planned: RunPlan) -> float:
     """About what is left of a training program's temporaries when layers are computed again: the
     logits, one layer, and the inputs of all."""
     model, sizes = planned.source.config, planned.sizes
     forward, item = sizes.forward, 2 if sizes.forward.compute_dtype == "bfloat16" else 4
     mesh, rows = sizes.mesh, sizes.micro_rows
     together = sizes.rows_at_a_time(mesh.layout) // rows  # micro-batches
-    of_head = rows * together // mesh.stage  # which stages divide
+    of_head = rows * together // mesh.pipeline  # which stages divide
     logits = min(size, 3 * 4 * of_head * forward.logp_chunk * model.vocab_size // mesh.tensor)
     tokens = rows * sizes.packing.limits.tokens // mesh.context
     # in a pipeline a layer has as many inputs as its stage has ticks
-    repeats = forward.repeats if mesh.stage > 1 else 1
-    layers, ticks = model.num_layers // mesh.stage // repeats, repeats * together + mesh.stage - 1
+    repeats = forward.repeats if mesh.pipeline > 1 else 1
+    layers, ticks = (
+        model.num_layers // mesh.pipeline // repeats,
+        repeats * together + mesh.pipeline - 1,
+    )
     inputs = tokens * model.hidden_size * item * layers * ticks
     return logits + (size - logits) / (layers * ticks) + inputs
 
 
 def _smaller_cache(
-    planned: Planned, memory: MemoryPlan, change: Callable[..., Change]
+    planned: RunPlan, memory: MemoryPlan, change: Callable[..., Change]
 ) -> Iterator[Change]:
     """A cache that is smaller by what is missing, down to an eighth of it."""
     if not planned.samplers:

@@ -14,15 +14,16 @@ import jax
 
 from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Unit, aligned
-from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Stay
+from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Residency
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.run_models import bases_of, network_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.training.state import TrainState
@@ -97,9 +98,11 @@ class MemoryPlan:
         rows = [(*_TITLES.values(), "sum")]
         for segment in self.segments:
             sizes = (getattr(segment, name) for name in _TITLES if name != "name")
-            cells = ["-" if size is None else binary(size) for size in sizes]
-            rows.append((segment.name, *cells, binary(segment.total)))
-        has = f"which has {binary(self.device)}" if self.device else "whose memory is not known"
+            cells = ["-" if size is None else format_bytes(size) for size in sizes]
+            rows.append((segment.name, *cells, format_bytes(segment.total)))
+        has = (
+            f"which has {format_bytes(self.device)}" if self.device else "whose memory is not known"
+        )
         return f"memory of a device, {has}\n\n{aligned(rows)}\n"
 
     def to_tree(self) -> dict[str, Any]:
@@ -126,10 +129,10 @@ _TITLES = {
 
 
 def plan_memory(
-    planned: Planned,
+    planned: RunPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
-    stays: Mapping[str, Stay] | None = None,
+    stays: Mapping[str, Residency] | None = None,
 ) -> MemoryPlan:
     """The memory of a plan on its devices, or this process's; allocates nothing.
 
@@ -166,22 +169,13 @@ def plan_memory(
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
 
 
-def binary(size: float) -> str:
-    """A number of bytes with a unit: 1.5 MiB of 1,572,864."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def device_bytes(spec: Any) -> int:
     """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
     leaves = jax.tree.leaves(spec)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held]:
+def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held]:
     """All that lives from step to step."""
     found: dict[Item, Held] = {}
     states = {k: spec for p in programs.values() for k, spec in p.given_states.items()}
@@ -206,7 +200,7 @@ def _items(planned: Planned, programs: Mapping[str, Program]) -> dict[Item, Held
 
 
 def _there(
-    nodes: Sequence[str], stays: Mapping[str, Stay], there: frozenset[Item]
+    nodes: Sequence[str], stays: Mapping[str, Residency], there: frozenset[Item]
 ) -> tuple[frozenset[Item], frozenset[Item]]:
     """(what is on the devices during these nodes, and after them); `there`: before them."""
     found = [stays[node] for node in nodes if node in stays]
@@ -222,7 +216,7 @@ def _trained(unit: Unit) -> set[str]:
     return {task.state_key for task in unit.tasks if task.node.type == "MODEL_TRAIN"}
 
 
-def _gradients(planned: Planned, key: str, program: Program) -> int:
+def _gradients(planned: RunPlan, key: str, program: Program) -> int:
     """Bytes of a model's gradient: with adapters, of these alone."""
     network = network_of(planned.models[key].role, planned.source.config)
     network = adapted(network, planned.config.lora)
@@ -241,7 +235,7 @@ def _segment(
     name: str, layout: Layout, held: Sequence[Held], batch: int, extra: int | None, gradients: int
 ) -> Segment:
     """The segment on the fullest device of `layout`."""
-    parts = {h.layout for h in held if h.layout.part and overlaps(h.layout, layout)}
+    parts = {h.layout for h in held if h.layout.submesh and overlaps(h.layout, layout)}
     gradients = gradients if extra is None else min(gradients, extra)
 
     def on(part: Layout) -> Segment:

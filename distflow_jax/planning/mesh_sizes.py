@@ -9,8 +9,8 @@ from distflow_jax.parallel.mesh import (
     MeshConfig,
     MeshSizes,
     check_hosts,
-    resolve_part,
     resolve_sizes,
+    resolve_submesh,
 )
 from distflow_jax.planning.machine import Machine
 
@@ -37,16 +37,16 @@ def mesh_sizes(
 def _role_sizes(
     where: str, sizes: Mapping[str, int | str], model: DecoderConfig, machine: Machine
 ) -> MeshSizes:
-    part = resolve_part(f"{where}.devices", sizes["devices"], machine.local_devices)
-    if part is not None:
-        machine = machine.part(part[1] - part[0])
+    submesh = resolve_submesh(f"{where}.devices", sizes["devices"], machine.local_devices)
+    if submesh is not None:
+        machine = machine.submesh(submesh[1] - submesh[0])
     check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
-    sizes = resolve_sizes(sizes, machine.devices, where=where, part=part)
-    if model.num_layers % sizes.stage:
+    sizes = resolve_sizes(sizes, machine.devices, where=where, submesh=submesh)
+    if model.num_layers % sizes.pipeline:
         common = math.gcd(model.num_layers, machine.devices)
         fits = [n for n in range(1, common + 1) if common % n == 0]
         raise ValueError(
-            f"{where}.stage={sizes.stage} does not divide the model's num_layers="
+            f"{where}.pipeline={sizes.pipeline} does not divide the model's num_layers="
             f"{model.num_layers}; use one of {fits}"
         )
     _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
@@ -57,15 +57,15 @@ def _role_sizes(
             f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
             "devices"
         )
-    together = sizes.fsdp * sizes.stage
+    together = sizes.fsdp * sizes.pipeline
     if model.hidden_size % together:
         fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
         raise ValueError(
-            f"{where}.fsdp x {where}.stage={together} do not divide the model's hidden_size="
+            f"{where}.fsdp x {where}.pipeline={together} do not divide the model's hidden_size="
             f"{model.hidden_size}, and that many devices share its embedding; use a product of "
             f"{fits}, and {where}.data for copies on the other devices"
         )
-    shared = {name: getattr(sizes, name) for name in ("stage", "context", "tensor")}
+    shared = {name: getattr(sizes, name) for name in ("pipeline", "context", "tensor")}
     names = [name for name, size in shared.items() if size > 1]
     if names and names != ["tensor"]:  # the width of a tensor group alone was checked above
         what = " x ".join(f"{where}.{name}" for name in names)
@@ -93,7 +93,7 @@ def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) ->
 
 
 def check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
-    """A tensor group takes whole hosts or a part of one, and a share of each of these sizes."""
+    """A tensor group takes whole hosts or a submesh of one, and a share of each of these sizes."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
     for name, size in sizes.items():
         if size % width:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import to_config_dict, to_json
@@ -21,14 +22,14 @@ from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.residency import Stay, describe, residency
+from distflow_jax.dag.residency import Residency, describe, residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
-from distflow_jax.layout import Layout, flatten_dict
+from distflow_jax.layout import Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
@@ -36,7 +37,8 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
-from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, resolve, wanted_reads
 from distflow_jax.user_functions import load_function
 
@@ -114,7 +116,7 @@ def role_layouts(sizes: Sizes) -> dict[str, Layout]:
 
 
 @dataclasses.dataclass
-class Planned:
+class RunPlan:
     """What a run would do: `config` has the graph's settings, `models` are by their state's key."""
 
     config: Config
@@ -148,7 +150,7 @@ class Planned:
         return keys
 
     @property
-    def stays(self) -> dict[str, Stay]:
+    def stays(self) -> dict[str, Residency]:
         """What each node has on its devices, where the rest waits on the host; empty otherwise."""
         if self.config.training.offload == "none":
             return {}
@@ -156,7 +158,7 @@ class Planned:
 
 
 @dataclasses.dataclass
-class Setup(Planned):
+class PreparedRun(RunPlan):
     """Everything that was checked before the first device computation."""
 
     until: Until | None  # where the plan has a region
@@ -172,7 +174,7 @@ def plan_run(
     chosen: Collection[str] = (),
     *,
     open_source: Callable[..., ModelSource] = open_model,
-) -> Planned:
+) -> RunPlan:
     """Settles and plans a run for a machine, this one or another; opens the model and no data.
 
     `chosen` are the config keys that the command line gives; see `settle`. `open_source`:
@@ -187,10 +189,10 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     the_plan = make_plan(config, graph, sizes)
-    return Planned(config, graph, machine, source, sizes, the_plan, models_of(the_plan))
+    return RunPlan(config, graph, machine, source, sizes, the_plan, models_of(the_plan))
 
 
-def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
+def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`.
@@ -236,7 +238,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> Setup:
     except BaseException:
         rewards.close()
         raise
-    return Setup(
+    return PreparedRun(
         **vars(planned),
         until=until_of(config, planned.plan),
         loader=loader,
@@ -272,27 +274,15 @@ def until_of(config: Config, plan: Plan) -> Until | None:
 def config_table(config: Config) -> dict[str, str]:
     """{"training.optimizer.lr": "1e-06", ...}: what processes must have alike."""
     tree = json.loads(to_json(to_config_dict(config)))
-    return {key.replace("/", "."): json.dumps(x) for key, x in flatten_dict(tree).items()}
+    return {key: json.dumps(x) for key, x in flatten_dict(tree, sep=".").items()}
 
 
 def plan_table(plan: Plan) -> dict[str, str]:
     """{"rollout.layout.kind": "\"host\"", ...}: all of the plan's JSON, by node."""
     tree = json.loads(plan.to_json())
     tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
-    flat = flatten_dict(tree) | flatten_dict(tasks)
-    return {key.replace("/", "."): json.dumps(x) for key, x in flat.items()}
-
-
-def trial_request(prompt: Prompt) -> RewardRequest:
-    """The row on which a reward function is tried before step 1."""
-    return RewardRequest(
-        data_source=prompt.data_source,
-        solution=str(prompt.ground_truth),
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        prompt=prompt.text,
-        response_length=1,
-    )
+    flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
+    return {key: json.dumps(x) for key, x in flat.items()}
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:

@@ -12,6 +12,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.planning.unit_programs import Program, Value, field_specs, num_bytes
 from distflow_jax.programs import xla_options
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.units import format_decimal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +80,16 @@ def describe(fields: Iterable[FieldOnMesh], costs: Mapping[str, Costs]) -> str:
     for name, cost in costs.items():
         moved = sum((cost.collective_bytes or {}).values())
         sizes = (cost.bytes_accessed, cost.peak_bytes, cost.argument_bytes)
-        known = [human(size) if size is not None else "-" for size in sizes]
-        programs.append((name, human(cost.flops, ""), *known, human(moved) if moved else "-"))
+        known = [format_decimal(size) if size is not None else "-" for size in sizes]
+        programs.append(
+            (name, format_decimal(cost.flops, ""), *known, format_decimal(moved) if moved else "-")
+        )
     shown = [("field", "from", "layout", "shape and dtype", "bytes", "to")]
     for f in fields:
         to = ", ".join(f.ways) or "-"
-        shown.append((f.field, f.source or "(loader)", str(f.layout), f.text, human(f.bytes), to))
+        shown.append(
+            (f.field, f.source or "(loader)", str(f.layout), f.text, format_decimal(f.bytes), to)
+        )
     return (
         f"programs, if all rows are filled; FLOPs over all devices, the rest on each\n\n"
         f"{aligned(programs)}\n\nfields on the devices\n\n{aligned(shown)}\n"
@@ -97,16 +102,6 @@ def to_tree(fields: Iterable[FieldOnMesh], costs: Mapping[str, Costs]) -> dict[s
         "programs": {name: cost.to_tree() for name, cost in costs.items()},
         "fields": [dataclasses.asdict(field) for field in fields],
     }
-
-
-def human(value: float, unit: str = "B") -> str:
-    """A number with a prefix: 12.3 GB of 12,345,678,901."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(value) < 1000 or prefix == "P":
-            break
-        value /= 1000
-    digits = 0 if not prefix or value >= 100 else 1
-    return f"{value:.{digits}f} {prefix}{unit}".strip()
 
 
 def _shape_text(spec: Any) -> str:

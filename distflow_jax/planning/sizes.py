@@ -54,13 +54,13 @@ class Sizes:
     def rows_at_a_time(self, layout: Layout) -> int:
         """Rows per data rank that a program on a training mesh works on: a micro-batch, or all
         those that go through the stages together."""
-        stages = dict(layout.axes).get("stage", 1)
+        stages = dict(layout.axes).get("pipeline", 1)
         return self.micro_rows * (self.microbatches if stages > 1 else 1)
 
     @property
     def stages(self) -> int:
         """Stages of the mesh with the most of them."""
-        return max(m.stage for m in (self.mesh, *self.role_meshes.values()))
+        return max(m.pipeline for m in (self.mesh, *self.role_meshes.values()))
 
     @property
     def bubble_share(self) -> float:
@@ -92,14 +92,14 @@ def derive_sizes(
             f"data.prompts_per_step={config.data.prompts_per_step} leave some of the "
             f"{machine.processes} processes without a prompt; use at least {machine.processes}"
         )
-    pieces = math.lcm(*(m.pieces for m in meshes))
+    pieces = math.lcm(*(m.row_chunks for m in meshes))
     _check_pieces(config, pieces)
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
         {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
-    stages = [m.stage for m in meshes]
+    stages = [m.pipeline for m in meshes]
     together = microbatches_of_stages(training.pipeline_microbatches, stages)
     check_rounds_of_stages(training.pipeline_repeats, stages, model.num_layers)
     hosts = _sampler_hosts(config, machine)

@@ -10,7 +10,7 @@ import jax
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.memory_plan import device_bytes
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
@@ -35,7 +35,7 @@ def compile_program(program: Program, pod: Pod) -> Costs:
     return costs_of(program.traced, compiled, dict(mesh.shape), pod.numbers(mesh))
 
 
-def compile_sync(planned: Planned, programs: Mapping[str, Program], pod: Pod) -> Costs:
+def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) -> Costs:
     """Costs of bringing the weights of the first policy that is sampled to the samplers.
 
     Raises TooLarge.
@@ -53,14 +53,14 @@ def compile_sync(planned: Planned, programs: Mapping[str, Program], pod: Pod) ->
     return in_turn(parts, argument_bytes=device_bytes(params), output_bytes=weights)
 
 
-def sampled_params(planned: Planned, programs: Mapping[str, Program]) -> Any:
+def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:
     """Specs of the parameters of the first policy that is sampled."""
     (key, *_) = planned.samplers.values()
     state = next(p.given_states[key] for p in programs.values() if key in p.given_states)
     return state.params if isinstance(state, TrainState) else state
 
 
-def compile_sampler(planned: Planned, pod: Pod, name: str) -> Costs:
+def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     """Costs of one of a sampler's largest programs: "prefill" of a row, or "decode" of k steps.
 
     A sampler needs nobody else, and is a slice of its own. Raises TooLarge.

@@ -14,7 +14,7 @@ import numpy as np
 
 from distflow_jax.dag.plan import Task
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.jaxpr_flops import matmul_flops
@@ -25,7 +25,7 @@ from distflow_jax.training.state import TrainState
 _KNOWN = ("data", "fsdp", "expert", "context", "tensor")
 
 
-def program_costs(planned: Planned, program: Program, numbers: np.ndarray) -> Costs:
+def program_costs(planned: RunPlan, program: Program, numbers: np.ndarray) -> Costs:
     """FLOPs from the jaxpr, the rest by formulas. ValueError for a mesh that they do not know.
 
     Weights are gathered over fsdp in every pass of a micro-batch (forward; of an update backward
@@ -51,7 +51,7 @@ def program_costs(planned: Planned, program: Program, numbers: np.ndarray) -> Co
     return _with(costs, traffic, sum(accessed for _, accessed in parts))
 
 
-def sync_costs(planned: Planned, mesh: jax.sharding.Mesh, numbers: np.ndarray) -> Costs:
+def sync_costs(planned: RunPlan, mesh: jax.sharding.Mesh, numbers: np.ndarray) -> Costs:
     """Weights for the samplers: gathered once by every chip, from those that share them."""
     engine, tensor = planned.sizes.engine, planned.sizes.rollout_tensor
     size = float(weight_bytes(planned.source.config, engine, tensor))
@@ -77,7 +77,7 @@ def _with(costs: Costs, traffic: Sequence[Traffic], accessed: float) -> Costs:
 
 
 def _of_model(
-    planned: Planned, program: Program, numbers: np.ndarray, task: Task
+    planned: RunPlan, program: Program, numbers: np.ndarray, task: Task
 ) -> tuple[list[Traffic], float]:
     sizes, config, mesh = planned.sizes, planned.source.config, program.mesh
     layout = program.unit.layout

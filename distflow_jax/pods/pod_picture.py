@@ -5,9 +5,10 @@ to_svg(draw_pod(plan))  # report/drawing.py
 
 from collections.abc import Iterator, Mapping
 
-from distflow_jax.planning.memory_plan import MemoryPlan, binary
+from distflow_jax.planning.memory_plan import MemoryPlan
 from distflow_jax.pods.pod_plan import PodPlan
 from distflow_jax.pods.roofline import Estimate
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, shorten, text_width
 
 # what a segment holds, as in its table -> colour
@@ -63,14 +64,16 @@ def _memory(memory: MemoryPlan) -> Iterator[_Row]:
         for column, color in MEMORY_COLORS.items():
             size = getattr(segment, column) or 0
             width = _BARS * size / whole
-            title = f"{column.replace('_', ' ')}: {binary(size)}"
+            title = f"{column.replace('_', ' ')}: {format_bytes(size)}"
             bars.append(Rect(x, 4.0, width, _THICK, color, title=title))
             x += width
         if memory.device:
-            line = Line([(limit, 0.0), (limit, _ROW)], LIMIT, 1.5, title=binary(memory.device))
+            line = Line(
+                [(limit, 0.0), (limit, _ROW)], LIMIT, 1.5, title=format_bytes(memory.device)
+            )
             bars.append(line)
         more = "" if segment.temporaries is not None else " and more"
-        yield segment.name, bars, f"{binary(segment.total)}{more}"
+        yield segment.name, bars, f"{format_bytes(segment.total)}{more}"
 
 
 def _seconds(plan: PodPlan) -> Iterator[_Row]:

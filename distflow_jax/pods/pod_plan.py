@@ -10,9 +10,8 @@ import jax
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import MemoryPlan, binary, device_bytes, plan_memory
-from distflow_jax.planning.plan_run import Planned
-from distflow_jax.planning.program_table import human
+from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program, num_bytes
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
@@ -27,6 +26,7 @@ from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.runtime.build import trace
 
 # what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
@@ -56,7 +56,7 @@ class PodPlan:
     """
 
     pod: Pod
-    planned: Planned
+    planned: RunPlan
     programs: Mapping[str, Program]
     costs: Mapping[str, Costs]
     chips: Mapping[str, int]
@@ -182,11 +182,11 @@ class PodPlan:
         ]  # fmt: skip
         for name, cost in self.costs.items():
             sizes = cost.argument_bytes, cost.output_bytes, cost.alias_bytes, cost.temp_bytes
-            cells = ["-" if size is None else binary(size) for size in sizes]
+            cells = ["-" if size is None else format_bytes(size) for size in sizes]
             peak = cost.peak_bytes
             share = "-" if peak is None else f"{peak / self.pod.chip.memory:.0%}"
-            cells += ["-" if peak is None else binary(peak), share]
-            rows.append((name, *cells, human(cost.flops / self.chips[name], "")))
+            cells += ["-" if peak is None else format_bytes(peak), share]
+            rows.append((name, *cells, format_decimal(cost.flops / self.chips[name], "")))
         rows += [(name, *["-"] * 4, "too large", "-", "-") for name in self.refused]
         rows += [(name, *["-"] * 4, "not compiled", "-", "-") for name in self.left_out]
         return rows
@@ -197,14 +197,14 @@ class PodPlan:
             for t in cost.traffic:
                 seconds = collective_seconds(self.pod.interconnect, t)
                 beside = "beside work" if t.overlapped else ""
-                sizes = human(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
+                sizes = format_decimal(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
                 rows.append((name, "*".join(t.axes), t.kind, *sizes))
         return rows
 
     def _reshard_rows(self) -> list[tuple[str, ...]]:
         rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
         for r in self.reshards:
-            sizes = human(r.bytes), human(r.chip_bytes)
+            sizes = format_decimal(r.bytes), format_decimal(r.chip_bytes)
             rows.append((r.field, r.source, r.target, r.layouts, *sizes))
         return rows
 
@@ -228,7 +228,7 @@ def _cells(e: Estimate) -> tuple[str, ...]:
 
 def plan_on(
     pod: Pod,
-    planned: Planned,
+    planned: RunPlan,
     *,
     mean_response: int = 0,
     compiled: bool = True,
@@ -288,7 +288,7 @@ def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
 
 
 def _compiled(
-    pod: Pod, planned: Planned, programs: Mapping[str, Program], left_out: Collection[str]
+    pod: Pod, planned: RunPlan, programs: Mapping[str, Program], left_out: Collection[str]
 ) -> tuple[dict[str, Costs], dict[str, str]]:
     """(costs by the segment's name, why others are too large)."""
     work: dict[str, Callable[[], Costs]] = {}
@@ -310,7 +310,7 @@ def _compiled(
     return costs, refused
 
 
-def _by_formulas(pod: Pod, planned: Planned, programs: Mapping[str, Program]) -> dict[str, Costs]:
+def _by_formulas(pod: Pod, planned: RunPlan, programs: Mapping[str, Program]) -> dict[str, Costs]:
     costs = {}
     if planned.samplers:
         mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
@@ -320,12 +320,12 @@ def _by_formulas(pod: Pod, planned: Planned, programs: Mapping[str, Program]) ->
     return costs
 
 
-def _generation(pod: Pod, planned: Planned, load: Load) -> GenerationEstimate:
+def _generation(pod: Pod, planned: RunPlan, load: Load) -> GenerationEstimate:
     sizes = planned.sizes
     return estimate_generation(pod, planned.source.config, sizes.engine, sizes.rollout_tensor, load)
 
 
-def _load(pod: Pod, planned: Planned, mean_response: int) -> Load:
+def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
     """What a data rank of the samplers has to do in a step."""
     config, sizes = planned.config, planned.sizes
     longest = config.rollout.max_response_length
@@ -347,7 +347,7 @@ def _load(pod: Pod, planned: Planned, mean_response: int) -> Load:
     )
 
 
-def _reshards(planned: Planned, programs: Mapping[str, Program]) -> Iterator[Reshard]:
+def _reshards(planned: RunPlan, programs: Mapping[str, Program]) -> Iterator[Reshard]:
     for unit in planned.plan.units:
         if unit.name not in programs:
             continue

@@ -10,11 +10,11 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import aligned
 from distflow_jax.models.weights.source import ModelSource, open_shapes
 from distflow_jax.parallel.mesh import MeshConfig
-from distflow_jax.planning.memory_plan import binary
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
-from distflow_jax.planning.plan_run import Planned, plan_run
+from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.runtime.build import trace
 
 # Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts
@@ -110,8 +110,8 @@ class Sweep:
         on_chips = least.guess.planned.config.training.offload == "none"
         return (
             f"no layout of {self.pod.name} leaves {SPARE:.0%} of a chip's "
-            f"{binary(self.pod.chip.memory)}: the smallest is {_text(least)}, which holds "
-            f"{binary(fullest.total)} in {fullest.name!r}, without temporaries; use more "
+            f"{format_bytes(self.pod.chip.memory)}: the smallest is {_text(least)}, which holds "
+            f"{format_bytes(fullest.total)} in {fullest.name!r}, without temporaries; use more "
             f"chips{', or training.offload=idle' if on_chips else ''}"
         )
 
@@ -153,7 +153,7 @@ class Sweep:
                 f"{generation.total:.4g}" if generation else "-",
                 f"{compiled.seconds:.4g}" if compiled and not compiled.refused else "-",
             )
-            lives = binary(c.guess.memory.fullest.total), f"{c.guess.spare:.1%}"
+            lives = format_bytes(c.guess.memory.fullest.total), f"{c.guess.spare:.1%}"
             rows.append((*map(str, c.mesh.values()), *seconds, *lives, c.verdict()))
         return rows
 
@@ -276,7 +276,7 @@ def _sampler_widths(pod: Pod, source: ModelSource) -> Iterator[int]:
             yield width
 
 
-def _planned(pod: Pod, config: Config, chosen: Collection[str], source: ModelSource) -> Planned:
+def _planned(pod: Pod, config: Config, chosen: Collection[str], source: ModelSource) -> RunPlan:
     planned = plan_run(config, pod.machine, chosen, open_source=lambda *_, **__: source)
     return dataclasses.replace(planned, devices=pod.devices)
 

@@ -128,7 +128,9 @@ class Pod:
         if self.size % fixed:
             return False
         sizes = rest | {axis: size, free: self.size // fixed}
-        names = [n for n in ("data", "fsdp", "expert", "stage", "context", "tensor") if n in sizes]
+        names = [
+            n for n in ("data", "fsdp", "expert", "pipeline", "context", "tensor") if n in sizes
+        ]
         shape = tuple(sizes[n] for n in names)
         return all(self._spans(names, shape, name) for name in names)
 

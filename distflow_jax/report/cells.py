@@ -33,11 +33,6 @@ class Charts:
 
     charts: Sequence[tuple[str, Sequence[Series]]]
 
-    @property
-    def drawings(self) -> list[Drawing]:
-        """The charts without their captions, for to_svg and to_png."""
-        return [_chart(lines) for _, lines in self.charts]
-
     def _repr_html_(self) -> str:
         figures = "".join(
             f"<figure style='margin:0'><figcaption>{_caption(title, lines)}</figcaption>"

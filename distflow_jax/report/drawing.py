@@ -1,12 +1,11 @@
 """Drawings: rectangles, lines and text in pixels, their measure, and their form as SVG.
 
-What draws (a plan, a chart) makes a `Drawing`; `to_svg` here and `to_png` in png.py write the same
-geometry. x goes right, y down. A colour is "#rrggbb", or "var(--name, #rrggbb)" where a page may
-say what `name` is and everything else takes the hexadecimal one.
+Plans and charts are made as a `Drawing`, which `to_svg` writes. x goes right, y down. A colour is
+"#rrggbb", or "var(--name, #rrggbb)" where a page may say what `name` is and everything else takes
+the hexadecimal one.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
@@ -16,8 +15,8 @@ Point = tuple[float, float]
 # What is not bold is set in the first of these that a machine has; `text_width` bounds all of them.
 FONTS = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
-# Advance of the characters 32..126 in hundredths of the size: the wider of DejaVu Sans, the widest
-# font that browsers take for sans-serif, and of the one that Pillow brings.
+# Advance of the characters 32..126 in hundredths of the size: at least those of DejaVu Sans, the
+# widest font that browsers take for sans-serif.
 _ADVANCE = [
     int(number)
     for number in (
@@ -142,26 +141,6 @@ def curve(start: Point, end: Point) -> list[Point]:
         t = i / 16
         a, b, c, d = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
         points.append(((a * x0 + (b + c) * middle + d * x1), ((a + b) * y0 + (c + d) * y1)))
-    return points
-
-
-def rounded(rect: Rect) -> list[Point]:
-    """The outline of a rectangle as points, its corners as short lines."""
-    radius = min(rect.radius, rect.width / 2, rect.height / 2)
-    right, bottom = rect.x + rect.width, rect.y + rect.height
-    if radius <= 0:
-        return [(rect.x, rect.y), (right, rect.y), (right, bottom), (rect.x, bottom)]
-    centres = [
-        (right - radius, rect.y + radius, -90),
-        (right - radius, bottom - radius, 0),
-        (rect.x + radius, bottom - radius, 90),
-        (rect.x + radius, rect.y + radius, 180),
-    ]
-    points = []
-    for x, y, start in centres:
-        for step in range(7):
-            angle = math.radians(start + 15 * step)
-            points.append((x + radius * math.cos(angle), y + radius * math.sin(angle)))
     return points
 
 

@@ -10,10 +10,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from distflow_jax.layout import flatten_dict
 
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
 _MOST_LINES = 20_000  # of metrics; of stragglers a tenth
@@ -77,7 +75,7 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     tree = _json(folder / "plan.json", notes)
     return RunFolder(
         name=folder.resolve().name,
-        config={key.replace("/", "."): value for key, value in flatten_dict(config).items()},
+        config=dict(_dotted(config)),
         rows={step: rows[step] for step in sorted(rows)},
         samples=_samples(folder / "samples", notes),
         steps=_steps(folder / "trace.json", notes),
@@ -122,6 +120,15 @@ def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
         return tree
     notes.append(f"{path.name} cannot be read")
     return {}
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves by dotted path. Not flax's flatten_dict: a report is made without JAX."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _thinned(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:

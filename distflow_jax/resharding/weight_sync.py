@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.resharding.common_mesh import relabelled
 from distflow_jax.resharding.layer_chunks import LayerSteps, Pieces
 from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
@@ -182,8 +182,8 @@ class _Plan:
 
 def _like(prepared: Any, given: Any) -> Any:
     """Of `given` what has the same paths as what was prepared of it."""
-    flat = flatten_dict(given)
-    return unflatten_dict({path: flat[path] for path in flatten_dict(prepared)})
+    flat = flatten_dict(given, sep="/")
+    return unflatten_dict({path: flat[path] for path in flatten_dict(prepared, sep="/")}, sep="/")
 
 
 def _some(params: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Finding a reward function by its name, and telling its signature."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from distflow_jax import user_functions
+from distflow_jax.did_you_mean import nearest
 from distflow_jax.rewards.registry import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -23,9 +23,9 @@ def load_function(name: str) -> Callable[..., Any]:
     if ":" in name:
         return user_functions.load_function(name, "reward function")
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, 1) or REWARDS
+        near = nearest(name, REWARDS) or ", ".join(REWARDS)
         raise ValueError(
-            f"unknown reward function {name!r}; did you mean {', '.join(near)}? A function of your "
+            f"unknown reward function {name!r}; did you mean {near}? A function of your "
             "own is named my_module:my_function or path/to/file.py:my_function"
         )
     return REWARDS[name]
@@ -55,8 +55,8 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
         if key in (*given, *OPTIONAL_ROW_PARAMETERS):
             raise ValueError(f"reward.kwargs: {key!r} is an argument that the run itself gives")
         if key not in names and not takes_any:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "take it out of reward.kwargs"
+            near = nearest(key, names)
+            hint = f"did you mean {near!r}?" if near else "take it out of reward.kwargs"
             raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
     if is_batch(function):
         return  # columns of the data may fill any other parameter

@@ -17,8 +17,6 @@ from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.registry import QUICK
 from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
 
-__all__ = ["RewardConfig", "RewardPool", "RewardRequest", "RewardResult", "error_counts"]
-
 MAX_WORKERS = 8  # as many as `num_workers=-1` takes at most
 CLOSE_SECONDS = 5.0  # for the threads to notice that their workers were killed
 

@@ -36,10 +36,12 @@ class RolloutConfig:
     attention: str = "auto"  # the platform's: "pages" on CPU, the kernels "gpu" and "tpu" there
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     # keys and values: auto (the compute dtype), or int8 with a float32 per token and head, which
-    # takes about half the room of bfloat16 and makes log-probs less exact (docs/decisions.md)
+    # takes about half the room of bfloat16 and makes log-probs less exact
+    # (docs/decisions/014-int8-kv-cache.md)
     cache_dtype: str = "auto"
     # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
-    # output: half of bfloat16's bytes, and log-probs less exact (docs/decisions.md)
+    # output: half of bfloat16's bytes, and log-probs less exact
+    # (docs/decisions/015-int8-sampler-weights.md)
     weights_dtype: str = "auto"
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces

@@ -25,7 +25,7 @@ from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.planning.plan_run import Planned, Setup, sampler_layout
+from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout
 from distflow_jax.planning.run_models import States, optimizer_of
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import FieldSpecs, Program, per_token_values, trace_plan
@@ -41,7 +41,7 @@ Span = Callable[[str], AbstractContextManager]
 
 
 @dataclasses.dataclass
-class Machinery:
+class Runtime:
     """What lives on the devices and beside them. `engine` and `sync` are None where nothing is
     sampled. `runners` are keyed by the plan's units, `programs` are those of them on meshes."""
 
@@ -62,7 +62,7 @@ class Machinery:
             program.compile()
 
 
-def build(setup: Setup, spans: Spans) -> Machinery:
+def build(setup: PreparedRun, spans: Spans) -> Runtime:
     """Meshes, engine, programs to be compiled, and the coordinator; what they do is timed in
     `spans`."""
     config, sizes = setup.config, setup.sizes
@@ -88,7 +88,7 @@ def build(setup: Setup, spans: Spans) -> Machinery:
     for name in setup.stays.keys() & runners.keys():  # then every unit is one node
         (task,) = units[name].tasks
         runners[name] = offload.wrap(name, task.state_key, runners[name])
-    return Machinery(
+    return Runtime(
         runners=runners,
         programs=programs,
         first_states=first,
@@ -107,7 +107,7 @@ class _Contexts:
 
     def __init__(
         self,
-        planned: Planned,
+        planned: RunPlan,
         meshes: Mapping[Layout, jax.sharding.Mesh],
         *,
         engine: RolloutEngine | None = None,
@@ -199,7 +199,7 @@ def make_meshes(
     return {layout: mesh_lib.role_mesh(m, devices) for layout, m in all_sizes.items()}
 
 
-def trace(planned: Planned) -> dict[str, Program]:
+def trace(planned: RunPlan) -> dict[str, Program]:
     """The programs of a plan's units on meshes, not compiled yet; see tracing.trace_plan.
 
     The plan must have devices, or this process those that are planned for.
@@ -210,7 +210,7 @@ def trace(planned: Planned) -> dict[str, Program]:
 
 
 def _trace(
-    planned: Planned,
+    planned: RunPlan,
     stages: Mapping[str, Stage],
     first_states: Mapping[str, Any],
     meshes: Mapping[Layout, jax.sharding.Mesh],
@@ -230,7 +230,7 @@ def _stage_name(node: Node) -> tuple:
 
 
 def _coordinator(
-    setup: Setup, meshes: Mapping[Layout, jax.sharding.Mesh], span: Span
+    setup: PreparedRun, meshes: Mapping[Layout, jax.sharding.Mesh], span: Span
 ) -> Coordinator:
     packs: dict[Layout, set[tuple[str | None, str]]] = {layout: set() for layout in meshes}
     for task in setup.plan.tasks:
@@ -243,7 +243,7 @@ def _coordinator(
     return Coordinator(setup.sizes.packing, meshes, writers, packs, per_token, span=span)
 
 
-def make_sync(planned: Planned, local_mesh: jax.sharding.Mesh) -> WeightSync:
+def make_sync(planned: RunPlan, local_mesh: jax.sharding.Mesh) -> WeightSync:
     """What brings a policy's weights to the samplers; this process's lies on `local_mesh`."""
     config, sizes, model = planned.config, planned.sizes, planned.source.config
     replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, planned.devices)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.plan_walker import Runner
-from distflow_jax.dag.residency import Item, Stay
+from distflow_jax.dag.residency import Item, Residency
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.parallel import host_memory
 from distflow_jax.rollout.sampler import SamplerState
@@ -41,7 +41,7 @@ class Offload:
 
     def __init__(
         self,
-        stays: Mapping[str, Stay],
+        stays: Mapping[str, Residency],
         layouts: Mapping[str, Layout],
         new_cache: Callable[[], Any] | None,
     ):
@@ -121,7 +121,7 @@ class Offload:
         self._last[stay.layout] = given
         self._fetch(stay.fetch_ahead)
 
-    def _shares_devices(self, item: Item, stay: Stay) -> bool:
+    def _shares_devices(self, item: Item, stay: Residency) -> bool:
         layout = self._layouts.get(item[0])
         return layout is None or overlaps(layout, stay.layout)
 

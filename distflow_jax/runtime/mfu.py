@@ -18,14 +18,14 @@ from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.model_flops import Work, forward_flops, training_flops
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.planning.chips import peak_flops
-from distflow_jax.planning.plan_run import Planned
+from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 
 
 class Utilization:
     """Follows the programs of a run on devices whose peak is known; elsewhere it does nothing."""
 
-    def __init__(self, planned: Planned, programs: Mapping[str, Program]):
+    def __init__(self, planned: RunPlan, programs: Mapping[str, Program]):
         self._planned = planned
         self._meshes = {name: program.mesh for name, program in programs.items()}
         self._updates = [u for u in planned.plan.units if u.name in programs and _trains_actor(u)]

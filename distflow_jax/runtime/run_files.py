@@ -5,8 +5,10 @@ import logging
 import pathlib
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from distflow_jax.batch import Samples
-from distflow_jax.layout import ROUTED_EXPERTS, flatten_dict
+from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 
@@ -31,9 +33,10 @@ def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
     """Says which settings differ from those of the run that is continued."""
     if not path.exists():
         return
-    before, now = flatten_dict(json.loads(path.read_text())), flatten_dict(now)
+    before = flatten_dict(json.loads(path.read_text()), sep=".")
+    now = flatten_dict(now, sep=".")
     changed = [
-        f"{key.replace('/', '.')} {before.get(key)!r} -> {now.get(key)!r}"
+        f"{key} {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]

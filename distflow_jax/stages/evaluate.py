@@ -16,7 +16,8 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.gsm8k import last_number
-from distflow_jax.rewards.pool import RewardPool, RewardRequest
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
 from distflow_jax.stages.stage_context import own_part
@@ -115,14 +116,7 @@ def evaluate(
     texts = [tokenizer.decode(r.tokens) for r in responses]
     results = rewards.score(
         [
-            RewardRequest(
-                data_source=r.prompt.data_source,
-                solution=text,
-                ground_truth=r.prompt.ground_truth,
-                extra_info=r.prompt.extra_info,
-                prompt=r.prompt.text,
-                response_length=len(r.tokens),
-            )
+            request_for(r.prompt, text, len(r.tokens))
             for r, text in zip(responses, texts, strict=True)
         ]
     )

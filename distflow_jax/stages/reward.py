@@ -12,7 +12,9 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
-from distflow_jax.rewards.pool import RewardRequest, RewardResult, error_counts
+from distflow_jax.rewards.pool import error_counts
+from distflow_jax.rewards.prompt_requests import request_for
+from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.rollout.requests import Response
 from distflow_jax.stages.stage_context import Stage, StageContext
@@ -33,14 +35,7 @@ def build_reward(context: StageContext) -> Stage:
     early: dict[tuple[int, int], Future[RewardResult]] = {}
 
     def request(prompt: Prompt, tokens: np.ndarray) -> RewardRequest:
-        return RewardRequest(
-            data_source=prompt.data_source,
-            solution=context.tokenizer.decode(tokens),
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            prompt=prompt.text,
-            response_length=len(tokens),
-        )
+        return request_for(prompt, context.tokenizer.decode(tokens), len(tokens))
 
     def begin(response: Response) -> None:
         uid, start = (response.prompt.counter, response.sample), time.perf_counter_ns()

@@ -19,7 +19,7 @@ class AttentionSizes(NamedTuple):
     heads: int  # of queries per key/value head
     head_dim: int
     dtype: str
-    pieces: int = 1  # into how many a row is cut for the devices that share it: a tile is in one
+    row_chunks: int = 1  # into how many a row is cut for the devices that share it: a tile is in one
     parts: int = 1  # of a row, of which a device has one
 
 
@@ -55,7 +55,7 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     try:
         if not loops:
             return _by_kernel(platform, sizes)
-        block = block_size(sizes.row_tokens, longest=sizes.longest, pieces=sizes.pieces)
+        block = block_size(sizes.row_tokens, longest=sizes.longest, pieces=sizes.row_chunks)
     except ValueError as error:
         if attention == "auto":
             return masked._replace(why=f"{masked.why}; {error}")
@@ -92,11 +92,11 @@ def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
             f"there is no kernel for platform {platform!r}, only for {', '.join(_KERNELS)}"
         )
     sides, check = _KERNELS[platform]
-    fits = [n for n in sides if sizes.row_tokens % (sizes.pieces * n) == 0]
+    fits = [n for n in sides if sizes.row_tokens % (sizes.row_chunks * n) == 0]
     if not fits:
-        unit = sizes.pieces * min(sides)
+        unit = sizes.row_chunks * min(sides)
         raise ValueError(
-            f"the kernel needs {_rows(sizes.pieces)} that {min(sides)} tokens divide, got "
+            f"the kernel needs {_rows(sizes.row_chunks)} that {min(sides)} tokens divide, got "
             f"training.row_tokens={sizes.row_tokens}; use {-(-sizes.row_tokens // unit) * unit}"
         )
     refused = []

@@ -76,7 +76,7 @@ def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
     of the parts that devices have of a row."""
     size = rows.valid.shape[-1]
     segment = context_parallel.divide(rows.segment)
-    sums = context_parallel.sum_over_parts(sums_of_segments(x, segment, 2 * size + 1))
+    sums = context_parallel.sum_over_shards(sums_of_segments(x, segment, 2 * size + 1))
     own = sums[..., 1 : size + 1, :]
     is_shared = rows.parent > size  # else the prompt's tokens are of the sequence's own segment
     prompt = jnp.take_along_axis(sums, rows.parent[..., None], axis=-2)

@@ -73,7 +73,7 @@ def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
         context_parallel.divide(parent_segment(rows)),
     )
     in_row, block = None, config.attention_block
-    if context_parallel.parts_of_row() > 1:
+    if context_parallel.context_shards() > 1:
         place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
         in_row = InRow(
             context_parallel.divide(place),
@@ -154,7 +154,7 @@ def packed_hidden(
         route = replay(model.experts_per_token)
     if rows.experts is not None:  # layer by layer
         recorded = jnp.moveaxis(context_parallel.divide(rows.experts), 2, 0)
-        recorded = constrain(recorded, "layers", "parts", "length", "activation")
+        recorded = constrain(recorded, "layers", "shards", "length", "activation")
     hidden, kept = decoder.hidden(
         context_parallel.divide(rows.tokens),
         context_parallel.divide(rows.position),
@@ -182,14 +182,14 @@ def response_logp(
     hidden, weight = packed_hidden(params, model, rows, config)
     # every part of a row predicts the tokens whose hidden state it has: no hidden state moves
     is_here, source = context_parallel.located(rows.previous)
-    mask = context_parallel.of_each_part(rows.response_mask) & is_here
+    mask = context_parallel.of_each_shard(rows.response_mask) & is_here
     # response positions first, so that the vocabulary loop ends where the fullest row ends
     order = jnp.argsort(~mask, axis=1, stable=True).astype(jnp.int32)
     chosen = order[:, : _most_predicted(hidden.shape[1], rows, config.logp_chunk)]
     source = jnp.take_along_axis(source, chosen, axis=1)
     gathered = jnp.take_along_axis(hidden, source[..., None], axis=1)
     gathered = constrain(gathered, "batch", "length", "activation")
-    target = jnp.take_along_axis(context_parallel.of_each_part(rows.tokens), chosen, axis=1)
+    target = jnp.take_along_axis(context_parallel.of_each_shard(rows.tokens), chosen, axis=1)
     count = mask.sum(axis=1, dtype=jnp.int32)
     chunk, keep = config.logp_chunk, config.keep_logits
     found = token_logp(gathered, weight, target, count, temperature, chunk, keep)
@@ -197,7 +197,7 @@ def response_logp(
 
     def in_rows(x):  # 0 behind the count, and so wherever another part predicts
         x = jnp.pad(x, ((0, 0), (0, order.shape[1] - x.shape[1])))
-        return context_parallel.sum_over_parts(jnp.take_along_axis(x, back, axis=1))
+        return context_parallel.sum_over_shards(jnp.take_along_axis(x, back, axis=1))
 
     logp, entropy = map(in_rows, found)
     return logp, entropy

@@ -26,13 +26,13 @@ def microbatches_of_stages(asked: int, stages: Sequence[int]) -> int:
     unit = math.lcm(*stages)
     if asked > 1 and unit == 1:
         raise ValueError(
-            f"training.pipeline_microbatches={asked} is for a mesh with stages, and mesh.stage is "
-            "1; use 0, or mesh.stage above 1"
+            f"training.pipeline_microbatches={asked} is for a mesh with stages, and "
+            "mesh.pipeline is 1; use 0, or mesh.pipeline above 1"
         )
     if asked % unit:
         low, high = asked // unit * unit, -(-asked // unit) * unit
         raise ValueError(
-            f"training.pipeline_microbatches={asked} is not divisible by mesh.stage={unit}; use "
+            f"training.pipeline_microbatches={asked} is not divisible by mesh.pipeline={unit}; use "
             f"{f'{low} or {high}' if low else high}"
         )
     return asked or unit
@@ -42,8 +42,8 @@ def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> 
     """ValueError unless training.pipeline_repeats suits the stages of every training mesh."""
     if repeats > 1 and max(stages) == 1:
         raise ValueError(
-            f"training.pipeline_repeats={repeats} is for a mesh with stages, and mesh.stage is 1; "
-            "use 1, or mesh.stage above 1"
+            f"training.pipeline_repeats={repeats} is for a mesh with stages, and "
+            "mesh.pipeline is 1; use 1, or mesh.pipeline above 1"
         )
     for count in stages:
         if count > 1:
@@ -57,20 +57,20 @@ def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches
     once.
     """
     of_one = mesh.ranks * micro
-    if mesh.stage == 1 or rows >= of_one * microbatches:
+    if mesh.pipeline == 1 or rows >= of_one * microbatches:
         return
-    if rows >= of_one * mesh.stage:
-        fix = f"training.pipeline_microbatches={rows // of_one // mesh.stage * mesh.stage}"
-    elif rows >= mesh.ranks * mesh.stage:
-        most = rows // (mesh.ranks * mesh.stage)
+    if rows >= of_one * mesh.pipeline:
+        fix = f"training.pipeline_microbatches={rows // of_one // mesh.pipeline * mesh.pipeline}"
+    elif rows >= mesh.ranks * mesh.pipeline:
+        most = rows // (mesh.ranks * mesh.pipeline)
         fix = f"training.micro_batch_rows={most * mesh.ranks}"
-    elif rows >= mesh.stage:
-        fix = f"at most {rows // mesh.stage} data ranks (mesh.data x mesh.fsdp)"
+    elif rows >= mesh.pipeline:
+        fix = f"at most {rows // mesh.pipeline} data ranks (mesh.data x mesh.fsdp)"
     else:
-        fix = f"a mesh.stage of at most {rows}"
+        fix = f"a mesh.pipeline of at most {rows}"
     raise ValueError(
-        f"mesh.stage={mesh.stage} works on {microbatches} micro-batches of {of_one} rows at once, "
-        f"and an optimizer step fills at most {rows} rows; use {fix}, more prompts "
+        f"mesh.pipeline={mesh.pipeline} works on {microbatches} micro-batches of {of_one} rows at "
+        f"once, and an optimizer step fills at most {rows} rows; use {fix}, more prompts "
         "(data.prompts_per_step) or shorter rows (training.row_tokens)"
     )
 

@@ -16,8 +16,8 @@ class TrainingConfig:
     row_tokens: int = 256  # L: tokens per packed row
     row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
     micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
-    # micro-batches of micro_batch_rows that follow each other through the stages of mesh.stage, a
-    # multiple of these: stages wait less the more there are; 0: as many as stages
+    # micro-batches of micro_batch_rows that follow each other through the stages of mesh.pipeline,
+    # a multiple of these: stages wait less the more there are; 0: as many as stages
     pipeline_microbatches: int = 0
     # times that a micro-batch goes round the stages, each of which then has that many parts of the
     # layers: stages wait less, at the price of their weights dealt out in every pass. It divides

@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from distflow_jax.checkpoint.export import run_export, source_export
-from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.models.transformer import head_logits, hidden_states
@@ -35,7 +35,7 @@ _MOST_IDS = 512  # logits kept of each token, spread over the vocabulary
 
 def answers(model: Export) -> list[dict]:
     """For each prompt its text, its ids, and float32 logits at some ids, or the scalars."""
-    params = jax.device_put(unflatten_dict(dict(model.params())))
+    params = jax.device_put(unflatten_dict(dict(model.params()), sep="/"))
     config = model.decoder
     scalar = isinstance(model.network, ScalarModel)
     trunk = params["trunk"] if scalar else params

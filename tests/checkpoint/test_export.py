@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.traverse_util import unflatten_dict
 from support import haste
 from support.paths import ROOT
 
@@ -19,7 +20,6 @@ from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import unflatten_dict
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
@@ -46,8 +46,8 @@ def save_run(folder, steps, source=SPEC, **options):
     for step, models in steps.items():
         state = {
             key: {
-                "params": unflatten_dict(params),
-                "opt_state": {"0": {"mu": unflatten_dict(params)}},
+                "params": unflatten_dict(params, sep="/"),
+                "opt_state": {"0": {"mu": unflatten_dict(params, sep="/")}},
                 "count": np.int32(step),
             }
             for key, params in models.items()

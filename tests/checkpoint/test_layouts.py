@@ -19,8 +19,8 @@ NETWORKS = {
     "adapters of a mixture": adapted(MODELS["mixture"], LoraConfig(4, targets=("query", "output"))),
     "critic": scalar_model(DENSE),
 }
-AXES = ("data", "fsdp", "expert", "stage", "context", "tensor")
-MOST = {"stage": 4, "tensor": 4}  # layers, heads
+AXES = ("data", "fsdp", "expert", "pipeline", "context", "tensor")
+MOST = {"pipeline": 4, "tensor": 4}  # layers, heads
 
 
 def layouts(name, moments) -> list[MeshSizes]:
@@ -38,7 +38,7 @@ def draw_layout(rng, *, mixture) -> MeshSizes:
     for axis in map(str, rng.choice(fits, factors)):
         sizes["data" if sizes[axis] == MOST.get(axis) else axis] *= 2
     assert math.prod(sizes.values()) == 2**factors
-    return MeshSizes(**sizes, part=(first, first + 2**factors))
+    return MeshSizes(**sizes, submesh=(first, first + 2**factors))
 
 
 def random_state(abstract):

@@ -10,13 +10,13 @@ import types
 import numpy as np
 import pytest
 import safetensors.numpy
+from support.graph_text import write_graph
 from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.graph_yaml import write_graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
@@ -183,6 +183,11 @@ def refusal(assignments, folder, compiled, start=prepare):
 
 
 KEYS_AND_TYPES = [
+    ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
+    (
+        "mesh.roles={'CRITIC': {'stage': 2}}",
+        "mesh.roles.CRITIC.stage is now called pipeline: write that",
+    ),
     ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
     ("training.stepz=3", "did you mean config.training.steps?"),
     ("training.optimizer.learning_rate=1", "config.training.optimizer has: b1, b2, "),
@@ -314,37 +319,37 @@ SIZES = [
         "row_tokens=256; use 512, or attention='masked'",
     ),
     (
-        "mesh.stage=8",
-        "mesh.stage=8 does not divide the model's num_layers=4; use one of [1, 2, 4]",
+        "mesh.pipeline=8",
+        "mesh.pipeline=8 does not divide the model's num_layers=4; use one of [1, 2, 4]",
     ),
     (
-        "mesh.stage=2 ; training.pipeline_microbatches=3",
-        "training.pipeline_microbatches=3 is not divisible by mesh.stage=2; use 2 or 4",
+        "mesh.pipeline=2 ; training.pipeline_microbatches=3",
+        "training.pipeline_microbatches=3 is not divisible by mesh.pipeline=2; use 2 or 4",
     ),
     (
         "training.pipeline_microbatches=4",
-        "is for a mesh with stages, and mesh.stage is 1; use 0, or mesh.stage above 1",
+        "is for a mesh with stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
     ),
     ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
     (
         "training.pipeline_repeats=2 ; training.remat=full",
-        "training.pipeline_repeats=2 is for a mesh with stages, and mesh.stage is 1; use 1, or",
+        "training.pipeline_repeats=2 is for a mesh with stages, and mesh.pipeline is 1; use 1, or",
     ),
     (
-        "mesh.stage=2 ; training.pipeline_repeats=3 ; training.remat=full",
-        "training.pipeline_repeats=3 does not divide the 2 layers of each stage (4 over stage=2); "
-        "use one of [1, 2]",
+        "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
+        "training.pipeline_repeats=3 does not divide the 2 layers of each stage (4 over "
+        "pipeline=2); use one of [1, 2]",
     ),
     (
-        "mesh.stage=2 ; training.pipeline_repeats=2",
+        "mesh.pipeline=2 ; training.pipeline_repeats=2",
         "training.pipeline_repeats=2 needs training.remat other than 'none'",
     ),
     (
-        "mesh.stage=2 ; training.pipeline_microbatches=64",
-        "mesh.stage=2 works on 64 micro-batches of 4 rows at once, and an optimizer step fills at",
+        "mesh.pipeline=2 ; training.pipeline_microbatches=64",
+        "mesh.pipeline=2 works on 64 micro-batches of 4 rows at once, and an optimizer step fills",
     ),
     (
-        "mesh.stage=2 ; training.micro_batch_rows=64",
+        "mesh.pipeline=2 ; training.micro_batch_rows=64",
         "use training.micro_batch_rows=",
     ),
     ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),

@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
+from flax.traverse_util import flatten_dict
 from ml_collections import config_dict
 from support.paths import ROOT
 
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
@@ -105,7 +105,7 @@ def test_it_plans(name, changes, nodes, model_of):
 
 
 def test_every_key_has_its_owner_and_a_default():
-    keys = flatten_dict(json.loads(to_json(to_config_dict(Config()))))
+    keys = flatten_dict(json.loads(to_json(to_config_dict(Config()))), sep="/")
     assert {f.name for f in dataclasses.fields(Config)} == {key.split("/")[0] for key in keys}
 
 
@@ -189,7 +189,7 @@ def test_copies_of_the_model_are_data_ranks_too():
 def test_devices_share_rows():
     config = config_of("tiny", "mesh.context=4", "training.row_tokens=512")
     sizes = derive_sizes(config, MODEL, EIGHT)
-    assert (sizes.mesh.ranks, sizes.mesh.context, sizes.mesh.pieces) == (2, 4, 8)
+    assert (sizes.mesh.ranks, sizes.mesh.context, sizes.mesh.row_chunks) == (2, 4, 8)
     assert sizes.mesh.describe()[0] == "fsdp 2 x context 4 x tensor 1"
     assert sizes.forward.attention_block == 32  # divides a piece of 512 / 8 tokens
     assert sizes.micro_rows == 1
@@ -202,10 +202,10 @@ FOUR_LAYERS = dataclasses.replace(MODEL, num_layers=4)
 
 
 def test_stages_share_the_layers():
-    config = config_of("tiny", "mesh.stage=4", "training.pipeline_microbatches=12")
+    config = config_of("tiny", "mesh.pipeline=4", "training.pipeline_microbatches=12")
     sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
-    assert (sizes.mesh.ranks, sizes.mesh.stage, sizes.micro_rows) == (2, 4, 1)
-    assert sizes.mesh.describe()[0] == "fsdp 2 x stage 4 x tensor 1"
+    assert (sizes.mesh.ranks, sizes.mesh.pipeline, sizes.micro_rows) == (2, 4, 1)
+    assert sizes.mesh.describe()[0] == "fsdp 2 x pipeline 4 x tensor 1"
     assert sizes.rows_at_a_time(sizes.mesh.layout) == 12
     assert sizes.packing.rows[sizes.mesh.layout] % 12 == 0
     assert sizes.forward.microbatches == 12
@@ -215,7 +215,9 @@ def test_stages_share_the_layers():
 
 
 def test_stages_take_turns():
-    config = config_of("tiny", "mesh.stage=2", "training.pipeline_repeats=2", "training.remat=dots")
+    config = config_of(
+        "tiny", "mesh.pipeline=2", "training.pipeline_repeats=2", "training.remat=dots"
+    )
     sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
     assert sizes.forward.repeats == 2 and sizes.bubble_share == 1 / 5
     table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
@@ -224,8 +226,8 @@ def test_stages_take_turns():
 
 
 def test_a_role_without_stages_takes_its_rows_as_ever():
-    roles = "mesh.roles={'REFERENCE': {'data': 8}, 'CRITIC': {'stage': 2}}"
-    sizes = derive_sizes(config_of("tiny", "mesh.stage=4", roles), FOUR_LAYERS, EIGHT)
+    roles = "mesh.roles={'REFERENCE': {'data': 8}, 'CRITIC': {'pipeline': 2}}"
+    sizes = derive_sizes(config_of("tiny", "mesh.pipeline=4", roles), FOUR_LAYERS, EIGHT)
     assert sizes.microbatches == 4  # which the two stages of the critic divide too
     of_role = {name: sizes.rows_at_a_time(mesh.layout) for name, mesh in sizes.role_meshes.items()}
     assert of_role == {"REFERENCE": 1, "CRITIC": 4}

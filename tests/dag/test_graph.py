@@ -3,9 +3,10 @@
 import random
 
 import pytest
+from support.graph_text import write_graph
 
 from distflow_jax.dag.graph import Graph, Node, When, find_cycle
-from distflow_jax.dag.graph_yaml import read_graph, write_graph
+from distflow_jax.dag.graph_yaml import read_graph
 
 TWO = """
 name: two
@@ -68,11 +69,6 @@ nodes:
   - {<<: *first, id: b, deps: [a]}
 """
     assert read_graph(text) == Graph("g", [node("a"), node("b", deps=["a"])])
-
-
-def test_yaml_leaves_defaults_out():
-    text = write_graph(Graph("one", [node(model="sample")]))
-    assert text == "name: one\nnodes:\n- {id: a, role: ACTOR, type: COMPUTE, model: sample}\n"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ HOST = Layout("host")
 SAMPLERS = {"rollout": "actor"}
 
 
-def mesh(part=None):
-    return Layout("mesh", (("fsdp", 2), ("tensor", 1)), part)
+def mesh(submesh=None):
+    return Layout("mesh", (("fsdp", 2), ("tensor", 1)), submesh)
 
 
 def layouts(**roles):
@@ -76,8 +76,8 @@ def test_a_region_keeps_its_sampler_from_round_to_round():
 
 def test_a_part_is_another_layout_and_plans_without_one_stay_what_they_were():
     whole, part = ppo(), ppo(CRITIC=mesh((4, 8)), ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)))
-    assert '"part"' not in whole.to_json()
-    assert '"part":[4,8]' in part.to_json()
+    assert '"submesh"' not in whole.to_json()
+    assert '"submesh":[4,8]' in part.to_json()
     assert whole.digest != part.digest
     other = ppo(CRITIC=mesh((4, 6)), ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)))
     assert other.digest != part.digest

@@ -16,9 +16,9 @@ import pytest
 from distflow_jax.models.kernels import decode_gpu, decode_tpu
 from distflow_jax.models.kernels.decode_attention import (
     implementation_for,
-    merge,
     partial_attention,
 )
+from distflow_jax.models.kernels.merge_partial import merge
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # the TPU kernel takes pages of 128 tokens, so that its cases hold fewer of them

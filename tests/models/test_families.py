@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from support.family_models import CASES, TOKENS, drawn_params
 from support.model_files import hf_settings, tensors_of, write_gguf, write_hf
 from support.paths import TESTS
 from support.tiny_model import mesh_of
 
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.int8 import Int8
@@ -107,7 +107,9 @@ def test_gradients_by_differences_and_on_any_mesh(case):
             with use_mesh(mesh):
                 return jax.grad(loss)(params, remat="full" if mesh.size > 1 else "none")
 
-        grads[axes] = {path: np.asarray(g) for path, g in flatten_dict(run(params)).items()}
+        grads[axes] = {
+            path: np.asarray(g) for path, g in flatten_dict(run(params), sep="/").items()
+        }
     one, eight = grads.values()
     norm = np.sqrt(sum(np.sum(g**2.0) for g in one.values()))
     assert np.sqrt(sum(np.sum((one[p] - eight[p]) ** 2.0) for p in one)) < 1e-5 * norm
@@ -118,7 +120,9 @@ def test_gradients_by_differences_and_on_any_mesh(case):
         if not path.endswith(("_bias", "query_norm", "key_norm")):
             continue
         way = rng.standard_normal(params[path].shape).astype(np.float32)
-        ends = [unflatten_dict(params | {path: params[path] + s * way}) for s in (0.01, -0.01)]
+        ends = [
+            unflatten_dict(params | {path: params[path] + s * way}, sep="/") for s in (0.01, -0.01)
+        ]
         slope = (value(ends[0]) - value(ends[1])) / 0.02
         # a key's bias turns with its position, so that it does not cancel in the softmax
         np.testing.assert_allclose(np.sum(one[path] * way), slope, rtol=0.02, atol=0.02)
@@ -242,7 +246,7 @@ def test_random_models_have_what_the_family_has(case):
     config = open_model(f"random:{family}?hidden=32&layers=2&heads=4&kv_heads=2&mlp=48").config
     assert config.family == family
     assert (config.attention_bias, config.qk_norm) == (family == "qwen2", family == "qwen3")
-    born = flatten_dict(init_params(config, 0, param_shardings(config, mesh_of(1, 1))))
+    born = flatten_dict(init_params(config, 0, param_shardings(config, mesh_of(1, 1))), sep="/")
     for name in ("query", "key", "value"):
         if config.attention_bias:
             np.testing.assert_array_equal(born[f"layers/{name}_bias"], 0)

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.traverse_util import flatten_dict
 from support.family_models import CASES, drawn_params
 from support.model_files import write_gguf
 from support.tiny_model import mesh_of
 from test_hf_folder import assert_bits, export_of, random_params, tensors_in
 
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import init_params, param_shardings
@@ -219,7 +219,7 @@ def test_random_models():
     assert (config.sliding_window, config.full_every, config.rope_theta) == (512, 6, 1e6)
     config = open_model("random:gemma3?hidden=32&layers=4&heads=4&window=8&full_every=2").config
     assert config.windowed == (True, False, True, False)
-    born = flatten_dict(init_params(config, 0, param_shardings(config, mesh_of(1, 1))))
+    born = flatten_dict(init_params(config, 0, param_shardings(config, mesh_of(1, 1))), sep="/")
     for path, value in born.items():
         if path.endswith("norm"):
             np.testing.assert_array_equal(value, 0)  # multiplies with 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec
 from support.paths import TESTS
 from support.tiny_model import (
@@ -20,7 +21,6 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape, Samples
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
@@ -77,12 +77,12 @@ def test_names_and_shapes(tied):
     }
     if not tied:
         wanted["head"] = (6, 11)
-    abstract = flatten_dict(abstract_params(config))
+    abstract = flatten_dict(abstract_params(config), sep="/")
     assert {path: x.shape for path, x in abstract.items()} == wanted
     assert {x.dtype for x in abstract.values()} == {jnp.dtype("float32")}
     assert num_params(config) == sum(int(np.prod(shape)) for shape in wanted.values())
     born = jax.eval_shape(lambda: params_of(Decoder(config, rngs=nnx.Rngs(0))))
-    assert {path: x.shape for path, x in flatten_dict(born).items()} == wanted
+    assert {path: x.shape for path, x in flatten_dict(born, sep="/").items()} == wanted
     given = random_params(config)
     bound = params_of(bind(config, given))
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, bound, given))
@@ -92,7 +92,7 @@ def test_values_at_birth_do_not_depend_on_the_mesh():
     trees = [
         init_params(TINY, 3, param_shardings(TINY, mesh_of(*axes))) for axes in ((1, 1), (4, 2))
     ]
-    one, eight = (flatten_dict(tree) for tree in trees)
+    one, eight = (flatten_dict(tree, sep="/") for tree in trees)
     for path, value in one.items():
         np.testing.assert_array_equal(value, eight[path], err_msg=path)
     assert len(eight["layers/query"].sharding.device_set) == 8
@@ -104,9 +104,9 @@ def test_values_at_birth_do_not_depend_on_the_mesh():
 
 
 def test_place_params_puts_every_shard_in_its_place():
-    arrays = flatten_dict(random_params(TINY))
+    arrays = flatten_dict(random_params(TINY), sep="/")
     shardings = param_shardings(TINY, mesh_of(2, 4))
-    placed = flatten_dict(place_params(TINY, arrays.items(), shardings))
+    placed = flatten_dict(place_params(TINY, arrays.items(), shardings), sep="/")
     for path, value in arrays.items():
         np.testing.assert_array_equal(placed[path], value)
     with pytest.raises(ValueError, match="set nothing for.*final_norm"):
@@ -213,7 +213,7 @@ def test_rotation_turns_by_position_and_keeps_products():
 
 def numpy_logits(config, params, tokens):
     """The network in float64 NumPy, one token and one head at a time: [T, V]."""
-    p = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params).items()}
+    p = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params, sep="/").items()}
     half, groups = config.head_dim // 2, config.num_heads // config.num_kv_heads
     frequencies = llama3_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
 

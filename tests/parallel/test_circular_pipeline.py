@@ -28,14 +28,14 @@ def test_perfect_matchings(stages, repeats):
 @pytest.mark.parametrize("stages, repeats", [(2, 1), (2, 3), (4, 2), (4, 6)])
 def test_dealt_and_collected(stages, repeats):
     """Two layers of a chunk: which ones a stage gets, and that all come back to their places."""
-    size, axis = 2, "stage"
+    size, axis = 2, "pipeline"
     layers = np.arange(size * stages * repeats, dtype=np.int32)
     spec = PartitionSpec(axis)
 
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=mesh_of(1, 1, stage=stages),
+        mesh=mesh_of(1, 1, pipeline=stages),
         in_specs=(spec, spec),
         out_specs=(spec, spec),
         check_vma=False,

@@ -74,9 +74,9 @@ def test_what_belongs_to_a_row_stands_beside_each_part(axes):
     run, given = on_mesh(
         axes,
         lambda x: (
-            context_parallel.of_each_part(x),
+            context_parallel.of_each_shard(x),
             context_parallel.in_gathered_order(x),
-            context_parallel.sum_over_parts(context_parallel.of_each_part(x)),
+            context_parallel.sum_over_shards(context_parallel.of_each_shard(x)),
             context_parallel.located(x % LENGTH),
         ),
         x,
@@ -97,12 +97,12 @@ def test_whole_rows_stay_as_they_are():
     for same in (
         context_parallel.divide,
         context_parallel.unite,
-        context_parallel.of_each_part,
+        context_parallel.of_each_shard,
         context_parallel.in_gathered_order,
     ):
         assert same(x) is x
     with use_mesh(mesh_of(2, 4)):
-        assert context_parallel.divide(x) is x and context_parallel.parts_of_row() == 1
+        assert context_parallel.divide(x) is x and context_parallel.context_shards() == 1
 
 
 def test_a_length_that_does_not_divide_is_refused():

@@ -17,10 +17,10 @@ from distflow_jax.programs import hlo
 
 LAYERS, ROWS, LENGTH, WIDTH = 8, 8, 5, 16
 MESHES = {
-    "stage 2": dict(fsdp=1, tensor=1, stage=2),
-    "stage 4": dict(fsdp=1, tensor=1, stage=4),
-    "stage 8": dict(fsdp=1, tensor=1, stage=8),
-    "fsdp 2 x stage 2 x tensor 2": dict(fsdp=2, tensor=2, stage=2),
+    "pipeline 2": dict(fsdp=1, tensor=1, pipeline=2),
+    "pipeline 4": dict(fsdp=1, tensor=1, pipeline=4),
+    "pipeline 8": dict(fsdp=1, tensor=1, pipeline=8),
+    "fsdp 2 x pipeline 2 x tensor 2": dict(fsdp=2, tensor=2, pipeline=2),
 }
 
 
@@ -102,19 +102,19 @@ def slow(*case):
 @pytest.mark.parametrize(
     "axes, schedule",  # micro-batches, rounds, remat
     [
-        ("stage 2", (8,)),
-        ("fsdp 2 x stage 2 x tensor 2", ()),
-        ("stage 4", (8, 2, "full")),
-        ("fsdp 2 x stage 2 x tensor 2", (0, 2, "full")),
-        slow("fsdp 2 x stage 2 x tensor 2", (4,)),
-        slow("stage 2", (2,)),
-        slow("stage 8", ()),
-        slow("stage 2", (2, 2)),
-        slow("stage 2", (2, 4, "full")),
-        slow("stage 2", (8, 4, "full")),
-        slow("stage 4", (4, 2, "full")),
-        slow("stage 4", (0, 2)),
-        slow("fsdp 2 x stage 2 x tensor 2", (4, 4, "full")),
+        ("pipeline 2", (8,)),
+        ("fsdp 2 x pipeline 2 x tensor 2", ()),
+        ("pipeline 4", (8, 2, "full")),
+        ("fsdp 2 x pipeline 2 x tensor 2", (0, 2, "full")),
+        slow("fsdp 2 x pipeline 2 x tensor 2", (4,)),
+        slow("pipeline 2", (2,)),
+        slow("pipeline 8", ()),
+        slow("pipeline 2", (2, 2)),
+        slow("pipeline 2", (2, 4, "full")),
+        slow("pipeline 2", (8, 4, "full")),
+        slow("pipeline 4", (4, 2, "full")),
+        slow("pipeline 4", (0, 2)),
+        slow("fsdp 2 x pipeline 2 x tensor 2", (4, 4, "full")),
     ],
 )
 def test_stages_give_what_one_device_gives(axes, schedule):
@@ -125,9 +125,9 @@ def test_stages_give_what_one_device_gives(axes, schedule):
         assert np.linalg.norm(got - want) < 1e-12 * np.linalg.norm(want)
     if MESHES[axes]["fsdp"] == MESHES[axes]["tensor"] == 1:
         _, repeats, remat = (*schedule, *(0, 1, "none")[len(schedule) :])
-        assert_layers_move(text, MESHES[axes]["stage"], repeats)
+        assert_layers_move(text, MESHES[axes]["pipeline"], repeats)
         if remat == "full":
-            assert_no_layers_are_kept(text, MESHES[axes]["stage"], repeats)
+            assert_no_layers_are_kept(text, MESHES[axes]["pipeline"], repeats)
 
 
 WEIGHT, OF_ROW = 8 * WIDTH * WIDTH, 8 * LENGTH * WIDTH  # bytes
@@ -154,7 +154,7 @@ def assert_no_layers_are_kept(text, stages, repeats):
 @pytest.mark.parametrize("repeats, ticks", [(1, 11), (2, 19)])
 def test_ticks(repeats, ticks):
     """r M + S - 1 of them, each with L / (r S) layers."""
-    with use_mesh(mesh_of(**MESHES["stage 4"])):
+    with use_mesh(mesh_of(**MESHES["pipeline 4"])):
         text = str(jax.make_jaxpr(scheduled(8, repeats))(*single()))
     lengths = re.findall(r"length=(\d+)", text)
     assert sorted(map(int, lengths)) == [LAYERS // (4 * repeats), ticks]
@@ -170,19 +170,23 @@ def test_a_mesh_without_stages_scans():
 @pytest.mark.parametrize(
     "rows, schedule, message",
     [
-        (8, (3,), r"3 micro-batches are no multiple of stage=2, .*; use 4"),
+        (8, (3,), r"3 micro-batches are no multiple of pipeline=2, .*; use 4"),
         (
             8,
             (6,),
             r"8 rows of a data rank cannot be cut into 6 micro-batches; use one of \[2, 4, 8\]",
         ),
         (7, (2,), r"7 rows .* into 2 micro-batches; give it a multiple of 2 rows"),
-        (8, (2, 3), r"pipeline_repeats=3 .* the 4 layers of .* stage=2\); use one of \[1, 2, 4\]"),
+        (
+            8,
+            (2, 3),
+            r"pipeline_repeats=3 .* the 4 layers of .* pipeline=2\); use one of \[1, 2, 4\]",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused(rows, schedule, message):
     weight, x, number = single()
-    with use_mesh(mesh_of(1, 1, stage=2)), pytest.raises(ValueError, match=message):
+    with use_mesh(mesh_of(1, 1, pipeline=2)), pytest.raises(ValueError, match=message):
         jax.eval_shape(scheduled(*schedule), weight, x[:rows], number[:rows])
 
 

@@ -185,9 +185,9 @@ def test_rows_that_devices_share():
 
 def test_axes_that_formulas_do_not_know():
     with pytest.raises(
-        ValueError, match="formulas know the mesh axes data, .*, tensor and not stage=2"
+        ValueError, match="formulas know the mesh axes data, .*, tensor and not pipeline=2"
     ):
-        plan_on(*planned_for("gpu:1x8", "mesh.stage=2"), compiled=False)
+        plan_on(*planned_for("gpu:1x8", "mesh.pipeline=2"), compiled=False)
 
 
 MIXTURE = (

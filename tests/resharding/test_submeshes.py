@@ -22,7 +22,7 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import (
     MeshSizes,
     replica_mesh,
-    resolve_part,
+    resolve_submesh,
     role_mesh,
     sampler_mesh,
 )
@@ -51,7 +51,7 @@ def lay(rows, places, ranks, room):
         (MeshSizes(1, 2, (6, 8)), MeshSizes(2, 2, (0, 4))),
         (MeshSizes(3, 1, (5, 8)), MeshSizes(4, 1, (0, 4))),
         (MeshSizes(2, 1, (0, 4), data=2), MeshSizes(1, 2, (4, 8), data=2)),
-        (MeshSizes(2, 1, (0, 4), stage=2), MeshSizes(1, 1, (4, 8), stage=4)),
+        (MeshSizes(2, 1, (0, 4), pipeline=2), MeshSizes(1, 1, (4, 8), pipeline=4)),
     ],
     ids=str,
 )
@@ -241,6 +241,6 @@ def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
 
 
 def test_all_devices_of_a_host_are_no_part():
-    assert resolve_part("mesh.devices", "0:8", 8) is None
-    assert resolve_part("mesh.devices", "", 8) is None
-    assert resolve_part("mesh.devices", "2:8", 8) == (2, 8)
+    assert resolve_submesh("mesh.devices", "0:8", 8) is None
+    assert resolve_submesh("mesh.devices", "", 8) is None
+    assert resolve_submesh("mesh.devices", "2:8", 8) == (2, 8)

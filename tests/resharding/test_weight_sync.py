@@ -56,9 +56,9 @@ def assert_same(got, want):
 @pytest.mark.parametrize(
     ("model", "sizes", "dtype", "form"),
     [
-        (FOUR, MeshSizes(1, 2, stage=4), "bfloat16", ("stacked", "int8")),
+        (FOUR, MeshSizes(1, 2, pipeline=4), "bfloat16", ("stacked", "int8")),
         (FOUR, MeshSizes(1, 2, data=2, context=2), "bfloat16", ("apart", "int8")),
-        (FOUR, MeshSizes(1, 1, (1, 3), stage=2), "bfloat16", ("apart", "auto")),
+        (FOUR, MeshSizes(1, 1, (1, 3), pipeline=2), "bfloat16", ("apart", "auto")),
         (FOUR, MeshSizes(2, 2, (0, 4)), "bfloat16", ("turned", "int8")),
         (MIXTURE, MeshSizes(2, 1, expert=4), "float32", ("turned", "auto")),
     ],
@@ -72,7 +72,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     want = HeldWeights(model, "cpu", *form).hold_placed(jax.device_put(cast, layouts))
     given = placed(model, sizes)
     assert_same(sync(given), want)
-    assert [n for _, n in sync.programs(given)][-1] == model.num_layers // sizes.stage
+    assert [n for _, n in sync.programs(given)][-1] == model.num_layers // sizes.pipeline
     # again: other values, no other program
     counter = Compilations()
     weights = sync(placed(model, sizes, seed=2))
@@ -84,7 +84,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     assert_same(weights, HeldWeights(model, "cpu", *form).hold_placed(placed_again))
 
 
-@pytest.mark.parametrize("sizes", [MeshSizes(2, 2, stage=2), MeshSizes(2, 1, (5, 7))], ids=str)
+@pytest.mark.parametrize("sizes", [MeshSizes(2, 2, pipeline=2), MeshSizes(2, 1, (5, 7))], ids=str)
 def test_adapters_are_merged_piece_by_piece(sizes):
     model = adapted(FOUR, LORA)
     params = jax.tree.map(lambda x: x + 0.1, placed(model, sizes))
@@ -145,7 +145,7 @@ def test_a_sync_takes_little_beside_the_weights(form):
     assert buffers(jax.live_arrays()).keys() - before <= kept.keys()
 
 
-@pytest.mark.parametrize("sizes", [MeshSizes(4, 2), MeshSizes(2, 2, stage=2)], ids=str)
+@pytest.mark.parametrize("sizes", [MeshSizes(4, 2), MeshSizes(2, 2, pipeline=2)], ids=str)
 def test_nothing_is_gathered_that_is_not_kept(sizes):
     """All-gathers give what stays, where two dims are gathered half of it before; nothing is
     summed, which is how XLA gives everybody all."""
@@ -160,7 +160,7 @@ def test_nothing_is_gathered_that_is_not_kept(sizes):
     held = sum(
         s.data.nbytes for x in jax.tree.leaves(sync(params)) for s in x.addressable_shards[:1]
     )
-    assert kinds.pop("all-gather") <= (1.5 if sizes.stage > 1 else 1) * held
+    assert kinds.pop("all-gather") <= (1.5 if sizes.pipeline > 1 else 1) * held
     assert set(kinds) <= {"all-to-all", "collective-permute"} and sum(kinds.values()) <= held
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support.paths import TESTS
 
-from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest, error_counts
+from distflow_jax.rewards.pool import RewardConfig, RewardPool, error_counts
+from distflow_jax.rewards.records import RewardRequest
 
 FILE = TESTS / "support" / "user_rewards.py"
 
@@ -224,7 +225,8 @@ def test_workers_end_with_their_parent(tmp_path):
     pids = tmp_path / "pids"
     script = tmp_path / "parent.py"
     script.write_text(
-        "from distflow_jax.rewards.pool import RewardConfig, RewardPool, RewardRequest\n"
+        "from distflow_jax.rewards.pool import RewardConfig, RewardPool\n"
+        "from distflow_jax.rewards.records import RewardRequest\n"
         f"pool = RewardPool(RewardConfig(function={f'{FILE}:row'!r}, num_workers=1,"
         " timeout_seconds=600))\n"
         f"pool.submit(RewardRequest('s', {f'spawn {pids}'!r}, '')).result()\n"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from support.tiny_model import (
     TINY,
     forward_logp,
@@ -19,7 +20,6 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import flatten_dict, unflatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import param_shardings, param_specs
@@ -62,14 +62,14 @@ def kept(model, params, axes=(1, 1), layers="stacked"):
 
 def restored(model, params):
     """Float32 parameters, each what its int8 stands for."""
-    flat = flatten_dict(kept(model, params))
+    flat = flatten_dict(kept(model, params), sep="/")
     for path, spec in param_specs(model).items():
         if spec.inputs:
             scale = np.expand_dims(np.asarray(flat[path].scale), spec.inputs)
             flat[path] = np.asarray(flat[path].values).astype(np.float32) * scale
         else:
             flat[path] = np.asarray(flat[path])
-    return unflatten_dict(flat)
+    return unflatten_dict(flat, sep="/")
 
 
 # -- rounding --------------------------------------------------------------------------------------
@@ -77,7 +77,10 @@ def restored(model, params):
 
 @MODELS
 def test_rounding_is_within_half_a_step_of_each_output(model):
-    given, got = flatten_dict(random_params(model)), flatten_dict(kept(model, random_params(model)))
+    given, got = (
+        flatten_dict(random_params(model), sep="/"),
+        flatten_dict(kept(model, random_params(model)), sep="/"),
+    )
     for path, spec in param_specs(model).items():
         if not spec.inputs:
             np.testing.assert_array_equal(got[path], given[path])

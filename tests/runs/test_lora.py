@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.traverse_util import flatten_dict
 from support import haste
 from support.paths import ROOT
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
@@ -21,7 +22,6 @@ from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import (
     LORA_TARGETS,
@@ -63,7 +63,7 @@ def logp(network, params, rows):
 
 
 def merged64(params, scale):
-    flat = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params).items()}
+    flat = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params, sep="/").items()}
     plain = [path for path in flat if not lora.is_adapter(path)]
     return {path: lora.merged_one(flat.get, path, scale) for path in plain}
 
@@ -74,7 +74,7 @@ def test_a_model_with_adapters_is_the_one_they_are_merged_into(batch, targets):
     params = random_params(network)
     ours = logp(network, params, batch.rows)
     plain = lora.merged(params, 6.0 / 4)
-    assert flatten_dict(plain).keys() == param_specs(TINY).keys()
+    assert flatten_dict(plain, sep="/").keys() == param_specs(TINY).keys()
     np.testing.assert_allclose(ours, logp(TINY, plain, batch.rows), atol=2e-5)
     assert np.abs(ours - logp(TINY, random_params(TINY), batch.rows)).max() > 0.1
     # eq. 3 of the paper, layer by layer: W x + scale B (A x)
@@ -94,7 +94,7 @@ def test_at_birth_adapters_change_nothing(batch):
     params = completed(base, ADAPTED, 0, mesh)
     frozen = lora.divide(ADAPTED, params)[1]
     assert all(x is y for x, y in zip(*map(jax.tree.leaves, (base, frozen)), strict=True))
-    flat = flatten_dict(params)
+    flat = flatten_dict(params, sep="/")
     for name in LORA_TARGETS:
         a, b = (flat[f"layers/{name}{end}"] for end in (lora.A, lora.B))
         assert not b.any()
@@ -113,11 +113,11 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(batch):
         take = jax.jit(
             lambda p: accumulate_gradients(p, batch, ONE, shape=shape, objective=objective)[0]
         )
-        return {k: np.float64(x) for k, x in flatten_dict(take(params)).items()}
+        return {k: np.float64(x) for k, x in flatten_dict(take(params), sep="/").items()}
 
     ours, whole = gradient(ADAPTED, params), gradient(TINY, lora.merged(params, scale))
     assert ours.keys() == {p for p in param_specs(ADAPTED) if lora.is_adapter(p)}
-    flat = {path: np.float64(x) for path, x in flatten_dict(params).items()}
+    flat = {path: np.float64(x) for path, x in flatten_dict(params, sep="/").items()}
     for name in LORA_TARGETS:
         path = f"layers/{name}"
         a, b = (flat[path + end] for end in (lora.A, lora.B))
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(batch):
 def test_an_update_trains_nothing_else(batch, axes):
     mesh, optimizer = mesh_of(*axes), make_optimizer(OptimizerConfig(lr=1e-2), 1)
     params = jax.device_put(random_params(ADAPTED), param_shardings(ADAPTED, mesh))
-    before = {path: np.array(x) for path, x in flatten_dict(params).items()}
+    before = {path: np.array(x) for path, x in flatten_dict(params, sep="/").items()}
     state = init_state(params, ADAPTED, optimizer, mesh)
     adapters = sum(x.size for path, x in before.items() if lora.is_adapter(path))
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
@@ -144,7 +144,7 @@ def test_an_update_trains_nothing_else(batch, axes):
     )
     state, metrics = update(state, jax.tree.map(lambda x: x[None], batch), np.int32(0), ONE)
     assert metrics["actor/grad_norm"] > 0 and not metrics["training/nonfinite"]
-    for path, x in flatten_dict(state.params).items():
+    for path, x in flatten_dict(state.params, sep="/").items():
         changed = (np.asarray(x) != before[path]).any()
         assert changed == lora.is_adapter(path), path
 
@@ -157,7 +157,7 @@ def test_a_scalar_model_trains_its_head_too():
     assert without_adapters(network) == scalar_model(TINY)
     params = random_params(network)
     parts = lora.divide(network, params)
-    assert flatten_dict(lora.join(*parts)).keys() == flatten_dict(params).keys()
+    assert flatten_dict(lora.join(*parts), sep="/").keys() == flatten_dict(params, sep="/").keys()
 
 
 def test_the_sampler_gets_merged_weights():
@@ -170,7 +170,7 @@ def test_the_sampler_gets_merged_weights():
         "float32",
         prepare=lambda params: lora.merged(params, LORA.scale),
     )
-    weights = flatten_dict(sync(params))
+    weights = flatten_dict(sync(params), sep="/")
     for path, want in merged64(params, LORA.scale).items():
         np.testing.assert_allclose(weights[path], want, atol=1e-6, err_msg=path)
 
@@ -270,7 +270,7 @@ def test_the_script_writes_adapters(workdir, tmp_path):
 def safetensors_of(params, folder):
     """The tensors of Hugging Face's form of these parameters."""
     source = open_model(SPEC)
-    arrays = {path: np.asarray(x) for path, x in flatten_dict(params).items()}
+    arrays = {path: np.asarray(x) for path, x in flatten_dict(params, sep="/").items()}
     export = Export(source.config, source.tokenizer, lambda: iter(arrays.items()))
     write_hf_folder(folder / "first", export)
     return safetensors.numpy.load_file(folder / "first/model.safetensors")

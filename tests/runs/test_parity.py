@@ -78,14 +78,14 @@ SLOW = {
     "data 2 x context 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.context=2", "mesh.tensor=2"]
     ),
-    "2 processes x 4 devices, fsdp 2 x stage 2 x tensor 2": dict(
-        devices=8, processes=2, overrides=["mesh.stage=2", "mesh.tensor=2"]
+    "2 processes x 4 devices, fsdp 2 x pipeline 2 x tensor 2": dict(
+        devices=8, processes=2, overrides=["mesh.pipeline=2", "mesh.tensor=2"]
     ),
     "4 processes x 2 devices, layers over 2 of them, reference fsdp 4": dict(
         devices=8,
         processes=4,
         overrides=[
-            "mesh.stage=4",
+            "mesh.pipeline=4",
             "training.pipeline_microbatches=8",
             "mesh.roles={'REFERENCE': {'tensor': 2}}",
         ],
@@ -120,13 +120,13 @@ SLOW = {
         devices=8,
         processes=2,
         model=MIXTURE,
-        overrides=["mesh.stage=2", "mesh.context=2", "mesh.tensor=2"],
+        overrides=["mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2"],
     ),
-    "a mixture, 2 processes x 4 devices, expert 2 x stage 2 x tensor 2": dict(
+    "a mixture, 2 processes x 4 devices, expert 2 x pipeline 2 x tensor 2": dict(
         devices=8,
         processes=2,
         model=MIXTURE,
-        overrides=["mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"],
+        overrides=["mesh.expert=2", "mesh.pipeline=2", "mesh.tensor=2"],
     ),
 }
 

@@ -32,9 +32,9 @@ def check(rows):
 @pytest.mark.slow
 def test_a_run_with_stages(tmp_path):
     """Actor, critic and reference, of which one has other stages; then all without."""
-    roles = "mesh.roles={'CRITIC': {'stage': 4, 'tensor': 2}}"
+    roles = "mesh.roles={'CRITIC': {'pipeline': 4, 'tensor': 2}}"
     folder = tmp_path / "run"
-    rows = train(folder, "mesh.stage=2", "mesh.context=2", roles, "training.steps=2")
+    rows = train(folder, "mesh.pipeline=2", "mesh.context=2", roles, "training.steps=2")
     assert rows[0]["perf/pipeline_bubble"] == 3 / 7  # 4 micro-batches through 4 stages
     check(rows)
     rows = train(folder, "training.steps=3")
@@ -44,6 +44,6 @@ def test_a_run_with_stages(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_goes_twice_round_the_stages(tmp_path):
     rounds = ("training.pipeline_repeats=2", "training.remat=full")
-    rows = train(tmp_path / "run", "mesh.stage=2", *rounds, "training.steps=2")
+    rows = train(tmp_path / "run", "mesh.pipeline=2", *rounds, "training.steps=2")
     assert rows[0]["perf/pipeline_bubble"] == 1 / 5  # 2 micro-batches, twice through 2 stages
     check(rows)

@@ -160,7 +160,7 @@ def test_what_waits_lies_as_its_mesh_says(tmp_path):
         f"model.source={MIXTURE}",
         "training.router_replay=True",
         "mesh.expert=2",
-        "mesh.stage=2",
+        "mesh.pipeline=2",
         "mesh.context=2",
         "mesh.roles={'CRITIC': {'tensor': 2, 'context': 2}, 'REFERENCE': {'tensor': 2, 'data': 2}}",
     ]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.dag.residency import Stay
+from distflow_jax.dag.residency import Residency
 from distflow_jax.layout import Layout
 from distflow_jax.parallel import host_memory
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
@@ -26,11 +26,13 @@ PARAMS = frozenset({("actor", "params")})
 REFERENCE = frozenset({("reference", "params")})
 SAMPLER = frozenset({("rollout", "params"), ("rollout", "cache")})
 STAYS = {
-    "sync": Stay(Layout("mesh"), PARAMS, frozenset({("rollout", "params")}), PARAMS, frozenset()),
-    "rollout": Stay(Layout("mesh"), SAMPLER, put_away=SAMPLER, fetch_ahead=PARAMS),
-    "logp": Stay(MESH.layout, PARAMS, put_away=PARAMS, fetch_ahead=REFERENCE),
-    "reference": Stay(MESH.layout, REFERENCE, put_away=REFERENCE, fetch_ahead=ACTOR),
-    "train": Stay(MESH.layout, ACTOR, put_away=ACTOR - PARAMS),
+    "sync": Residency(
+        Layout("mesh"), PARAMS, frozenset({("rollout", "params")}), PARAMS, frozenset()
+    ),
+    "rollout": Residency(Layout("mesh"), SAMPLER, put_away=SAMPLER, fetch_ahead=PARAMS),
+    "logp": Residency(MESH.layout, PARAMS, put_away=PARAMS, fetch_ahead=REFERENCE),
+    "reference": Residency(MESH.layout, REFERENCE, put_away=REFERENCE, fetch_ahead=ACTOR),
+    "train": Residency(MESH.layout, ACTOR, put_away=ACTOR - PARAMS),
 }
 
 

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models import rope
 from distflow_jax.models.decoder_config import DecoderConfig
 
@@ -19,7 +19,7 @@ class Exact(NamedTuple):
 
 def exact(c: DecoderConfig, params: dict, tokens, recorded=None) -> Exact:
     """`recorded` [T, layers, K]: the experts that tokens go through, -1 for the routers' choice."""
-    p = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params).items()}
+    p = {path: np.asarray(x, np.float64) for path, x in flatten_dict(params, sep="/").items()}
     length, k = len(tokens), c.experts_per_token
     angle = np.arange(length)[:, None, None] * np.float64(
         rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
@@ -122,7 +122,7 @@ def likelihood_gradient(params, rows, coef, *, model, mesh, micro=2, remat="none
 
 def distance(a, b) -> float:
     """|a - b| / |b| over all leaves."""
-    a, b = flatten_dict(a), flatten_dict(b)
+    a, b = flatten_dict(a, sep="/"), flatten_dict(b, sep="/")
     assert a.keys() == b.keys()
     pairs = [(np.asarray(a[k], np.float64), np.asarray(b[k], np.float64)) for k in a]
     norm = sum(np.sum(y**2) for _, y in pairs)

@@ -17,6 +17,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from configs import tiny
@@ -25,7 +26,6 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
-from distflow_jax.layout import flatten_dict
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
@@ -139,7 +139,7 @@ def main():
     table = gather_table(machinery.coordinator.samples())
     metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
-    whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients).items()}
+    whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients, sep="/").items()}
     if processes.process_index() == 0:
         np.savez(args.out / "grads.npz", **{k.replace("/", "."): v for k, v in whole.items()})
         (args.out / "metrics.json").write_text(json.dumps(metrics))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from distflow_jax.batch import (
@@ -23,7 +24,7 @@ from distflow_jax.batch import (
 )
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
 from distflow_jax.coordinator.packing import RowLimits
-from distflow_jax.layout import Layout, unflatten_dict
+from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import param_specs
@@ -66,7 +67,7 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict:
         noise = rng.standard_normal(spec.shape)
         value = 1 + 0.2 * noise if spec.stddev is None else 0.15 * noise
         flat[path] = value.astype(np.float32)
-    return unflatten_dict(flat)
+    return unflatten_dict(flat, sep="/")
 
 
 def mesh_of(
@@ -76,11 +77,11 @@ def mesh_of(
     *,
     data: int = 1,
     expert: int = 1,
-    stage: int = 1,
+    pipeline: int = 1,
     context: int = 1,
 ) -> Mesh:
     """The first devices as a mesh; one of training has the other axes where they are above 1."""
-    others = {"expert": expert, "stage": stage, "context": context}
+    others = {"expert": expert, "pipeline": pipeline, "context": context}
     sizes = {names[0]: fsdp, **{k: n for k, n in others.items() if n > 1}, names[1]: tensor}
     if data > 1:
         sizes = {"data": data, **sizes}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.gradients import LENGTH, MODELS, ROWS, assert_same, gradient
 
-AXES = ("data", "fsdp", "expert", "stage", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "pipeline", "context", "tensor")
 DEVICES, COMBINATIONS = 8, 24
-MOST = {"stage": 4, "tensor": 4, "expert": 8}  # layers, heads, experts
+MOST = {"pipeline": 4, "tensor": 4, "expert": 8}  # layers, heads, experts
 
 
 def combination(seed: int) -> tuple[str, dict, dict]:
@@ -19,7 +19,7 @@ def combination(seed: int) -> tuple[str, dict, dict]:
     for axis in map(str, rng.choice(possible, int(math.log2(DEVICES)))):
         axes["data" if axes[axis] == MOST.get(axis) else axis] *= 2
     rows = ROWS // (axes["data"] * axes["fsdp"] * axes["expert"])
-    stages = axes["stage"]
+    stages = axes["pipeline"]
     micro = int(rng.choice([n for n in (1, 2, 4, 8) if rows % n == n % stages == 0]))
     options = dict(
         micro=micro,
@@ -74,7 +74,7 @@ def check(model, axes, options):
 def test_every_axis_alone(model, axis):
     """As many devices as it takes; a mixture's tokens go through recorded experts."""
     axes = dict.fromkeys(AXES, 1) | {axis: MOST.get(axis, DEVICES)}
-    options = dict(micro=axes["stage"], remat="full", shared=True, replay=model == "mixture")
+    options = dict(micro=axes["pipeline"], remat="full", shared=True, replay=model == "mixture")
     check(model, axes, options)
 
 

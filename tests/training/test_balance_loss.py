@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from support.gradients import distance, likelihood_gradient
 from support.tiny_model import (
     MIXTURE,
@@ -26,7 +27,6 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
 from distflow_jax.models.moe import best
@@ -199,7 +199,7 @@ def test_adapters_learn_from_the_balance_too():
 
     params = random_params(network)
     with_it, without = (run(params, jnp.float32(coef)) for coef in (COEF, 0.0))
-    assert {path.partition("_lora")[0] for path in flatten_dict(with_it)} == {
+    assert {path.partition("_lora")[0] for path in flatten_dict(with_it, sep="/")} == {
         "layers/query",
         "layers/output",
     }

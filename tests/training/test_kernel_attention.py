@@ -16,11 +16,11 @@ from support.tiny_model import WINDOWED
         pytest.param("tpu", dict(fsdp=2, tensor=4, remat="full", block=64), marks=pytest.mark.slow),
         pytest.param(
             "gpu",
-            dict(fsdp=1, tensor=1, stage=2, micro=2, block=64, remat="dots"),
+            dict(fsdp=1, tensor=1, pipeline=2, micro=2, block=64, remat="dots"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "tpu", dict(fsdp=2, tensor=1, stage=2, micro=2, block=64), marks=pytest.mark.slow
+            "tpu", dict(fsdp=2, tensor=1, pipeline=2, micro=2, block=64), marks=pytest.mark.slow
         ),
     ],
 )

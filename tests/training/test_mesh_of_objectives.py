@@ -57,7 +57,7 @@ def gradient_of(name, fsdp, tensor, **axes):
     objective, mesh = OBJECTIVES[name], mesh_of(fsdp, tensor, **axes)
     network = objective.model
     params = jax.device_put(random_params(network), param_shardings(network, mesh))
-    shape = UpdateShape(mesh, mesh.shape.get("stage", 1), 14)
+    shape = UpdateShape(mesh, mesh.shape.get("pipeline", 1), 14)
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(params, batch):
@@ -78,8 +78,8 @@ def gradient_of(name, fsdp, tensor, **axes):
         pytest.param("preference", dict(fsdp=2, tensor=2, data=2), marks=pytest.mark.slow),
         ("reward_model", dict(fsdp=1, tensor=1, context=4)),
         pytest.param("preference", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
-        pytest.param("reward_model", dict(fsdp=1, tensor=2, stage=2), marks=pytest.mark.slow),
-        pytest.param("preference", dict(fsdp=2, tensor=1, stage=2), marks=pytest.mark.slow),
+        pytest.param("reward_model", dict(fsdp=1, tensor=2, pipeline=2), marks=pytest.mark.slow),
+        pytest.param("preference", dict(fsdp=2, tensor=1, pipeline=2), marks=pytest.mark.slow),
         pytest.param("sft", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
     ],
 )

@@ -181,8 +181,8 @@ def test_value_and_gradient_match_the_formulas(name):
     assert_close(again, loss, "other rows")
     part = np.random.default_rng(4).random(SHAPE.rows) < 0.5
     halves = [run(PARAMS, other, p) for p in (part, ~part)]
-    assert_close(halves[0][0] + halves[1][0], loss, "parts")
-    assert_close(halves[0][1][key] + halves[1][1][key], slope[key], "parts")
+    assert_close(halves[0][0] + halves[1][0], loss, "shards")
+    assert_close(halves[0][1][key] + halves[1][1][key], slope[key], "shards")
     for metric, number in metrics.items():
         assert_close(others[metric], number, metric)
         assert_close(halves[0][2][metric] + halves[1][2][metric], number, metric)

@@ -8,11 +8,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from support.gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
 from support.tiny_model import WINDOWED, mesh_of
 
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
@@ -26,13 +26,13 @@ from distflow_jax.training.update import UpdateShape
 DENSE, WINDOWS = MODELS["dense"], dataclasses.replace(WINDOWED, num_layers=4)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 1)
 MESHES = {
-    "stage 2": dict(fsdp=1, tensor=1, stage=2),
-    "stage 4": dict(fsdp=1, tensor=1, stage=4),
-    "fsdp 2 x stage 2": dict(fsdp=2, tensor=1, stage=2),
-    "stage 2 x context 2": dict(fsdp=1, tensor=1, stage=2, context=2),
-    "data 2 x fsdp 2 x stage 2": dict(fsdp=2, tensor=1, data=2, stage=2),
-    "fsdp 2 x stage 2 x tensor 2": dict(fsdp=2, tensor=2, stage=2),
-    "fsdp 2 x stage 2 x context 2": dict(fsdp=2, tensor=1, stage=2, context=2),
+    "pipeline 2": dict(fsdp=1, tensor=1, pipeline=2),
+    "pipeline 4": dict(fsdp=1, tensor=1, pipeline=4),
+    "fsdp 2 x pipeline 2": dict(fsdp=2, tensor=1, pipeline=2),
+    "pipeline 2 x context 2": dict(fsdp=1, tensor=1, pipeline=2, context=2),
+    "data 2 x fsdp 2 x pipeline 2": dict(fsdp=2, tensor=1, data=2, pipeline=2),
+    "fsdp 2 x pipeline 2 x tensor 2": dict(fsdp=2, tensor=2, pipeline=2),
+    "fsdp 2 x pipeline 2 x context 2": dict(fsdp=2, tensor=1, pipeline=2, context=2),
 }
 
 
@@ -43,24 +43,24 @@ def slow(*case):
 @pytest.mark.parametrize(
     "model, mesh, options",
     [
-        ("dense", "fsdp 2 x stage 2", dict(micro=4, microbatches=4, block=32, remat="full")),
-        slow("dense", "stage 2 x context 2", dict(micro=8, microbatches=4, block=16)),
-        slow("dense", "stage 2", dict(micro=8, microbatches=8)),
-        slow("dense", "stage 2", dict(micro=4, shared=False, remat="dots")),
-        slow("dense", "stage 4", dict(micro=8, microbatches=4, block=32)),
-        slow("dense", "data 2 x fsdp 2 x stage 2", dict(micro=2, remat="attention")),
-        slow("mixture", "stage 2", dict(micro=4, remat="full")),
-        slow("mixture", "fsdp 2 x stage 2 x tensor 2", dict(micro=2)),
-        slow("adapters", "stage 2", dict(micro=2, remat="full")),
-        slow("adapters", "fsdp 2 x stage 2 x tensor 2", dict(micro=4, block=32)),
-        slow("adapters", "fsdp 2 x stage 2 x context 2", dict(micro=2)),
-        ("dense", "fsdp 2 x stage 2", dict(micro=4, block=32, remat="dots", repeats=2)),
-        slow("mixture", "stage 2", dict(micro=4, microbatches=4, remat="full", repeats=2)),
-        slow("dense", "fsdp 2 x stage 2 x tensor 2", dict(micro=2, remat="full", repeats=2)),
-        slow("dense", "stage 2 x context 2", dict(micro=8, repeats=2)),
-        slow("windows", "stage 2", dict(micro=4, block=32, remat="attention", repeats=2)),
-        slow("mixture", "fsdp 2 x stage 2 x tensor 2", dict(micro=2, remat="dots", repeats=2)),
-        slow("adapters", "fsdp 2 x stage 2 x context 2", dict(micro=2, remat="full", repeats=2)),
+        ("dense", "fsdp 2 x pipeline 2", dict(micro=4, microbatches=4, block=32, remat="full")),
+        slow("dense", "pipeline 2 x context 2", dict(micro=8, microbatches=4, block=16)),
+        slow("dense", "pipeline 2", dict(micro=8, microbatches=8)),
+        slow("dense", "pipeline 2", dict(micro=4, shared=False, remat="dots")),
+        slow("dense", "pipeline 4", dict(micro=8, microbatches=4, block=32)),
+        slow("dense", "data 2 x fsdp 2 x pipeline 2", dict(micro=2, remat="attention")),
+        slow("mixture", "pipeline 2", dict(micro=4, remat="full")),
+        slow("mixture", "fsdp 2 x pipeline 2 x tensor 2", dict(micro=2)),
+        slow("adapters", "pipeline 2", dict(micro=2, remat="full")),
+        slow("adapters", "fsdp 2 x pipeline 2 x tensor 2", dict(micro=4, block=32)),
+        slow("adapters", "fsdp 2 x pipeline 2 x context 2", dict(micro=2)),
+        ("dense", "fsdp 2 x pipeline 2", dict(micro=4, block=32, remat="dots", repeats=2)),
+        slow("mixture", "pipeline 2", dict(micro=4, microbatches=4, remat="full", repeats=2)),
+        slow("dense", "fsdp 2 x pipeline 2 x tensor 2", dict(micro=2, remat="full", repeats=2)),
+        slow("dense", "pipeline 2 x context 2", dict(micro=8, repeats=2)),
+        slow("windows", "pipeline 2", dict(micro=4, block=32, remat="attention", repeats=2)),
+        slow("mixture", "fsdp 2 x pipeline 2 x tensor 2", dict(micro=2, remat="dots", repeats=2)),
+        slow("adapters", "fsdp 2 x pipeline 2 x context 2", dict(micro=2, remat="full", repeats=2)),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(model, mesh, options):
@@ -81,16 +81,16 @@ def test_bfloat16_goes_through_the_stages(model, options):
 
     exact, _ = gradient(MODELS[model], fsdp=1, tensor=1)
     exact = np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(exact)])
-    one, stages = of(fsdp=1, tensor=1), of(fsdp=2, tensor=1, stage=2, context=2)
+    one, stages = of(fsdp=1, tensor=1), of(fsdp=2, tensor=1, pipeline=2, context=2)
     assert np.linalg.norm(stages - exact) < 1.5 * np.linalg.norm(one - exact)
 
 
 @pytest.mark.parametrize(
     "what, mesh",
     [
-        ("logp", "stage 2"),
-        slow("logp", "fsdp 2 x stage 2 x tensor 2"),
-        slow("values", "fsdp 2 x stage 2 x context 2"),
+        ("logp", "pipeline 2"),
+        slow("logp", "fsdp 2 x pipeline 2 x tensor 2"),
+        slow("values", "fsdp 2 x pipeline 2 x context 2"),
     ],
 )
 def test_predictions_go_through_the_stages(what, mesh):
@@ -113,10 +113,10 @@ def test_predictions_go_through_the_stages(what, mesh):
 
 
 def test_each_stage_holds_its_layers_and_a_share_of_the_embedding():
-    mesh = mesh_of(2, 1, stage=2)
+    mesh = mesh_of(2, 1, pipeline=2)
     state = abstract_state(DENSE, OPTIMIZER, mesh)
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
-    params = flatten_dict(state.params)
+    params = flatten_dict(state.params, sep="/")
     assert len(moments) == 2 * len(params)
     for x in [*params.values(), *moments]:
         held = np.prod(x.sharding.shard_shape(x.shape)) / np.prod(x.shape)
@@ -127,8 +127,8 @@ def test_each_stage_holds_its_layers_and_a_share_of_the_embedding():
 @pytest.mark.parametrize(
     "there, back",
     [
-        (dict(fsdp=1, tensor=2, stage=4), dict(fsdp=4, tensor=2)),
-        (dict(fsdp=1, tensor=1), dict(fsdp=2, tensor=1, stage=2)),
+        (dict(fsdp=1, tensor=2, pipeline=4), dict(fsdp=4, tensor=2)),
+        (dict(fsdp=1, tensor=1), dict(fsdp=2, tensor=1, pipeline=2)),
     ],
 )
 def test_a_checkpoint_fits_any_number_of_stages(tmp_path, there, back):
@@ -147,7 +147,7 @@ def test_a_checkpoint_fits_any_number_of_stages(tmp_path, there, back):
 
 
 @pytest.mark.parametrize(
-    "sizes", [MeshSizes(2, 1, stage=4), MeshSizes(1, 2, (0, 4), stage=2)], ids=str
+    "sizes", [MeshSizes(2, 1, pipeline=4), MeshSizes(1, 2, (0, 4), pipeline=2)], ids=str
 )
 def test_the_sampler_gets_the_layers_of_all_stages(sizes):
     """Of all devices, and of a part of every host's."""

@@ -279,8 +279,8 @@ def test_value_and_gradient_match_the_formulas(name):
     assert_close(slope_again["logp"], slope["logp"], "other rows")
     part = np.random.default_rng(4).random(SHAPE.rows) < 0.5
     halves = [run(params, other, p) for p in (part, ~part)]
-    assert_close(halves[0][0] + halves[1][0], loss, "parts")
-    assert_close(halves[0][1]["logp"] + halves[1][1]["logp"], slope["logp"], "parts")
+    assert_close(halves[0][0] + halves[1][0], loss, "shards")
+    assert_close(halves[0][1]["logp"] + halves[1][1]["logp"], slope["logp"], "shards")
     for key, value in metrics["sum"].items():
         assert_close(metrics_again["sum"][key], value, key)
         assert_close(halves[0][2]["sum"][key] + halves[1][2]["sum"][key], value, key)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from support.gradients import distance
 from support.tiny_model import (
@@ -32,7 +33,6 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import (
@@ -199,10 +199,10 @@ def test_a_critic_learns_its_returns():
 def test_scalar_model_has_a_trunk_and_a_head():
     decoder = dataclasses.replace(TINY, tie_embeddings=False)  # its own head is left out
     model = scalar_model(decoder, head_stddev=reward_head_stddev(decoder))
-    shapes = {k: x.shape for k, x in flatten_dict(abstract_params(model)).items()}
+    shapes = {k: x.shape for k, x in flatten_dict(abstract_params(model), sep="/").items()}
     assert shapes.pop("head") == (TINY.hidden_size,)
     trunk = {k.removeprefix("trunk/") for k in shapes}
-    assert trunk == flatten_dict(abstract_params(decoder)).keys() - {"head"}
+    assert trunk == flatten_dict(abstract_params(decoder), sep="/").keys() - {"head"}
     mesh = mesh_of(2, 2)
     params = init_params(model, 0, param_shardings(model, mesh))
     head = np.asarray(params["head"])

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
-from distflow_jax.layout import flatten_dict
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.training.batch_forward import make_logp
@@ -190,12 +190,12 @@ def test_weight_decay_skips_norms_and_biases():
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
         return optax.apply_updates(params, updates)
 
-    new = flatten_dict(step(params))
+    new = flatten_dict(step(params), sep="/")
     vectors = {"attention_norm", "mlp_norm", "query_norm", "key_norm"}
     vectors |= {"query_bias", "key_bias", "value_bias"}
     vectors = {f"layers/{name}" for name in vectors} | {"final_norm"}
     assert vectors < new.keys()
-    for path, old in flatten_dict(params).items():
+    for path, old in flatten_dict(params, sep="/").items():
         factor = 1 if path in vectors else 1 - 0.1 * 0.5
         np.testing.assert_allclose(new[path], factor * old, rtol=1e-6, err_msg=path)
 

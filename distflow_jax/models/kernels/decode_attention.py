@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from distflow_jax.models.kernels.decode_gpu import gpu_attention
 from distflow_jax.models.kernels.decode_reference import reference_attention
 from distflow_jax.models.kernels.decode_tpu import tpu_attention
-from distflow_jax.models.kernels.merge_partial import Part, merge
-
-__all__ = ["IMPLEMENTATIONS", "implementation_for", "merge", "partial_attention"]
+from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # names that devices and lowerings go by
@@ -48,7 +46,7 @@ def partial_attention(
     value_scale: jax.Array | None = None,
     first: jax.Array | None = None,
     interpret: bool = False,
-) -> Part:
+) -> PartialAttention:
     """Attention of each owner's query rows over its own pages, ready to be merged with more keys.
 
     q [O, K, R, H], bfloat16 or float32. key_pages [N, K, H, W] and value_pages [N, K, W, H] of one

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_precision
-from distflow_jax.models.kernels.merge_partial import Part, merge_stacked
+from distflow_jax.models.kernels.merge_partial import PartialAttention, merge_stacked
 
 MIN_ROWS = 16  # Triton's products need 16 rows; fewer are padded
 # More would spill registers: a further program reads the pages again (from L2). float32 is not for
@@ -60,7 +60,7 @@ def gpu_attention(
     *,
     splits: int | None = None,
     interpret: bool = False,
-) -> Part:
+) -> PartialAttention:
     """`partial_attention` on a GPU; `splits` programs share an owner's tokens (None: chosen)."""
     check_gpu(q_OKRH, key_pages)
     owners, kv_heads, rows, head_dim = q_OKRH.shape

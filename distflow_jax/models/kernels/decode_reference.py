@@ -7,7 +7,7 @@ C table entries per owner.
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.kernels.merge_partial import Part
+from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 LOWEST = -1e30  # finite, so that no difference of two scores is nan
 
@@ -32,7 +32,7 @@ def reference_attention(
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
     first_OR: jax.Array | None = None,
-) -> Part:
+) -> PartialAttention:
     """`partial_attention` by a loop over page slots, one page of every owner at a time.
 
     The loop begins with the first page that a row sees and ends at the longest length in use, so

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_precision
-from distflow_jax.models.kernels.merge_partial import Part
+from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 LANES = 128
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
@@ -75,7 +75,7 @@ def tpu_attention(
     first_OR: jax.Array | None = None,
     *,
     interpret: bool = False,
-) -> Part:
+) -> PartialAttention:
     """`partial_attention` on a TPU core."""
     check_tpu(q_OKRH, key_pages, table_OC, windowed=first_OR is not None)
     owners, kv_heads, rows, head_dim = q_OKRH.shape

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-Part = tuple[jax.Array, jax.Array]
+PartialAttention = tuple[jax.Array, jax.Array]
 
 
-def merge(parts: Sequence[Part]) -> Part:
+def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
     """Attention over the union of the parts' keys, float32. Dao et al. 2022, section 3.1.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (arxiv.org/abs/2205.14135;
@@ -39,7 +39,7 @@ def merge(parts: Sequence[Part]) -> Part:
     return merged, base + jnp.log(total)
 
 
-def merge_stacked(out: jax.Array, lse: jax.Array) -> Part:
+def merge_stacked(out: jax.Array, lse: jax.Array) -> PartialAttention:
     """`merge` of parts along the first dim: out float32 [P, ..., H], lse float32 [P, ...]."""
     top = lse.max(axis=0)
     # with every part empty top is -inf, and -inf - -inf would be nan

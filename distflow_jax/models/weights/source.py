@@ -6,7 +6,6 @@ with config.json. The format (GGUF, safetensors) is told by the content.
 """
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
@@ -128,8 +128,8 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
     if spec and path.exists():
         return _open_path(spec, path)
     if rest and kind.isidentifier():
-        near = difflib.get_close_matches(kind, SOURCES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}:{rest}?" if near else f"known are {', '.join(SOURCES)}"
+        near = nearest(kind, SOURCES, 0.5)
+        hint = f"did you mean {near}:{rest}?" if near else f"known are {', '.join(SOURCES)}"
         raise ValueError(f"unknown model source {spec!r}: {hint}")
     raise FileNotFoundError(
         f"model {spec!r} is no file or folder; for a model of the Hugging Face hub write "
@@ -217,8 +217,8 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     for item in filter(None, query.split("&")):
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
-            near = difflib.get_close_matches(option, RANDOM_OPTIONS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {list(RANDOM_OPTIONS)}"
+            near = nearest(option, RANDOM_OPTIONS, 0.4)
+            hint = f"did you mean {near!r}?" if near else f"known are {list(RANDOM_OPTIONS)}"
             raise ValueError(f"{spec}: unknown option {option!r}: {hint}")
         values[RANDOM_OPTIONS[option]] = _option_value(spec, option, text)
     if bool(values.get("num_experts")) != (name in _MIXTURES):
@@ -368,8 +368,8 @@ def fingerprint_files(paths: Sequence[Path]) -> str:
 
 def _family(name: str | None, spec: str, families: dict[str, ModuleType] = FAMILIES) -> ModuleType:
     if name not in families:
-        near = difflib.get_close_matches(str(name), families, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(families)}"
+        near = nearest(name, families)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(families)}"
         raise ValueError(f"{spec}: model family {name!r} is not supported: {hint}")
     return families[name]
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from distflow_jax.dag.graph import hint
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.layout import Edge
+from distflow_jax.programs.units import format_decimal
 
 LOADER = "(loader)"  # no node's id looks like this
 AFTER = "after"  # the kind of a wire that carries nothing
@@ -66,15 +67,7 @@ def wire_captions(plan: Plan, sizes: Bytes | None = None) -> list[Caption]:
 
 def _with_bytes(edge: Edge, sizes: Bytes) -> str:
     size = sizes.get((edge.source, edge.field))
-    return edge.field if size is None else f"{edge.field} {format_bytes(size)}"
-
-
-def format_bytes(size: float) -> str:
-    """512 -> "512 B", 1234567 -> "1.23 MB"."""
-    unit = 0
-    while size >= 999.5 and unit < 4:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+    return edge.field if size is None else f"{edge.field} {format_decimal(size)}"
 
 
 def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str, str]]:

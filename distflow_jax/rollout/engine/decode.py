@@ -33,7 +33,7 @@ from distflow_jax.rollout.decode_state import (
     result_tokens,
 )
 from distflow_jax.rollout.engine import ngram_speculation
-from distflow_jax.rollout.engine.sampling import Draw, SamplingParams, draw, sample_key
+from distflow_jax.rollout.engine.sampling import Draw, SlotSampling, draw, sample_key
 from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
@@ -158,8 +158,8 @@ def _draw_next(
     return state, drawn, drawing
 
 
-def _sampling(state: DecodeState) -> SamplingParams:
-    return SamplingParams(state.temperature, state.top_k, state.top_p)
+def _sampling(state: DecodeState) -> SlotSampling:
+    return SlotSampling(state.temperature, state.top_k, state.top_p)
 
 
 def _queued(state: DecodeState, count: int) -> jax.Array:
@@ -283,7 +283,7 @@ def speculative_step(
             logits[:, :-1].reshape(-1, logits.shape[-1]),
             jnp.repeat(keys_B, each),
             place.reshape(-1),
-            SamplingParams(*(jnp.repeat(x, each) for x in _sampling(state))),
+            SlotSampling(*(jnp.repeat(x, each) for x in _sampling(state))),
         )
         verdict = Draw(*(x.reshape(-1, each) for x in verdict))
         holds = ~guessing[:, 1:] | (verdict.token == token[:, 1:])

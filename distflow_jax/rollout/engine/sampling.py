@@ -16,7 +16,7 @@ import jax.numpy as jnp
 _BLOCK = 128  # tokens per vocabulary block
 
 
-class SamplingParams(NamedTuple):
+class SlotSampling(NamedTuple):
     """Per-slot settings, each [B]."""
 
     temperature: jax.Array  # float32; 0 = greedy
@@ -109,7 +109,7 @@ def draw(
     logits_BV: jax.Array,
     keys_B: jax.Array,
     position_B: jax.Array,
-    params: SamplingParams,
+    params: SlotSampling,
 ) -> Draw:
     """One token per slot from softmax(logits / temperature) cut by top-k and top-p.
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.decode_attention import partial_attention
-from distflow_jax.models.kernels.merge_partial import Part, merge
+from distflow_jax.models.kernels.merge_partial import PartialAttention, merge
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.pages import Cache
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import Begins, OverCache, answering
@@ -40,7 +40,7 @@ def over_table(
     mesh: Mesh,
     implementation: str,
     interpret: bool = False,
-) -> Part:
+) -> PartialAttention:
     """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
 
     `length` int32 [D, O]: tokens of each owner that count; `first` int32 [D, O, R]: the first of

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED, within
-from distflow_jax.models.kernels.merge_partial import Part
+from distflow_jax.models.kernels.merge_partial import PartialAttention
 from distflow_jax.rollout.kv_cache.pages import Cache
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import (
     NEVER,
@@ -99,9 +99,9 @@ def over_pages(
     cache: Cache,
     layer: jax.Array,
     readers: Readers,
-    seen: Part,
+    seen: PartialAttention,
     first: jax.Array | None = None,
-) -> Part:
+) -> PartialAttention:
     """Rows q [D, S, K, R, H] of each slot over the pages that it reads in one layer, merged with
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
@@ -230,7 +230,9 @@ def either(condition: jax.Array, near: _Pair, every: _Pair) -> _Pair:
     return tuple(map(chosen, near, every))
 
 
-def over_new(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | None = None) -> Part:
+def over_new(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | None = None
+) -> PartialAttention:
     """New tokens over themselves: q [D, S, K, G, Q, H], k and v [D, S, Q, K, H], causal and, where
     one is given, within a `window` int32."""
     queries = q.shape[4]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.kernels.merge_partial import Part
+from distflow_jax.models.kernels.merge_partial import PartialAttention
 from distflow_jax.rollout.kv_cache.pages import Cache, tables
 
 NEVER = -1e30  # finite: the difference of two is 0, not NaN
@@ -24,7 +24,7 @@ _BLOCK_TOKENS = 128  # more would be wasted on short prompts, fewer on the loop
 
 # rows q [D, S, K, R, H], layer, what they have seen -> that merged with attention over the cache.
 # Of a model with a sliding window there is one argument more: the layer's, int32.
-OverCache = Callable[..., Part]
+OverCache = Callable[..., PartialAttention]
 
 
 class Begins(NamedTuple):
@@ -101,9 +101,9 @@ def over_prompts(
     cache: Cache,
     layer: jax.Array,
     groups: Groups,
-    seen: Part,
+    seen: PartialAttention,
     first: jax.Array | None = None,
-) -> Part:
+) -> PartialAttention:
     """Rows q [D, S, K, R, H] of each slot over the prompt that it answers in one layer, merged with
     what they have `seen`: out float32 like q, and the log-sum-exp [D, S, K, R].
 
@@ -152,7 +152,7 @@ def _over_blocks(
     page: jax.Array,
     length: jax.Array,
     first: jax.Array | None,
-) -> Part:
+) -> PartialAttention:
     """Rows q [D, K, X, H] over `length` int32 [D] tokens of the pages `page` int32 [D, B, c], from
     `first` int32 [D, X] on, merged with `out` float32 like q and `lse` [D, K, X]."""
     ranks, heads, _, head_dim = q.shape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from distflow_jax.rollout.engine.sampling import SamplingParams, draw, sample_key, smallest_kept
+from distflow_jax.rollout.engine.sampling import SlotSampling, draw, sample_key, smallest_kept
 
 # two programs of draw in all: compiling is what takes the time here
 VOCAB, MANY = 200, 20_000
@@ -27,7 +27,7 @@ def run_truncate(logits, top_k, top_p):
 
 
 def settings(slots, temperature=1.0, top_k=0, top_p=1.0):
-    return SamplingParams(
+    return SlotSampling(
         np.full(slots, temperature, np.float32),
         np.full(slots, top_k, np.int32),
         np.full(slots, top_p, np.float32),
@@ -170,7 +170,7 @@ def test_slots_have_settings_of_their_own():
     keys, position = keys_for(np.arange(SLOTS), np.zeros(SLOTS)), np.zeros(SLOTS, np.int32)
     which = np.arange(SLOTS) % len(choices)
     t, k, p = np.array(choices)[which].T
-    mixed = SamplingParams(np.float32(t), np.int32(k), np.float32(p))
+    mixed = SlotSampling(np.float32(t), np.int32(k), np.float32(p))
     together = run_draw(logits, keys, position, mixed)
     for i, choice in enumerate(choices):
         alike = run_draw(logits, keys, position, settings(SLOTS, *choice))
