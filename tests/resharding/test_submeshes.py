@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.row_places import spread
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
@@ -29,7 +30,6 @@ from distflow_jax.parallel.mesh import (
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.resharding.rows_across_submeshes import Crossing
 from distflow_jax.resharding.weight_sync import WeightSync
-from tests.resharding.test_rows_all_to_all import spread
 
 MINIS, ROWS = 2, 10
 SIZES = [(4, 1), (2, 2), (1, 4)]  # of a part of four devices

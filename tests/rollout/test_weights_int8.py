@@ -165,7 +165,9 @@ def plain_responses(model):
     return sampler.responses(sampler.engine.load_params(random_params(model, 2)))
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "model", [TINY, pytest.param(UNTIED, marks=pytest.mark.slow)], ids=["tied", "untied"]
+)
 def test_log_probs_are_those_of_the_rounded_weights(model):
     params, responses = random_params(model, 2), plain_responses(model)
     assert_logp(model, restored(model, params), responses)
@@ -178,7 +180,7 @@ def test_log_probs_are_those_of_the_rounded_weights(model):
     [
         (TINY, (1, 1), {"weights": "turned"}),
         (TINY, (2, 2), {}),
-        (UNTIED, (2, 2), {"weights": "stacked"}),
+        pytest.param(UNTIED, (2, 2), {"weights": "stacked"}, marks=pytest.mark.slow),
     ],
 )
 def test_layers_and_devices_do_not_matter(model, axes, changes):

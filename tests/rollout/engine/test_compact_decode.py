@@ -6,14 +6,21 @@ import jax
 import numpy as np
 import pytest
 from support.tiny_model import TINY, mesh_of
+from support.tiny_sampler import (
+    CONFIG,
+    PARAMS,
+    REQUESTS,
+    STOP_IDS,
+    assert_agree,
+    assert_all_free,
+    drive,
+)
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
-from tests.rollout.engine.test_engine import CONFIG, PARAMS, REQUESTS, STOP_IDS, assert_agree
-from tests.rollout.scheduling.test_scheduler import assert_all_free, drive
 
 
 def make(axes=(1, 1), **changes):

@@ -7,34 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
-from support.compiled_sampler import CompiledSampler
 from support.tiny_model import (
     TINY,
     forward_logp,
     mesh_of,
     prompt_of,
-    random_params,
+)
+from support.tiny_sampler import (
+    CONFIG,
+    PARAMS,
+    REQUESTS,
+    STOP_IDS,
+    TOKENIZER,
+    Sampler,
+    assert_agree,
+    by_uid,
+    make_requests,
 )
 
-from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
-
-PARAMS = random_params(TINY, 2)
-TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
-STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
-CONFIG = EngineConfig(
-    slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
-)
-NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
-
-
-class Sampler(CompiledSampler):
-    def __init__(self, axes=(1, 1), **changes):
-        config = dataclasses.replace(CONFIG, **changes)
-        super().__init__(TINY, PARAMS, config, axes=axes, stop_ids=STOP_IDS, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -42,45 +36,9 @@ def sampler():
     return Sampler()
 
 
-def make_requests(seed=0, lengths=(3, 16, 17, 32, 1, 9), limits=(20, 20, 7, 20, 1, 20)):
-    """One request per prompt, with 4 samples each. The fourth is greedy, the last is cut by top-k
-    and top-p."""
-    rng = np.random.default_rng(seed)
-    requests = []
-    for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-        prompt = prompt_of(10 * seed + i, rng.integers(0, TINY.vocab_size, length))
-        requests.append(GroupRequest(prompt, 4, limit, (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]))
-    requests[-1] = dataclasses.replace(requests[-1], top_k=20, top_p=0.9)
-    return requests
-
-
-REQUESTS = make_requests()
-
-
 @pytest.fixture(scope="module")
 def responses(sampler):
     return sampler.run(REQUESTS)
-
-
-def by_uid(responses):
-    table = {(r.prompt.counter, r.sample): r for r in responses}
-    assert len(table) == len(responses)
-    return table
-
-
-def assert_agree(got, wanted, *, atol=1e-4):
-    """Same tokens up to each response's first near-tie, and most of them before it."""
-    got, wanted = by_uid(got), by_uid(wanted)
-    assert got.keys() == wanted.keys()
-    compared = 0
-    for uid, mine in got.items():
-        theirs = wanted[uid]
-        ties = np.flatnonzero(theirs.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else max(len(theirs.tokens), len(mine.tokens))
-        np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end], err_msg=str(uid))
-        np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=atol)
-        compared += end
-    assert compared > 0.8 * sum(len(r.tokens) for r in wanted.values())
 
 
 # -- JetStream -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.compiled_sampler import CompiledSampler
 from support.tiny_model import TINY, prompt_of, random_params
+from support.tiny_sampler import CONFIG, assert_agree, assert_all_free, by_uid, drive
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -18,8 +19,6 @@ from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.engine.test_engine import CONFIG, assert_agree, by_uid
-from tests.rollout.scheduling.test_scheduler import assert_all_free, drive
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back
 PARAMS = random_params(SMALL, 2)

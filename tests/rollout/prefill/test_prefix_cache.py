@@ -5,6 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
+from support.tiny_sampler import (
+    CONFIG,
+    NEAR_TIE,
+    STOP_IDS,
+    Sampler,
+    assert_all_free,
+    assert_same,
+    by_uid,
+    drive,
+    submit_all,
+)
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -17,8 +28,6 @@ from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginn
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.engine.test_engine import CONFIG, NEAR_TIE, STOP_IDS, Sampler, by_uid
-from tests.rollout.scheduling.test_scheduler import assert_all_free, assert_same, drive, submit_all
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}
 OTHER = random_params(TINY, 5)

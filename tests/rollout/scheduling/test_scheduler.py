@@ -5,22 +5,25 @@ import dataclasses
 import numpy as np
 import pytest
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
+from support.tiny_sampler import (
+    CONFIG,
+    PARAMS,
+    REQUESTS,
+    STOP_IDS,
+    Sampler,
+    assert_all_free,
+    assert_same,
+    by_uid,
+    drive,
+    make_requests,
+    submit_all,
+)
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import num_pages
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
-from tests.rollout.engine.test_engine import (
-    CONFIG,
-    NEAR_TIE,
-    PARAMS,
-    REQUESTS,
-    STOP_IDS,
-    Sampler,
-    by_uid,
-    make_requests,
-)
 
 OTHER = random_params(TINY, 5)
 
@@ -42,48 +45,11 @@ def responses(sampler):
     return by_uid(sampler.run(REQUESTS))
 
 
-def drive(scheduler, most=1000):
-    """Steps until nothing is busy; {uid: response}."""
-    found = []
-    for _ in range(most):
-        if not scheduler.busy:
-            break
-        found += scheduler.step()
-    assert not scheduler.busy
-    assert len({(r.prompt.counter, r.sample) for r in found}) == len(found)
-    return by_uid(found)
-
-
-def assert_same(got, wanted, atol=1e-4):
-    """Equal tokens up to a near-tie, and log-probs up to there."""
-    assert got.keys() == wanted.keys()
-    for uid, response in wanted.items():
-        ties = np.flatnonzero(response.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else len(response.tokens)
-        np.testing.assert_array_equal(got[uid].tokens[:end], response.tokens[:end], str(uid))
-        np.testing.assert_allclose(got[uid].logp[:end], response.logp[:end], atol=atol)
-
-
-def assert_all_free(scheduler):
-    """Every slot, prompt and page, as the scheduler and as the devices see it."""
-    state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._slots.free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._slots.entries:
-        assert sorted(entries) == list(range(engine.shapes.slots))
-    state = engine.change(state)
-    assert not np.asarray(engine.shapes.alive(state)).any()
-    return state
-
-
 @pytest.fixture
 def scheduler(sampler):
     made = Scheduler(sampler.engine, sampler.params, version=3, state=sampler.state)
     yield made
     sampler.state = assert_all_free(made)
-
-
-def submit_all(scheduler, requests=REQUESTS):
-    return [scheduler.submit(request) for request in requests]
 
 
 # -- prompts whose responses wait ------------------------------------------------------------------
