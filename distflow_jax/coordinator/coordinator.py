@@ -347,7 +347,7 @@ class Coordinator:
         self, what: str, blobs: Mapping[int, bytes], sources: Collection[int]
     ) -> dict[int, bytes]:
         with processes.communicating():
-            came, traffic = processes.peers().exchange(blobs, sources)
+            came, traffic = processes.host_exchange().exchange(blobs, sources)
         self.traffic[what] = self.traffic.get(what, Traffic()) + traffic
         return came
 
