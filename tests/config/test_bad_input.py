@@ -308,7 +308,7 @@ SIZES = [
     ("mesh.data=0", "mesh.data must be at least 1, got 0"),
     (
         "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
-        "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
+        "training.row_tokens=264 cannot be divided into 16 equal chunks (2 x mesh.context); use 2",
     ),
     (
         "training.attention=kernel",
