@@ -267,13 +267,13 @@ SIZES = [
     ),
     ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
     ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
-    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC must have the keys data, fsdp,"),
+    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
     ("mesh.devices=2", "mesh.devices must be FIRST:LAST, as in a slice of a host's devices"),
     ("mesh.devices=4:4", "mesh.devices='4:4' holds no device: use '4:5' for one"),
-    ("mesh.devices=4:9", "mesh.devices='4:9' asks for devices that a host of 8 does not have"),
-    ("mesh.devices=0:6 ; mesh.tensor=4", "mesh.tensor=4 is neither a part of the 6 devices of a"),
+    ("mesh.devices=4:9", "mesh.devices='4:9' goes beyond the 8 devices of a host; end at 8"),
+    ("mesh.devices=0:6 ; mesh.tensor=4", "mesh.tensor=4 neither divides the 6 devices of a host"),
     (
         "mesh.roles={'CRITIC':{'devices':'0:3'}}",
         "mesh.roles.CRITIC.fsdp=3 does not divide the model's hidden_size=128; use one of [1, 2]",
@@ -308,7 +308,7 @@ SIZES = [
     ("mesh.data=0", "mesh.data must be at least 1, got 0"),
     (
         "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
-        "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
+        "training.row_tokens=264 cannot be divided into 16 equal chunks (2 x mesh.context); use 2",
     ),
     (
         "training.attention=kernel",
@@ -337,8 +337,8 @@ SIZES = [
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
-        "training.pipeline_repeats=3 does not divide the 2 layers of each stage (4 over "
-        "pipeline=2); use one of [1, 2]",
+        "training.pipeline_repeats=3 does not divide the 2 layers of each pipeline rank (4 "
+        "over pipeline=2); use one of [1, 2]",
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=2",

@@ -155,7 +155,7 @@ def test_plan_as_text_and_json(compiled):
     assert json.loads(json.dumps(tree)) == tree
     assert tree["fullest"]["total"] == max(s["total"] for s in tree["segments"])
     unknown = MemoryPlan(memory.segments, 0, 0)
-    assert "whose memory is not known" in unknown.describe()
+    assert "whose memory is unknown" in unknown.describe()
 
 
 def test_what_fits_is_not_complained_about(compiled):
@@ -179,7 +179,7 @@ def test_shortage_names_the_numbers_and_what_is_enough(compiled):
     ):
         assert setting in text
     text = compiled.with_devices_of(1000)
-    assert "no one setting is enough, together some may be: " in text
+    assert "no single setting is enough, several may be: " in text
     assert "rollout.num_slots=" in text
 
 

@@ -28,7 +28,7 @@ from distflow_jax.parallel.mesh import (
     sampler_mesh,
 )
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_across_submeshes import Crossing
+from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
 from distflow_jax.resharding.weight_sync import WeightSync
 
 MINIS, ROWS = 2, 10
@@ -67,7 +67,7 @@ def test_rows_cross_whole(source, target):
         for at, s, room in zip(places, (source, target), rooms, strict=True)
     )
     layout = NamedSharding(role_mesh(source), rows_spec(role_mesh(source)))
-    cross = Crossing(role_mesh(source), role_mesh(target), tuple(rooms))
+    cross = RowsAcrossSubmeshes(role_mesh(source), role_mesh(target), tuple(rooms))
     batch = {"a": jax.device_put(before, layout), "b": jax.device_put(2 * before, layout)}
     moved, _ = cross(batch, list(zip(*places, strict=True)))
     for name, scale in (("a", 1), ("b", 2)):
@@ -218,7 +218,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
 def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
     """The same for the way between two parts alone."""
     waiting, other = role_mesh(MeshSizes(4, 1, (0, 4))), role_mesh(MeshSizes(1, 1, (7, 8)))
-    cross = Crossing(waiting, role_mesh(MeshSizes(2, 1, (4, 6))), (1, 2))
+    cross = RowsAcrossSubmeshes(waiting, role_mesh(MeshSizes(2, 1, (4, 6))), (1, 2))
     ran = threading.Event()
 
     def on(mesh, call):
