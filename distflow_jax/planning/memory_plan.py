@@ -132,14 +132,14 @@ def plan_memory(
     planned: RunPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
-    stays: Mapping[str, Residency] | None = None,
+    residencies: Mapping[str, Residency] | None = None,
 ) -> MemoryPlan:
     """The memory of a plan on its devices, or this process's; allocates nothing.
 
     `costs` are those of `programs`, by the unit's name: compiled, or there are no temporaries.
-    `stays`: what waits on the host, where it is not as the config says.
+    `residencies`: which items wait on the host, if other than the config's.
     """
-    stays = planned.stays if stays is None else stays
+    residencies = planned.residencies if residencies is None else residencies
     items = _items(planned, programs)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
@@ -147,11 +147,11 @@ def plan_memory(
     names = [UPDATE_WEIGHTS] if samplers else []
     names += [n for n, u in units.items() if n in programs or u.tasks[0].state_key in samplers]
     segments = []
-    there = frozenset() if stays else frozenset(items)
+    there = frozenset() if residencies else frozenset(items)
     for name in names:
         unit = units.get(name)
         parts = [name] if unit is None else [task.node.id for task in unit.tasks]
-        meanwhile, there = _there(parts, stays, there)
+        meanwhile, there = _there(parts, residencies, there)
         program = programs.get(name)
         extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
@@ -200,16 +200,16 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
 
 
 def _there(
-    nodes: Sequence[str], stays: Mapping[str, Residency], there: frozenset[Item]
+    nodes: Sequence[str], residencies: Mapping[str, Residency], there: frozenset[Item]
 ) -> tuple[frozenset[Item], frozenset[Item]]:
     """(what is on the devices during these nodes, and after them); `there`: before them."""
-    found = [stays[node] for node in nodes if node in stays]
+    found = [residencies[node] for node in nodes if node in residencies]
     if not found:
         return there, there
     # what comes next is fetched while the devices are at work
-    meanwhile = frozenset().union(*(s.uses | s.replaces | s.fetch_ahead for s in found))
+    meanwhile = frozenset().union(*(s.uses | s.replaces | s.prefetch for s in found))
     last = found[-1]
-    return meanwhile, ((last.uses | last.replaces) - last.put_away) | last.fetch_ahead
+    return meanwhile, ((last.uses | last.replaces) - last.evict) | last.prefetch
 
 
 def _trained(unit: Unit) -> set[str]:
