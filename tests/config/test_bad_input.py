@@ -509,13 +509,13 @@ REWARD_CASES = [
     ),
     (MINE + "god", "{dir}/rewards.py has no 'god'; did you mean 'good'?"),
     (MINE + "os", "which cannot be called"),
-    (MINE + "nonsense", "nothing is there to give for x, y"),
+    (MINE + "nonsense", "there is no value for x, y"),
     (MINE + "good ; reward.kwargs={'scale': 2}", "takes no 'scale'; take it out of reward.kwargs"),
     (
         MINE + "raises",
         "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
     ),
-    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; mend it"),
+    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; fix it"),
     (MINE + "dies", "the worker process ended with exit code 3"),
     (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
     (MINE + "nan", "the reward function returned a score of nan"),
@@ -523,7 +523,7 @@ REWARD_CASES = [
     ("reward.function={dir}/syntax.py:f ; reward.num_workers=1", "({dir}/syntax.py, line 1)"),
     (
         "reward.kwargs={'ground_truth': 1}",
-        "'ground_truth' is an argument that the run itself gives",
+        "'ground_truth' is an argument that the run itself passes; take it out",
     ),
     (
         "reward.function=math ; reward.num_workers=0",
