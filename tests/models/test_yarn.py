@@ -160,7 +160,7 @@ def test_a_config_that_cannot_is_told_in_one_line(tmp_path):
     for model, message in (
         ({"yarn_factor": 0.5}, "config.model: model.yarn_factor must be at least 1, got 0.5"),
         ({"yarn_positions": 8}, "model.yarn_positions=8 with model.yarn_factor=1 has no effect"),
-        ({"yarn_factor": 2.0, "yarn_positions": -1}, "model.yarn_positions=-1 beside"),
+        ({"yarn_factor": 2.0, "yarn_positions": -1}, "model.yarn_positions=-1 with"),
     ):
         with pytest.raises(ValueError, match=message):
             from_config_dict(Config, {"model": model})
