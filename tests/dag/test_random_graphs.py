@@ -149,7 +149,7 @@ def test_a_region_comes_first_and_whole():
 @pytest.mark.parametrize(
     "node, region, message",
     [
-        ({"role": "ACTOR"}, {}, "node 'b': runs on fsdp 4 x tensor 2, but nodes of a region run on"),
+        ({"role": "ACTOR"}, {}, "node 'b': runs on fsdp 4 x tensor 2, but nodes of a region run"),
         ({"when": {"every": 2}}, {}, "node 'b': has a 'when' inside a region"),
         ({}, {"nodes": ["a", "c"]}, "region: unknown node 'c'"),
         ({}, {"nodes": []}, "region: nodes must name at least one node"),
