@@ -1,11 +1,11 @@
-"""Answers a prompt, or every line of a file.
+"""Generates responses to a prompt, or to every line of a file.
 
 Examples:
   python scripts/generate.py --config=configs/grpo_smollm2.py --prompt="What is 12 + 35?"
   python scripts/generate.py --config=configs/grpo_smollm2.py --run=runs/first --file=questions.txt
 
-Each prompt goes through the model's chat template as a user's message, unless --raw. Where the
-config names an environment (rollout.environment), the answer is in turns with it.
+Each prompt is a user's message in the model's chat template, unless --raw. If the config names an
+environment (rollout.environment), responses are generated in turns with it.
 """
 
 import pathlib
@@ -25,18 +25,18 @@ from distflow_jax.rollout.sampler import respond
 from distflow_jax.runtime.standalone_sampler import open_answerer
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
+RUN = flags.DEFINE_string("run", "", "Folder of a run: use its newest weights.")
 PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
-FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
+FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.")
 RAW = flags.DEFINE_boolean("raw", False, "Continue the text itself, without the chat template.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Responses to each prompt.", 1)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.", 0.0)
-TOP_P = flags.DEFINE_float("top_p", 1.0, "1: off.", 0.0, 1.0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Probability mass to sample from; 1: all.", 0.0, 1.0)
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> int:
-    """Reads the prompts, answers them, prints."""
+    """Reads the prompts, samples responses, prints them."""
     config = from_config_dict(Config, CONFIG.value)
     texts = _prompts()
     if config.rollout.num_samples < SAMPLES.value:
@@ -84,7 +84,7 @@ def _prompts() -> list[str]:
     lines = pathlib.Path(FILE.value).read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()]
     if not texts:
-        raise ValueError(f"{FILE.value} holds no prompt")
+        raise ValueError(f"{FILE.value} contains no prompt: write one per line")
     return texts
 
 

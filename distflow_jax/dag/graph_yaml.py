@@ -4,10 +4,10 @@
     nodes:
     - {id: rollout, role: ROLLOUT, type: MODEL_INFERENCE, reads: [prompt], writes: [...]}
 
-A value that is `${section.key}` stands for that value of the run's config. `base: grpo` starts from
+A value `${section.key}` is replaced by that value of the run's config. `base: grpo` starts from
 another graph, a built-in one by its name or a file: nodes of the same id are replaced, others
-added; settings are merged; a region takes the place of the base's. A function in a file is looked
-for beside the graph's file first. docs/dag.md describes the language.
+added; settings are merged; a region replaces the base's. A function in a file is searched for
+beside the graph's file first. docs/dag.md describes the language.
 """
 
 import dataclasses
@@ -26,11 +26,13 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
-    """Reads a graph from YAML text, or from a file if it is given as a Path or as one line.
+    """Reads a graph from YAML text; a Path or a single line names a file.
 
-    `config` is what `${section.key}` refers to: a dataclass of dataclasses.
+    `config`, a dataclass of dataclasses, has the values of `${section.key}`.
 
-    Raises FileNotFoundError if there is no such file, ValueError on anything else.
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the text is no valid graph; the message names the file and the place.
     """
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
         path = pathlib.Path(text_or_path)
@@ -62,7 +64,7 @@ def _graph(text: str, where: str, folder: pathlib.Path, config: Any) -> Graph:
 
 
 def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """The tree with functions in files that lie beside it named by their whole path."""
+    """The tree with whole paths for functions in files beside the graph's file."""
     nodes = tree.get("nodes", [])
     if not isinstance(nodes, list):
         return dict(tree)
@@ -88,7 +90,7 @@ def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
-    """The base with what another file says in its place or beside it."""
+    """The base graph with another file's nodes, settings and regions on top."""
     new = {node.id: node for node in parts["nodes"]}
     kept = [new.pop(node.id, node) for node in base.nodes]
     return Graph(
@@ -101,7 +103,7 @@ def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
 
 
 def _resolved(value: Any, config: Any) -> Any:
-    """The tree with the config's values in place of references to them."""
+    """The tree with references replaced by the config's values."""
     if isinstance(value, Mapping):
         return {key: _resolved(item, config) for key, item in value.items()}
     if isinstance(value, list):
@@ -110,7 +112,7 @@ def _resolved(value: Any, config: Any) -> Any:
         return value
     for key in found[1].split("."):
         if config is None:
-            raise ValueError(f"{value}: there is no config to take it from")
+            raise ValueError(f"{value}: no config was given that has this value")
         names = [field.name for field in dataclasses.fields(config)]
         if key not in names:
             raise ValueError(f"{value}: the config has no {key!r} there ({hint(key, names)})")
@@ -122,7 +124,7 @@ def _resolved(value: Any, config: Any) -> Any:
 
 
 def _graph_from_tree(tree: Mapping[str, Any], whole: bool = True) -> Any:
-    """A graph; with `whole` false the arguments of one, where a base has the rest."""
+    """A graph; with `whole` false its arguments, which a base completes."""
     _check_keys("graph", tree, [field.name for field in dataclasses.fields(Graph)], 2)
     for key in ("nodes", "regions"):
         if not isinstance(tree.get(key, []), list):
@@ -154,7 +156,7 @@ def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, in which a key given twice is an error rather than a silent overwrite."""
+    """Safe YAML loader that raises on a repeated key instead of overwriting its value."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -172,7 +174,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads 1e-6 as a string, which no one who writes a learning rate means
+# YAML 1.1 parses 1e-6 as a string; here it is a float, as in a learning rate
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),

@@ -22,7 +22,7 @@ from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.residency import Residency, describe, residency
+from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
@@ -134,8 +134,9 @@ class RunPlan:
         return describe_sizes(self.sizes, self.config, self.source.config, self.machine)
 
     def text(self) -> str:
-        """The plan as tables, with what waits on the host."""
-        return self.plan.describe() + (f"\n{describe(self.stays)}" if self.stays else "")
+        """The plan as tables, with the residency of its nodes if models are offloaded."""
+        found = self.residencies
+        return self.plan.describe() + (f"\n{describe(found)}" if found else "")
 
     @property
     def samplers(self) -> dict[str, str]:
@@ -150,11 +151,11 @@ class RunPlan:
         return keys
 
     @property
-    def stays(self) -> dict[str, Residency]:
-        """What each node has on its devices, where the rest waits on the host; empty otherwise."""
+    def residencies(self) -> dict[str, Residency]:
+        """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        return residency(self.plan, self.samplers)
+        return plan_residency(self.plan, self.samplers)
 
 
 @dataclasses.dataclass

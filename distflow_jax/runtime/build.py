@@ -84,8 +84,8 @@ def build(setup: PreparedRun, spans: Spans) -> Runtime:
     units = {unit.name: unit for unit in setup.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     layouts = {key: found.layout for key, found in setup.models.items()}
-    offload = Offload(setup.stays, layouts, engine.init_decode_state if engine else None)
-    for name in setup.stays.keys() & runners.keys():  # then every unit is one node
+    offload = Offload(setup.residencies, layouts, engine.init_decode_state if engine else None)
+    for name in setup.residencies.keys() & runners.keys():  # then every unit is one node
         (task,) = units[name].tasks
         runners[name] = offload.wrap(name, task.state_key, runners[name])
     return Runtime(

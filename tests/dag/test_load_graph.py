@@ -91,7 +91,7 @@ def test_a_graph_takes_values_from_the_config():
         read_graph(text % "critic.warmpu", warm)
     with pytest.raises(ValueError, match="is a section of the config; name a value in it: warmup"):
         read_graph(text % "critic", warm)
-    with pytest.raises(ValueError, match="there is no config"):
+    with pytest.raises(ValueError, match="no config was given"):
         read_graph(text % "critic.warmup")
 
 
