@@ -99,7 +99,7 @@ def test_the_model_cards_words_are_what_is_written():
     ("change", "message"),
     [
         ({"factor": None, "original_max_position_embeddings": None}, "yarn .* lacks factor"),
-        ({"factor": 0.5}, "factor and original_max_position from 1 on, got .*factor=0.5"),
+        ({"factor": 0.5}, "factor and original_max_position of at least 1, got .*factor=0.5"),
         ({"beta_slow": 64.0}, "beta_fast > beta_slow > 0, got .*beta_slow=64.0"),
         ({"attention_factor": 0.0}, "attention_factor > 0, got .*attention_factor=0.0"),
     ],
