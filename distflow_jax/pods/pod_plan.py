@@ -239,7 +239,7 @@ def plan_on(
 
     `mean_response` in tokens, for the time of sampling; 0: the longest allowed. Without `compiled`,
     which takes a pod that compiles, formulas tell what programs cost. `programs`: those of
-    `machinery.trace`, where they are known. `only`: names of programs, of which no others are
+    `runtime.build.trace`, where they are known. `only`: names of programs, of which no others are
     compiled; (): all. Raises ValueError where a mesh does not fit the pod, or the formulas, and for
     a name that no program has.
     """
