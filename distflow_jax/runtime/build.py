@@ -15,10 +15,11 @@ from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
+from distflow_jax.planning.field_specs import FieldSpecs, per_token_values
 from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout
 from distflow_jax.planning.run_models import States
 from distflow_jax.planning.sizes import Sizes
-from distflow_jax.planning.unit_programs import FieldSpecs, Program, per_token_values, trace_plan
+from distflow_jax.planning.unit_programs import Program, trace_plan
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import Contexts
