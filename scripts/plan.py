@@ -34,6 +34,7 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import plan_memory
@@ -44,7 +45,6 @@ from distflow_jax.planning.program_table import (
     fields_on_meshes,
     to_tree,
 )
-from distflow_jax.planning.unit_programs import Value
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep

@@ -24,7 +24,8 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import GIB, peak_memory_gb
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.runtime.standalone_sampler import make_engine, read_weights
+from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.standalone_sampler import answer_sizes, read_weights
 from distflow_jax.serving.jetstream import Sampling, door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
@@ -73,8 +74,8 @@ def main(argv: list[str]) -> int:
     source = open_model(config.model.source, **config.model.options())
     params, step = read_weights(config, source, RUN.value)
     weights = Weights(params, step)
-    engine = make_engine(config, source, resumable)
-    jetstream_engine = make_engine(config, source, door_config)
+    engine = make_engine(source, config, answer_sizes(config, source, resumable))
+    jetstream_engine = make_engine(source, config, answer_sizes(config, source, door_config))
 
     def load(path: str):
         return read_weights(config, source, path, weights.turns)

@@ -10,57 +10,96 @@ added; settings are merged; a region replaces the base's. A function in a file i
 beside the graph's file first. docs/dag.md describes the language.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from distflow_jax.dag.graph import Graph, Node, Region
+from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
 
 BUILT_IN = pathlib.Path(__file__).parents[2] / "configs" / "dags"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedGraph:
+    """A graph that was found and read. Its values may still be references to the config."""
+
+    settings: Mapping[str, Any]  # config values that belong to the algorithm, see Graph
+    build: Callable[[Any], Graph]  # from the config that references take their values from
+
+
 def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
     """Reads a graph from YAML text; a Path or a single line names a file.
 
-    `config`, a dataclass of dataclasses, has the values of `${section.key}`.
+    `config` is a dataclass of dataclasses, from which `${section.key}` takes its value.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: the text is no valid graph; the message names the file and the place.
     """
+    return open_yaml(text_or_path, config).build(config)
+
+
+def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGraph:
+    """Reads the YAML, and that of its bases. References in `base` and in `settings` take their
+    values from `config`; those in nodes and regions wait for `build`.
+
+    Raises FileNotFoundError if there is no such file, ValueError on anything else, as `build` does.
+    """
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
         path = pathlib.Path(text_or_path)
         if not path.is_file():
             raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
-        return _graph(path.read_text(encoding="utf-8"), str(path), path.parent, config)
-    return _graph(text_or_path, "graph", pathlib.Path(), config)
+        return _open(path.read_text(encoding="utf-8"), str(path), path.parent, config)
+    return _open(text_or_path, "graph", pathlib.Path(), config)
 
 
-def _graph(text: str, where: str, folder: pathlib.Path, config: Any) -> Graph:
-    try:
-        tree = _resolved(yaml.load(text, _Loader), config)
+def _open(text: str, where: str, folder: pathlib.Path, config: Any) -> OpenedGraph:
+    with _errors_of(where):
+        tree = yaml.load(text, _Loader)
         if not isinstance(tree, Mapping):
             raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
-        base, tree = tree.get("base"), _with_files(tree, folder)
-        if base is None:
-            return _graph_from_tree(tree)
-        if not isinstance(base, str):
-            raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
-        tree = {key: value for key, value in tree.items() if key != "base"}
-        start = read_graph(_base_file(base, folder), config)
-        return _on_top(start, _graph_from_tree({"nodes": [], **tree}, whole=False))
+        base = _base(_substituted(tree.get("base"), config), folder, config)
+        settings = _substituted(tree.get("settings", {}), config)
+        check_settings(tree.get("name"), settings)
+
+    def build(config: Any) -> Graph:
+        with _errors_of(where):
+            whole = _with_files(_substituted(tree, config), folder)
+            if base is None:
+                return _graph_from_tree(whole)
+            del whole["base"]
+            changes = _graph_from_tree({"nodes": [], **whole}, whole=False)
+            return _on_top(base.build(config), changes)
+
+    return OpenedGraph({**(base.settings if base else {}), **settings}, build)
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Puts the file, and the line of a YAML error, before an error's message."""
+    try:
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{where}{line}: {getattr(error, 'problem', error)}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _base(base: Any, folder: pathlib.Path, config: Any) -> OpenedGraph | None:
+    if base is None:
+        return None
+    if not isinstance(base, str):
+        raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
+    return open_yaml(_base_file(base, folder), config)
 
 
 def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
@@ -102,12 +141,12 @@ def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
     )
 
 
-def _resolved(value: Any, config: Any) -> Any:
-    """The tree with references replaced by the config's values."""
+def _substituted(value: Any, config: Any) -> Any:
+    """The tree with the config's values in place of references to them."""
     if isinstance(value, Mapping):
-        return {key: _resolved(item, config) for key, item in value.items()}
+        return {key: _substituted(item, config) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolved(item, config) for item in value]
+        return [_substituted(item, config) for item in value]
     if not isinstance(value, str) or not (found := _REFERENCE.fullmatch(value)):
         return value
     for key in found[1].split("."):

@@ -19,7 +19,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
@@ -44,25 +44,24 @@ from distflow_jax.user_functions import load_function
 
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
-    """The configured graph, as this run needs it, and the config with the graph's settings.
+    """The config with the settings of its graph, and the graph with the values of that config.
 
-    `chosen` are the config keys that the command line gives. Pure in its arguments and the graph's
-    file. Raises ValueError or FileNotFoundError.
+    The graph keeps the optional reads that this run needs, and no others. `chosen` are the config
+    keys that the command line gives. Pure in its arguments and the graph's file. Raises ValueError
+    or FileNotFoundError.
     """
-    graph = load_graph(config.dag, config)
+    opened = open_graph(config.dag, config)
+    config = with_settings(config, opened.settings, chosen=chosen)
+    graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
-    config = with_settings(config, graph.settings, chosen=chosen)
-    graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     if config.rollout.environment:
         graph = with_environment_rewards(graph)
-    if config.training.router_replay:
-        with _named(config.dag):
-            graph = with_router_replay(graph)
     updates = config.training.mini_batches * config.training.epochs
     with _named(config.dag):
-        wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
-        graph = graph.settle(wanted)
+        if config.training.router_replay:
+            graph = with_router_replay(graph)
+        graph = graph.settle(wanted_reads(graph.nodes, Demands(config.algorithm, updates)))
         resolve(graph.nodes)
     return config, graph
 

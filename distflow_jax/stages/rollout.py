@@ -7,10 +7,10 @@ from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
 from distflow_jax.rollout.sampler import columns, respond
-from distflow_jax.stages.stage_context import Stage, StageContext, own_part
+from distflow_jax.stages.stage_context import SamplingContext, Stage, own_part
 
 
-def build_rollout(context: StageContext) -> Stage:
+def build_rollout(context: SamplingContext) -> Stage:
     """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
     version, finished, environment_reward, routed_experts what the node writes.
 

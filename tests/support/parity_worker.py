@@ -55,14 +55,14 @@ def main():
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
-    setup = prepare(config)
-    machinery = build(setup, Spans())
-    mesh = machinery.meshes[setup.sizes.mesh.layout]
-    states = States(setup.models, setup.source, config, machinery.meshes).initial({})
-    engine = machinery.engine
-    weights = machinery.sync(states["actor"].params)
+    prepared = prepare(config)
+    runtime = build(prepared, Spans())
+    mesh = runtime.meshes[prepared.sizes.mesh.layout]
+    states = States(prepared.models, prepared.source, config, runtime.meshes).initial({})
+    engine = runtime.engine
+    weights = runtime.sync(states["actor"].params)
     sampler = SamplerState(weights, 0, engine.init_decode_state())
-    prompts = next(setup.loader)
+    prompts = next(prepared.loader)
     args.out.mkdir(parents=True, exist_ok=True)
     _, responses, _ = respond(
         engine,
@@ -73,7 +73,7 @@ def main():
         temperature=1.0,
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
-    if machinery.member == 0:  # the hosts of a sampler have the same responses
+    if runtime.member == 0:  # the hosts of a sampler have the same responses
         mine = args.out / f"responses-{processes.process_index()}.pkl"
         mine.write_bytes(pickle.dumps(sampled))
     if not args.batch.exists():
@@ -95,14 +95,14 @@ def main():
         scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
         return state, {"score": np.array(scores, np.float32)}, {}
 
-    machinery.compile()
-    units = {unit.name: unit for unit in setup.plan.units}
+    runtime.compile()
+    units = {unit.name: unit for unit in prepared.plan.units}
     sampler_node = units["rollout"].tasks[0].node
-    update = machinery.runners["actor_train"]
-    rows = setup.sizes.rows_at_a_time(setup.sizes.mesh.layout)
+    update = runtime.runners["actor_train"]
+    rows = prepared.sizes.rows_at_a_time(prepared.sizes.mesh.layout)
     shape = UpdateShape(mesh, rows, 16)
     objective = policy_objective(
-        setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
+        prepared.source.config, config.algorithm, prepared.sizes.forward, max_response=16
     )
 
     @jax.jit
@@ -132,18 +132,18 @@ def main():
 
     made = {"rollout": rollout, "reward": reward}
     own = {name: make_runner(units[name], made) for name in made}
-    runners = machinery.runners | own | {"actor_train": train}
-    machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
-    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans().span)
+    runners = runtime.runners | own | {"actor_train": train}
+    runtime.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
+    _, metrics = run_step(prepared.plan, 1, runners, states, runtime.coordinator, Spans().span)
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    table = gather_table(machinery.coordinator.samples())
-    metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
+    table = gather_table(runtime.coordinator.samples())
+    metrics |= batch_metrics(table, runtime.coordinator.tokens_per_rank())
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
     whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients, sep="/").items()}
     if processes.process_index() == 0:
         np.savez(args.out / "grads.npz", **{k.replace("/", "."): v for k, v in whole.items()})
         (args.out / "metrics.json").write_text(json.dumps(metrics))
-    setup.rewards.close()
+    prepared.rewards.close()
     processes.shutdown()
 
 
