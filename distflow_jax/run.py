@@ -55,6 +55,7 @@ from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.run_files import check_writable, sample_records, warn_of_changes
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+from distflow_jax.stages.stage_context import own_part
 from distflow_jax.training.state import TrainState
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm, watched
@@ -321,19 +322,17 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the weights that the sampler holds; writes what it answered. Collective."""
         config, sampler = self.config, next(iter(self.setup.samplers))
+        prompts = self.setup.eval_prompts
         with self.phases.span("testing"), self._staying(EVALUATE):
             self.states[sampler], scored = evaluate(
                 self.machinery.engine,
                 self.states[sampler],
                 self._tokenizer,
                 self.setup.rewards,
-                self.setup.eval_prompts,
-                config.eval,
-                limit=config.rollout.max_response_length,
-                member=self.machinery.member,
-                hosts=self.machinery.hosts,
+                prompts,
+                config.eval.sampling_params(config.rollout.max_response_length),
+                own=own_part(len(prompts), self.machinery.member, self.machinery.hosts),
                 environments=self.setup.environments,
-                rollout=config.rollout,
             )
             metrics = validation_metrics(scored, config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))

@@ -24,7 +24,7 @@ from distflow_jax.observe.memory import GIB, peak_memory_gb
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.standalone_sampler import make_engine, read_weights
-from distflow_jax.serving.jetstream import Sampling, door_config, prepare
+from distflow_jax.serving.jetstream import GREEDY, door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
 
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         default_response=config.rollout.max_response_length,
         max_samples=MAX_SAMPLES.value,
         grace_seconds=GRACE_SECONDS.value,
-        jetstream=Sampling(TEMPERATURE.value, 0, TOP_P.value),
+        jetstream=dataclasses.replace(GREEDY, temperature=TEMPERATURE.value, top_p=TOP_P.value),
     )
     check_addresses(served)  # before the model is loaded
     source = open_model(config.model.source, **config.model.options())

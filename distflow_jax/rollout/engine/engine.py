@@ -36,6 +36,7 @@ from distflow_jax.rollout.engine.slot_commands import (
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler_program import sampler_program
 
 
@@ -133,7 +134,7 @@ class RolloutEngine(engine_api.Engine):
         request: SlotRequest | None = None,
     ) -> DecodeState:
         """Starts a response to the prompt in `slot`. Donates decode_state."""
-        request = request or SlotRequest(0, slot, self.config.max_response)
+        request = request or SlotRequest(0, slot, SamplingParams(1, self.config.max_response))
         return self.bulk_insert(prefix, decode_state, [slot], [request])
 
     def bulk_insert(
@@ -324,7 +325,7 @@ class RolloutEngine(engine_api.Engine):
 
     def compile(self, params: Any) -> None:
         """Runs every program once, so that nothing compiles after the first request."""
-        state, request = self.init_decode_state(), SlotRequest(0, 0, 1)
+        state, request = self.init_decode_state(), SlotRequest(0, 0, SamplingParams(1, 1))
         for prefix in self._prompts.every_shape(params):
             state, _ = self.start(prefix, state, [0], [request])
             state = self.join(prefix, state, [0], [request], entry=0, members=[0], hold=False)

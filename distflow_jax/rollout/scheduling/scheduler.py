@@ -7,7 +7,6 @@ The order depends on what was submitted when, and on what was sampled, never on 
 every process that shares an engine, schedules alike.
 """
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +86,7 @@ class Scheduler:
         `on_response` is called as soon as a response has ended.
         """
         self._check(request)
-        samples = list(range(request.num_samples - 1, -1, -1))
+        samples = list(range(request.sampling.num_samples - 1, -1, -1))
         group = self._new_group(request, samples, on_response)
         self._push(group)
         return group.id
@@ -252,7 +251,7 @@ class Scheduler:
         if not feeds:
             whole = len(held.partial.request.prompt.tokens) + len(fed)
             self.engine.check_length(whole, longest_read(self.engine.config))
-        request = dataclasses.replace(held.partial.request, limit=limit)
+        request = held.partial.request.with_limit(limit)
         held.partial, held.logits_by = Partial(request, sample, fed), None
         held.tokens = len(fed)
         if feeds:
@@ -279,16 +278,10 @@ class Scheduler:
         self.engine.check_length(len(request.prompt.tokens))
         if done:
             self.engine.check_length(len(request.prompt.tokens) + done, longest_read(config))
-        if not 1 <= request.limit <= config.max_response:
+        limit = request.sampling.limit
+        if limit > config.max_response:
             raise ValueError(
-                f"a response must be allowed 1 to {config.max_response} tokens, got {request.limit}"
-            )
-        if request.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {request.num_samples}")
-        if not request.temperature >= 0 or request.top_k < 0 or not 0 < request.top_p <= 1:
-            raise ValueError(
-                "temperature and top_k must be at least 0 and top_p in (0, 1], got "
-                f"{request.temperature}, {request.top_k} and {request.top_p}"
+                f"a response must be allowed 1 to {config.max_response} tokens, got {limit}"
             )
 
     def _new_group(self, request, waiting, on_response) -> Group:
@@ -366,7 +359,7 @@ class Scheduler:
         """Reads what a response has so far and goes on with it."""
         tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
         for rank in self._slots.ranks():
-            limit = partial.request.limit - len(partial.tokens)
+            limit = partial.request.sampling.limit - len(partial.tokens)
             if self._slots.free[rank] and self._slots.room(rank, len(tokens), 1, limit):
                 prefix = self._reader.read(tokens)
                 self._slots.admit(group, prefix, rank, [partial], shared=False)

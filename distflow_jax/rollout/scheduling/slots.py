@@ -47,7 +47,7 @@ class Group:
     @property
     def turn(self) -> tuple[float, int, int]:
         """Groups go in by it: longest expected first, then longest limit, then as they came."""
-        return (-self.request.prompt.expected_length, -self.request.limit, self.id)
+        return (-self.request.prompt.expected_length, -self.request.sampling.limit, self.id)
 
 
 @dataclasses.dataclass
@@ -148,7 +148,7 @@ class Slots:
             return self.pages[rank] >= need + slots + len(running)
         for held in running:
             own = held.tokens - held.admitted
-            most = held.partial.request.limit - held.admitted
+            most = held.partial.request.sampling.limit - held.admitted
             need += pages_of(most, size) - pages_of(max(0, own - 1), size)
         return self.pages[rank] >= need + slots * pages_of(limit, size)
 
@@ -161,8 +161,8 @@ class Slots:
             places = self._engine.width if again else len(resident.members)
             count = min(len(group.waiting), len(self.free[rank]), places)
             length = len(group.request.prompt.tokens) if again else 0
-            there = None if again else resident
-            while count and not self.room(rank, length, count, group.request.limit, there):
+            there, limit = None if again else resident, group.request.sampling.limit
+            while count and not self.room(rank, length, count, limit, there):
                 count -= 1
             if count:
                 partials = [
@@ -357,7 +357,7 @@ class Slots:
         return Call(result, call.version, there), sorted(stuck)
 
     def _records(self, request: GroupRequest) -> bool:
-        return request.record and self._engine.config.record_experts
+        return request.sampling.record and self._engine.config.record_experts
 
     def _collect(self, ended: Sequence[int]) -> None:
         """Has what was recorded of responses that have ended sent to the host, and frees the slots
@@ -377,10 +377,7 @@ def _slot_request(partial: Partial, keep: bool) -> SlotRequest:
     return SlotRequest(
         request.prompt.counter,
         partial.sample,
-        request.limit,
-        request.temperature,
-        request.top_k,
-        request.top_p,
+        request.sampling,
         emitted=len(partial.tokens),
         keep=keep,
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
-from support.compiled_sampler import CompiledSampler
+from support.compiled_sampler import CompiledSampler, changed
 from support.tiny_model import (
     TINY,
     forward_logp,
@@ -20,7 +20,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 
 PARAMS = random_params(TINY, 2)
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
@@ -49,8 +49,10 @@ def make_requests(seed=0, lengths=(3, 16, 17, 32, 1, 9), limits=(20, 20, 7, 20, 
     requests = []
     for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
         prompt = prompt_of(10 * seed + i, rng.integers(0, TINY.vocab_size, length))
-        requests.append(GroupRequest(prompt, 4, limit, (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]))
-    requests[-1] = dataclasses.replace(requests[-1], top_k=20, top_p=0.9)
+        requests.append(
+            GroupRequest(prompt, SamplingParams(4, limit, (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]))
+        )
+    requests[-1] = changed(requests[-1], top_k=20, top_p=0.9)
     return requests
 
 
@@ -141,7 +143,7 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
             break
     # insert without a request takes uid (0, slot), and JetStream keeps the end token to itself
     prompt = prompt_of(0, TOKENIZER.encode(text))
-    wanted = sampler.run([GroupRequest(prompt, 6, CONFIG.max_response)])
+    wanted = sampler.run([GroupRequest(prompt, SamplingParams(6, CONFIG.max_response))])
     for slot, tokens in output.items():
         response = wanted[slot]
         end = len(response.tokens) - response.finished
@@ -152,7 +154,7 @@ def test_result_at_slot(sampler):
     """Tokens at the front, as many as are valid, and the length so far."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
     (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
-    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, limit=6))
+    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, SamplingParams(1, limit=6)))
     counts = []
     for _ in range(3):
         state, result = engine.generate(sampler.params, state)
@@ -223,7 +225,7 @@ def test_used_slots_are_as_good_as_new(sampler, responses):
 def test_one_prefix_in_many_slots(sampler):
     engine = sampler.engine
     (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[2].prompt.tokens])
-    slots, requests = [1, 3, 6], [SlotRequest(2, s, 20, 0.9) for s in range(3)]
+    slots, requests = [1, 3, 6], [SlotRequest(2, s, SamplingParams(1, 20, 0.9)) for s in range(3)]
     together = engine.bulk_insert(prefix, engine.init_decode_state(), slots, requests)
     apart = engine.init_decode_state()
     for slot, request in zip(slots, requests, strict=True):
@@ -337,13 +339,13 @@ def test_prompts_that_do_not_fit_are_refused(sampler):
     for length in (0, 33):
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             engine.prefill(params=params, padded_tokens=np.zeros(64, np.int32), true_length=length)
-        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), 1, 20)
+        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), SamplingParams(1, 20))
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             sampler.run([request])
 
 
 def test_inserts_that_do_not_fit_are_refused(sampler):
-    requests = [SlotRequest(0, i, 4) for i in range(5)]
+    requests = [SlotRequest(0, i, SamplingParams(1, 4)) for i in range(5)]
     with pytest.raises(ValueError, match="1 to 4 slots with a request each"):
         sampler.engine.bulk_insert(None, sampler.state, list(range(5)), requests)
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.compiled_sampler import changed
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.config.run_config import Config
@@ -14,7 +15,7 @@ from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from tests.rollout.engine.test_engine import CONFIG, NEAR_TIE, STOP_IDS, Sampler, by_uid
@@ -33,9 +34,7 @@ def make_requests(beginning, lengths, *, start=0, samples=2, limit=6):
     return [
         GroupRequest(
             prompt_of(start + i, np.concatenate([beginning, tokens_of(100 + start + i, length)])),
-            samples,
-            limit,
-            (1.0, 0.0, 0.7)[i % 3],
+            SamplingParams(samples, limit, (1.0, 0.0, 0.7)[i % 3]),
         )
         for i, length in enumerate(lengths)
     ]
@@ -254,7 +253,7 @@ def test_weights_that_come_while_responses_run(scheduler, sampler, plain, cache)
     """As without beginnings: which version reads what does not depend on them."""
     found = []
     for each in (scheduler, Scheduler(plain.engine, plain.params, version=3, state=plain.state)):
-        submit_all(each, [dataclasses.replace(r, limit=20) for r in REQUESTS[:2]])
+        submit_all(each, [changed(r, limit=20) for r in REQUESTS[:2]])
         got = by_uid(each.step())
         each.load(sampler.engine.load_params(OTHER), 4, cache=cache)
         found.append(got | drive(each))
