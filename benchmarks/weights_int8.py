@@ -60,7 +60,7 @@ class Steps:
         engine, state = self._engine, self._engine.init_decode_state()
         limit, calls = engine.config.max_response, engine.config.tokens_per_call
         for slot, (_, ids) in enumerate(self._asked):
-            (prefix,) = engine.prefill_row(self._params, [ids])
+            (prefix,) = engine.prompts.row(self._params, [ids])
             state = engine.insert(
                 prefix, state, slot, SlotRequest(slot, 0, SamplingParams(1, limit))
             )

@@ -395,7 +395,7 @@ class Run:
                     with self.phases.span("compile_sampler"):
                         engine.compile(weights)
                         self.memory = self.memory.with_sampler(
-                            engine.temporaries(weights),
+                            engine.programs.temporaries(weights),
                             self.machinery.sync.temporaries(self._policy_params(policy)),
                         )
                 compiled = True

@@ -289,7 +289,7 @@ class _Driver:
             conversation.parts.append(_Part.observed(observed.tokens))
             limit = min(length + self._limits.turn, self._limits.response)
             limit -= len(conversation.group.observation)
-            self._scheduler.extend(
+            self._scheduler.held.extend(
                 conversation.group.id, conversation.sample, observed.tokens, limit
             )
 
@@ -336,7 +336,7 @@ class _Driver:
 
     def _end(self, conversation: _Conversation, reason: str) -> None:
         group, sample = conversation.group, conversation.sample
-        self._scheduler.release(group.id, sample)
+        self._scheduler.held.release(group.id, sample)
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
         del self._by_uid[group.request.prompt.counter, sample]

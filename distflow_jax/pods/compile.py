@@ -69,7 +69,7 @@ def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     pod = pod.part(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
     holding = held_weights(engine.model, engine.config, engine.mesh)
-    traced = engine.traced(holding.specs(engine.mesh, engine.config.dtype))[name]
+    traced = engine.programs.traced(holding.specs(engine.mesh, engine.config.dtype))[name]
     with refusing(name):
         compiled = traced.lower().compile()
     return costs_of(traced, compiled, dict(engine.mesh.shape), pod.numbers(engine.mesh))

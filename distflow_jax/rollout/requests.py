@@ -66,7 +66,7 @@ class GroupRequest:
 
     prompt: Prompt
     sampling: SamplingParams
-    hold: bool = False  # a finished response keeps its slot, for Scheduler.extend
+    hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
 
     def with_limit(self, limit: int) -> "GroupRequest":
         """The request with another longest response, in tokens."""

@@ -33,7 +33,7 @@ def occupied(engine, params):
     size = engine.shapes.slots
 
     def start(state, length, slots, keep=False):
-        (prefix,) = engine.prefill_row(params, [rng.integers(0, TINY.vocab_size, length)])
+        (prefix,) = engine.prompts.row(params, [rng.integers(0, TINY.vocab_size, length)])
         requests = [SlotRequest(slot, 0, SamplingParams(1, 20), keep=keep) for slot in slots]
         return engine.start(prefix, state, slots, requests)[0]
 

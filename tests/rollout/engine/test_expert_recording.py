@@ -64,7 +64,7 @@ class Sampler(CompiledSampler):
         """All slots and pages are free, as the scheduler and as the devices see it."""
         self.state = self.engine.change(scheduler.close())
         assert not np.asarray(self.engine.shapes.alive(self.state)).any()
-        assert sorted(sum(scheduler._slots.free, [])) == list(range(self.engine.config.slots))
+        assert sorted(sum(scheduler._loop.slots.free, [])) == list(range(self.engine.config.slots))
 
 
 @pytest.fixture(scope="module")
@@ -207,13 +207,13 @@ def test_turns_are_recorded_from_the_first_token_on(sampler, answer):
         assert_recorded([response])
         added = np.arange(40, 40 + answer)
         turns[response.sample] = np.concatenate([response.tokens, added])
-        scheduler.extend(group, response.sample, added, limit=20)
+        scheduler.held.extend(group, response.sample, added, limit=20)
     second = drive()
     assert len(second) == 2
     for response in second:
         whole = np.concatenate([turns[response.sample], response.tokens])
         assert_recorded([dataclasses.replace(response, tokens=whole)])
-        scheduler.release(group, response.sample)
+        scheduler.held.release(group, response.sample)
     sampler.close(scheduler)
 
 

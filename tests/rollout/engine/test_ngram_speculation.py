@@ -199,10 +199,10 @@ def test_a_tools_answer_is_fed(plain, sampler, answer):
         group = scheduler.submit(request)
         first = drive(scheduler)
         for _, sample in first:
-            scheduler.extend(group, sample, np.resize([2, 9, 4], answer), limit=40)
+            scheduler.held.extend(group, sample, np.resize([2, 9, 4], answer), limit=40)
         second = drive(scheduler)
         for _, sample in first:
-            scheduler.release(group, sample)
+            scheduler.held.release(group, sample)
         one.state = assert_all_free(scheduler)
         turns.append((first, second))
     assert scheduler.stats.accepted > 0
@@ -264,7 +264,7 @@ def test_text_that_repeats_takes_fewer_steps():
 
 def test_a_prefix_carries_its_tokens(plain, sampler):
     engine, params, tokens = sampler.engine, sampler.params, REQUESTS[0].prompt.tokens
-    (row,) = engine.prefill_row(params, [tokens])
+    (row,) = engine.prompts.row(params, [tokens])
     prefix = engine.prefill(params=params, padded_tokens=tokens[:5], true_length=5)
     prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
     prefix = engine.prefill(
@@ -275,14 +275,14 @@ def test_a_prefix_carries_its_tokens(plain, sampler):
         np.testing.assert_array_equal(one.tokens[:32], tokens)
     state = engine.insert(prefix, engine.init_decode_state(), 3)
     np.testing.assert_array_equal(state.history[3, :32], tokens)
-    (row,) = plain.engine.prefill_row(plain.params, [tokens])
+    (row,) = plain.engine.prompts.row(plain.params, [tokens])
     assert row.tokens is None and plain.state.history is None
 
 
 def test_result_at_slot(sampler):
     """k steps of up to 1 + d tokens, packed to the front, and what was guessed for them."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[0].prompt.tokens])
     state = engine.insert(
         prefix, state, 4, SlotRequest(0, 0, SamplingParams(1, 40, temperature=0.0))
     )

@@ -66,8 +66,8 @@ def assert_same(got, wanted, atol=1e-4):
 def assert_all_free(scheduler):
     """Every slot, prompt and page, as the scheduler and as the devices see it."""
     state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._slots.free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._slots.entries:
+    assert sorted(sum(scheduler._loop.slots.free, [])) == list(range(engine.max_concurrent_decodes))
+    for entries in scheduler._loop.slots.prompts.entries:
         assert sorted(entries) == list(range(engine.shapes.slots))
     state = engine.change(state)
     assert not np.asarray(engine.shapes.alive(state)).any()
@@ -112,10 +112,10 @@ def test_groups_that_others_overtake_do_not_keep_the_cache_from_them(cache_token
         made.submit(request)
         for _ in range(100):  # until its first two are in the slots
             got += made.step()
-            here = [held.group.request for held in made._slots.going().values()]
+            here = [held.group.request for held in made._loop.slots.running().values()]
             if len(here) == 2 and all(other is request for other in here):
                 break
-        most = max(most, len(made._heap))
+        most = max(most, len(made._loop.waiting.groups()))
     assert most > 2, "they are to wait side by side"
     got = by_uid(got) | drive(made)
     sampler.state = assert_all_free(made)
@@ -164,11 +164,11 @@ def test_a_prefix_that_exists_is_gone_on_with(sampler, responses, split):
 def test_a_prompt_lies_in_the_cache_once(sampler):
     """Four responses to a prompt of two pages: two pages, and one or two of each response's own."""
     engine, shapes = sampler.engine, sampler.engine.shapes
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[3].prompt.tokens])
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[3].prompt.tokens])
     scheduler = Scheduler(engine, sampler.params, state=sampler.state)
     scheduler.submit(changed(REQUESTS[3], limit=4))
-    scheduler._fill()
-    owner = np.asarray(scheduler._slots.state.cache.owner)[0]
+    scheduler._loop._fill()
+    owner = np.asarray(scheduler._loop.slots.calls.state.cache.owner)[0]
     assert (owner < shapes.slots).sum() == 0
     assert ((owner >= shapes.slots) & (owner < shapes.owners)).sum() == 2
     drive(scheduler)
@@ -212,7 +212,7 @@ def test_the_next_call_is_under_way_when_a_response_is_handed_on(sampler, respon
     generate = engine.generate
 
     def noted(*args, few):
-        events.append(sum(not held.ended for held in scheduler._slots.running.values()))
+        events.append(sum(not held.ended for held in scheduler._loop.slots.sequences.values()))
         return generate(*args, few=few)
 
     engine.generate = noted
@@ -246,7 +246,7 @@ def test_abort(scheduler, responses):
     ids = submit_all(scheduler)
     found = scheduler.step() + scheduler.step()
     waiting = ids[4]
-    running = next(h.group.id for h in scheduler._slots.running.values())
+    running = next(h.group.id for h in scheduler._loop.slots.sequences.values())
     cut = scheduler.abort(running)
     assert cut and all(len(r.tokens) for r in cut)
     for response in cut:
@@ -343,7 +343,7 @@ def test_a_response_is_gone_on_with(scheduler, reader, answer):
     tokens = np.arange(40, 40 + answer)
     turns = {}
     for (_, sample), response in first.items():
-        scheduler.extend(group, sample, tokens, limit=20)
+        scheduler.held.extend(group, sample, tokens, limit=20)
         turns[sample] = np.concatenate([request.prompt.tokens, response.tokens, tokens])
     second = drive(scheduler)
     for (_, sample), response in second.items():
@@ -354,7 +354,7 @@ def test_a_response_is_gone_on_with(scheduler, reader, answer):
         )
         np.testing.assert_array_equal(response.tokens, wanted.tokens)
         np.testing.assert_allclose(response.logp, wanted.logp, atol=1e-4)
-        scheduler.release(group, sample)
+        scheduler.held.release(group, sample)
 
 
 def test_turns_sample_by_position(sampler, scheduler):
@@ -366,16 +366,16 @@ def test_turns_sample_by_position(sampler, scheduler):
         (one,) = drive(scheduler).values()
         tokens = [50, 51, 52]
         if answer_first:
-            scheduler.extend(group, 0, tokens, limit=20)
+            scheduler.held.extend(group, 0, tokens, limit=20)
         else:  # through the long way
-            scheduler._put_back(next(iter(scheduler._slots.running)))
-            held, partial = scheduler._resumed.pop()
+            scheduler._loop.preempt(next(iter(scheduler._loop.slots.sequences)))
+            held, partial = scheduler._loop.waiting.pop_resumed()
             fed = np.concatenate([partial.tokens, np.asarray(tokens, np.int32)])
             again = changed(partial.request, limit=20)
-            scheduler._resumed.append((held, type(partial)(again, 0, fed)))
+            scheduler._loop.waiting.push_resumed(held, type(partial)(again, 0, fed))
         (two,) = drive(scheduler).values()
         results.append((one.tokens.tolist(), two.tokens.tolist()))
-        scheduler.release(group, 0)
+        scheduler.held.release(group, 0)
     assert results[0] == results[1]
 
 
@@ -389,25 +389,25 @@ def test_who_waits_behind_held_responses_costs_no_decode_call(scheduler):
     calls = scheduler.stats.generate_calls
     assert scheduler.step() == [] and scheduler.stalled and scheduler.busy
     assert scheduler.stats.generate_calls == calls
-    scheduler.release(group, 0)
+    scheduler.held.release(group, 0)
     assert not scheduler.stalled
     assert len(drive(scheduler)) == 1 and not scheduler.stalled
     for sample in range(1, slots):
-        scheduler.release(group, sample)
+        scheduler.held.release(group, sample)
 
 
 def test_what_cannot_be_gone_on_with_is_refused(scheduler):
     group = scheduler.submit(changed(REQUESTS[1], num_samples=1, limit=3, hold=True))
     with pytest.raises(ValueError, match=f"response 0 of request {group} is not held"):
-        scheduler.extend(group, 0, [1], 20)
+        scheduler.held.extend(group, 0, [1], 20)
     (response,) = drive(scheduler).values()
     with pytest.raises(ValueError, match="leaves nothing to sample"):
-        scheduler.extend(group, 0, [1, 2], len(response.tokens) + 2)
+        scheduler.held.extend(group, 0, [1, 2], len(response.tokens) + 2)
     with pytest.raises(ValueError, match="the engine's 20"):
-        scheduler.extend(group, 0, [1, 2], 21)
-    scheduler.release(group, 0)
+        scheduler.held.extend(group, 0, [1, 2], 21)
+    scheduler.held.release(group, 0)
     with pytest.raises(ValueError, match="is not held"):
-        scheduler.release(group, 0)
+        scheduler.held.release(group, 0)
 
 
 # -- as a whole ------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_random_lives_compile_nothing_and_lose_nothing(sampler, scheduler):
         if round % 7 == 5:
             scheduler.load(sampler.params, round, cache=("keep", "recompute")[round % 2])
         if round % 9 == 4:
-            group = scheduler._groups.get(ids[rng.integers(len(ids))])
+            group = scheduler._loop.groups.get(ids[rng.integers(len(ids))])
             if group is not None:
                 got += group.left
                 scheduler.abort(group.id)
