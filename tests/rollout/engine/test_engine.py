@@ -178,9 +178,8 @@ def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
     mine = [r for r in responses if REQUESTS[r.prompt.counter].sampling.top_k == 0]
     trained = {t: forward_logp(TINY, PARAMS, mine, t) for t in (0.7, 1.0)}
     for i, response in enumerate(mine):
-        temperature = (
-            REQUESTS[response.prompt.counter].sampling.temperature or 1.0
-        )  # greedy reports at 1
+        sampling = REQUESTS[response.prompt.counter].sampling
+        temperature = sampling.temperature or 1.0  # greedy reports at 1
         np.testing.assert_allclose(response.logp, trained[temperature][i], atol=1e-4)
 
 
