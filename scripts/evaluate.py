@@ -29,6 +29,7 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+from distflow_jax.stages.stage_context import own_part
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: use its newest weights.")
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     source = open_model(config.model.source, **config.model.options())
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
+    hosts = sizes.sampler_hosts
     prompts = load_eval_prompts(config, source, sizes, machine)
     with RewardPool(config.reward) as rewards:
         rewards.check(trial_request(prompts[0]))
@@ -59,12 +61,9 @@ def main(argv: list[str]) -> int:
             source.tokenizer,
             rewards,
             prompts,
-            config.eval,
-            limit=config.rollout.max_response_length,
-            member=processes.process_index() % sizes.sampler_hosts,
-            hosts=sizes.sampler_hosts,
+            config.eval.sampling_params(config.rollout.max_response_length),
+            own=own_part(len(prompts), processes.process_index() % hosts, hosts),
             environments=environments,
-            rollout=config.rollout,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)
     for name, value in metrics.items():

@@ -18,10 +18,10 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.command_line import run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.plan_run import open_environments
-from distflow_jax.rollout.sampler import respond
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.standalone_sampler import open_answerer
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
@@ -57,20 +57,12 @@ def main(argv: list[str]) -> int:
         prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
     environments = open_environments(config, source, prompts[0])
     model = open_answerer(config, source, RUN.value)
-    limits = TurnLimits.of(config.rollout, config.rollout.max_response_length)
-    sampling = {
-        "num_samples": SAMPLES.value,
-        "temperature": TEMPERATURE.value,
-        "top_p": TOP_P.value,
-    }
-    engine, state = model.engine, model.state
-    if environments is None:
-        _, responses, _ = respond(engine, state, prompts, limit=limits.response, **sampling)
-    else:
-        _, episodes, _ = respond_in_turns(engine, state, prompts, environments, limits, **sampling)
-        responses = [episode.response for episode in episodes]
-    for response in responses:
-        if len(responses) > 1:
+    sampling = SamplingParams(
+        SAMPLES.value, config.rollout.max_response_length, TEMPERATURE.value, top_p=TOP_P.value
+    )
+    _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)
+    for response in (episode.response for episode in episodes):
+        if len(episodes) > 1:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")
         print(source.tokenizer.decode(response.tokens))
     return 0

@@ -26,7 +26,7 @@ from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.standalone_sampler import answer_sizes, read_weights
-from distflow_jax.serving.jetstream import Sampling, door_config, prepare
+from distflow_jax.serving.jetstream import GREEDY, door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
 
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         default_response=config.rollout.max_response_length,
         max_samples=MAX_SAMPLES.value,
         grace_seconds=GRACE_SECONDS.value,
-        jetstream=Sampling(TEMPERATURE.value, 0, TOP_P.value),
+        jetstream=dataclasses.replace(GREEDY, temperature=TEMPERATURE.value, top_p=TOP_P.value),
     )
     check_addresses(served)  # before the model is loaded
     source = open_model(config.model.source, **config.model.options())

@@ -298,6 +298,8 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
         rollout.environment_kwargs,
         source.tokenizer,
         seconds=rollout.environment_seconds,
+        turn_length=rollout.turn_length,
+        max_turns=rollout.max_turns,
     )
     environments.check(prompt)
     return environments

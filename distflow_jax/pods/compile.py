@@ -67,7 +67,7 @@ def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     pod = pod.slice_of(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
     weights = held_weights(engine.model, engine.config, engine.mesh)
-    traced = engine.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
+    traced = engine.programs.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
     with reporting_size(name):
         compiled = traced.lower().compile()
     return costs_of(traced, compiled, dict(engine.mesh.shape), pod.numbers(engine.mesh))

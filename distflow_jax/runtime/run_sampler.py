@@ -10,6 +10,7 @@ from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.evaluate import Scored, evaluate
+from distflow_jax.stages.stage_context import own_part
 
 
 def start_samplers(
@@ -31,7 +32,7 @@ def start_samplers(
             if not compiled:  # all samplers of a run share one engine
                 with phases.span("compile_sampler"):
                     engine.compile(weights)
-                    needed = engine.temporaries(weights)
+                    needed = engine.programs.temporaries(weights)
                     memory = memory.with_sampler(needed, runtime.sync.temporaries(params))
             compiled = True
     return memory
@@ -54,18 +55,16 @@ def sync_weights(
 def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -> list[Scored]:
     """Scored responses to this process's evaluation prompts, from the sampler's weights."""
     config, sampler = prepared.config, next(iter(prepared.samplers))
+    prompts = prepared.eval_prompts
     with runtime.offload.staying(EVALUATE, state.models):
         state.models[sampler], scored = evaluate(
             runtime.engine,
             state.models[sampler],
             prepared.source.tokenizer,
             prepared.rewards,
-            prepared.eval_prompts,
-            config.eval,
-            limit=config.rollout.max_response_length,
-            member=runtime.member,
-            hosts=runtime.hosts,
+            prompts,
+            config.eval.sampling_params(config.rollout.max_response_length),
+            own=own_part(len(prompts), runtime.member, runtime.hosts),
             environments=prepared.environments,
-            rollout=config.rollout,
         )
     return scored

@@ -34,7 +34,7 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.runtime.standalone_sampler import read_weights
@@ -136,7 +136,9 @@ class Sampler:
             np.concatenate([start, rng.integers(0, TINY.vocab_size, length)])[-32:]
             for length in (3, 16, 14, 12, 1, 9)
         ]
-        requests = [GroupRequest(prompt_of(i, x), 4, 20) for i, x in enumerate(prompts)]
+        requests = [
+            GroupRequest(prompt_of(i, x), SamplingParams(4, 20)) for i, x in enumerate(prompts)
+        ]
         state = self.engine.init_decode_state()
         _, responses, self.stats = run_requests(self.engine, params, state, requests)
         return responses

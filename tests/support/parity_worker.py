@@ -26,12 +26,15 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
+from distflow_jax.environments.episodes import turn_columns
+from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.planning.run_models import States
-from distflow_jax.rollout.sampler import SamplerState, columns, respond
+from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.sampler import SamplerState, sample
 from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
@@ -64,13 +67,11 @@ def main():
     sampler = SamplerState(weights, 0, engine.init_decode_state())
     prompts = next(prepared.loader)
     args.out.mkdir(parents=True, exist_ok=True)
-    _, responses, _ = respond(
+    _, responses, _ = sample(
         engine,
         sampler,
         prompts,
-        num_samples=config.rollout.num_samples,
-        limit=config.rollout.max_response_length,
-        temperature=1.0,
+        SamplingParams(config.rollout.num_samples, config.rollout.max_response_length),
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
     if runtime.member == 0:  # the hosts of a sampler have the same responses
@@ -87,7 +88,7 @@ def main():
             recorded[p.counter, i % config.rollout.num_samples]
             for i, p in enumerate(fields["prompt"])
         ]
-        written = columns(wanted, 0)
+        written = turn_columns([single_turn(r) for r in wanted], 0)
         return state, {name: written[name] for name in sampler_node.writes}, {}
 
     def reward(state, fields, options):

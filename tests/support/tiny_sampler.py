@@ -6,8 +6,8 @@ import numpy as np
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import EngineConfig
-from distflow_jax.rollout.requests import GroupRequest
-from support.compiled_sampler import CompiledSampler
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from support.compiled_sampler import CompiledSampler, changed
 from support.tiny_model import TINY, prompt_of, random_params
 
 PARAMS = random_params(TINY, 2)
@@ -32,8 +32,9 @@ def make_requests(seed=0, lengths=(3, 16, 17, 32, 1, 9), limits=(20, 20, 7, 20, 
     requests = []
     for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
         prompt = prompt_of(10 * seed + i, rng.integers(0, TINY.vocab_size, length))
-        requests.append(GroupRequest(prompt, 4, limit, (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]))
-    requests[-1] = dataclasses.replace(requests[-1], top_k=20, top_p=0.9)
+        temperature = (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]
+        requests.append(GroupRequest(prompt, SamplingParams(4, limit, temperature)))
+    requests[-1] = changed(requests[-1], top_k=20, top_p=0.9)
     return requests
 
 
@@ -86,8 +87,8 @@ def assert_same(got, wanted, atol=1e-4):
 def assert_all_free(scheduler):
     """Every slot, prompt and page, as the scheduler and as the devices see it."""
     state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._slots.free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._slots.entries:
+    assert sorted(sum(scheduler._loop.slots.free, [])) == list(range(engine.max_concurrent_decodes))
+    for entries in scheduler._loop.slots.prompts.entries:
         assert sorted(entries) == list(range(engine.shapes.slots))
     state = engine.change(state)
     assert not np.asarray(engine.shapes.alive(state)).any()

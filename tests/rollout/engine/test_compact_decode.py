@@ -20,6 +20,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 
@@ -38,9 +39,9 @@ def occupied(engine, params):
     rng = np.random.default_rng(0)
     size = engine.shapes.slots
 
-    def start(state, length, slots, **changes):
-        (prefix,) = engine.prefill_row(params, [rng.integers(0, TINY.vocab_size, length)])
-        requests = [SlotRequest(slot, 0, 20, **changes) for slot in slots]
+    def start(state, length, slots, keep=False):
+        (prefix,) = engine.prompts.row(params, [rng.integers(0, TINY.vocab_size, length)])
+        requests = [SlotRequest(slot, 0, SamplingParams(1, 20), keep=keep) for slot in slots]
         return engine.start(prefix, state, slots, requests)[0]
 
     state = start(state, 17, [3, 9, 14], keep=True)

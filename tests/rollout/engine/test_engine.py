@@ -28,7 +28,7 @@ from support.tiny_sampler import (
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
             break
     # insert without a request takes uid (0, slot), and JetStream keeps the end token to itself
     prompt = prompt_of(0, TOKENIZER.encode(text))
-    wanted = sampler.run([GroupRequest(prompt, 6, CONFIG.max_response)])
+    wanted = sampler.run([GroupRequest(prompt, SamplingParams(6, CONFIG.max_response))])
     for slot, tokens in output.items():
         response = wanted[slot]
         end = len(response.tokens) - response.finished
@@ -109,8 +109,8 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
 def test_result_at_slot(sampler):
     """Tokens at the front, as many as are valid, and the length so far."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
-    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, limit=6))
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[0].prompt.tokens])
+    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, SamplingParams(1, limit=6)))
     counts = []
     for _ in range(3):
         state, result = engine.generate(sampler.params, state)
@@ -131,10 +131,11 @@ def test_result_at_slot(sampler):
 
 def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
     """Prefill + decode block by block, against the trainer's packed rows at each temperature."""
-    mine = [r for r in responses if REQUESTS[r.prompt.counter].top_k == 0]
+    mine = [r for r in responses if REQUESTS[r.prompt.counter].sampling.top_k == 0]
     trained = {t: forward_logp(TINY, PARAMS, mine, t) for t in (0.7, 1.0)}
     for i, response in enumerate(mine):
-        temperature = REQUESTS[response.prompt.counter].temperature or 1.0  # greedy reports at 1
+        sampling = REQUESTS[response.prompt.counter].sampling
+        temperature = sampling.temperature or 1.0  # greedy reports at 1
         np.testing.assert_allclose(response.logp, trained[temperature][i], atol=1e-4)
 
 
@@ -145,7 +146,7 @@ def test_end_token_and_limit(responses):
     for r in responses:
         assert r.finished == (r.tokens[-1] in STOP_IDS)  # the end token is part of the response
         assert not set(r.tokens[:-1]) & set(STOP_IDS)
-        limit = REQUESTS[r.prompt.counter].limit
+        limit = REQUESTS[r.prompt.counter].sampling.limit
         assert len(r.tokens) <= limit and (r.finished or len(r.tokens) == limit)
         assert len(r.logp) == len(r.margin) == len(r.tokens)
         assert (r.margin > 0).all() and (r.logp <= 0).all()
@@ -180,8 +181,8 @@ def test_used_slots_are_as_good_as_new(sampler, responses):
 
 def test_one_prefix_in_many_slots(sampler):
     engine = sampler.engine
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[2].prompt.tokens])
-    slots, requests = [1, 3, 6], [SlotRequest(2, s, 20, 0.9) for s in range(3)]
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[2].prompt.tokens])
+    slots, requests = [1, 3, 6], [SlotRequest(2, s, SamplingParams(1, 20, 0.9)) for s in range(3)]
     together = engine.bulk_insert(prefix, engine.init_decode_state(), slots, requests)
     apart = engine.init_decode_state()
     for slot, request in zip(slots, requests, strict=True):
@@ -269,7 +270,7 @@ def test_devices(responses):
     assert (ranks, pages) == (1, other.engine.shapes.pages)  # a device's own slots and prompts
     counter = Compilations()
     got = other.run(REQUESTS)
-    assert other.engine.temporaries(other.params) > 0
+    assert other.engine.programs.temporaries(other.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
     assert_agree(got, responses)
@@ -282,7 +283,7 @@ def test_compile_leaves_nothing_to_compile(sampler):
         lengths = np.random.default_rng(seed).integers(1, 33, 6)
         limits = np.random.default_rng(seed).integers(1, 21, 6)
         sampler.run(make_requests(seed, lengths, limits))
-    assert sampler.engine.temporaries(sampler.params) > 0
+    assert sampler.engine.programs.temporaries(sampler.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
 
@@ -295,13 +296,13 @@ def test_prompts_that_do_not_fit_are_refused(sampler):
     for length in (0, 33):
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             engine.prefill(params=params, padded_tokens=np.zeros(64, np.int32), true_length=length)
-        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), 1, 20)
+        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), SamplingParams(1, 20))
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             sampler.run([request])
 
 
 def test_inserts_that_do_not_fit_are_refused(sampler):
-    requests = [SlotRequest(0, i, 4) for i in range(5)]
+    requests = [SlotRequest(0, i, SamplingParams(1, 4)) for i in range(5)]
     with pytest.raises(ValueError, match="1 to 4 slots with a request each"):
         sampler.engine.bulk_insert(None, sampler.state, list(range(5)), requests)
 
