@@ -35,13 +35,13 @@ class Prompt:
 class Samples:
     """Responses of this process, one entry per response in every column.
 
-    `response` and `response_mask` hold one array per sample. `sample` is the index within the
-    group, so that uid = (counter, sample) is unique over the run. `fields` holds every other host
-    column by its name in the DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
+    `response` and `response_mask` hold one array per sample. `uid` is unique over the run and keys
+    the noise that sampled the response. `fields` holds every other host column by its name in the
+    DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
     """
 
     prompt: list[Prompt]
-    sample: np.ndarray  # int32 [N]
+    uid: np.ndarray  # int64 [N, 2]: counter of the prompt, number of the sample in its group
     response: list[np.ndarray]  # int32 [T_i]; the end token is part of it
     response_mask: list[np.ndarray]  # bool [T_i]; False on tokens the policy did not choose
     fields: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class Rows:
     Sequence s of a row is segment s + 1; segment 0 is padding. A prompt that several responses of a
     row share is a segment above S, and their `parent`. `previous` is the index in the row whose
     hidden state predicts the token. Sequences keep their place in every field of the batch. (group,
-    sample) orders all sequences of a step, wherever they lie; of a preference pair sample 0 is the
+    member) orders all sequences of a step, wherever they lie; of a preference pair member 0 is the
     chosen one.
     """
 
@@ -69,7 +69,7 @@ class Rows:
     response_mask: Any  # bool [K, R, L]
     parent: Any  # int32 [K, R, S]; segment of the sequence's prompt (its own where not shared)
     group: Any  # int32 [K, R, S]; index of the prompt within the step
-    sample: Any  # int32 [K, R, S]; index of the response within its group
+    member: Any  # int32 [K, R, S]; place of the response within its group, from 0
     valid: Any  # bool [K, R, S]
     length: Any  # int32 [K, R, S]; number of masked-in response tokens
     # int8 or int16 [K, R, L, layers, experts of a token]: those that a mixture is to send each
@@ -109,7 +109,7 @@ class Sequences:
     """What goes into rows: prompts and responses that a process holds, whoever sampled them."""
 
     group: Sequence[int]  # [N], number of the prompt within the step
-    sample: Sequence[int]  # [N], number of the response within its group
+    member: Sequence[int]  # [N], place of the response within its group
     prompt: Sequence[np.ndarray]  # int32 [P_i] each
     response: Sequence[np.ndarray]  # int32 [T_i] each
     response_mask: Sequence[np.ndarray]  # bool [T_i] each
@@ -168,7 +168,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
         response_mask=np.zeros(token_shape, bool),
         parent=np.zeros(sequence_shape, np.int32),
         group=np.zeros(sequence_shape, np.int32),
-        sample=np.zeros(sequence_shape, np.int32),
+        member=np.zeros(sequence_shape, np.int32),
         valid=np.zeros(sequence_shape, bool),
         length=np.zeros(sequence_shape, np.int32),
     )
@@ -192,7 +192,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
             rows.response_mask[at][start:end] = sequences.response_mask[i]
             rows.parent[at][slot] = parent
             rows.group[at][slot] = sequences.group[i]
-            rows.sample[at][slot] = sequences.sample[i]
+            rows.member[at][slot] = sequences.member[i]
             rows.valid[at][slot] = True
             rows.length[at][slot] = int(np.sum(sequences.response_mask[i]))
     return rows

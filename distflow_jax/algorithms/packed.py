@@ -127,12 +127,12 @@ def reverse_recurrence(x: jax.Array, decay: jax.Array, segment: jax.Array) -> ja
 
 
 def order_of_sequences(rows: Rows) -> jax.Array:
-    """Rank of each sequence by (group, sample) among all that count, int32 shaped as rows.group.
+    """Rank of each sequence by (group, member) among all that count, int32 shaped as rows.group.
 
     It does not depend on where a sequence lies. What does not count comes last, in no set order.
     """
     shape = rows.group.shape
-    keys = (~counted(rows)).astype(jnp.int32), rows.group, rows.sample
+    keys = (~counted(rows)).astype(jnp.int32), rows.group, rows.member
     return rank(*(key.reshape(-1) for key in keys)).reshape(shape)
 
 

@@ -187,7 +187,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> PolicyLoss:
 def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
     """The tokens with the largest (A - mean A) (old - mean old) of the step, bool [R, L].
 
-    max(1, floor(share N)) of all N response tokens; of equal ones the first by (group, sample,
+    max(1, floor(share N)) of all N response tokens; of equal ones the first by (group, member,
     position), so that the choice depends on no packing. `tokens` are the whole mini-batch's.
     """
     rows, mask = tokens.rows, tokens.rows.response_mask
@@ -197,7 +197,7 @@ def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
     keys = (
         jnp.where(mask, -covariance, jnp.inf),
         per_token(rows.group, rows.segment),
-        per_token(rows.sample, rows.segment),
+        per_token(rows.member, rows.segment),
         rows.position,
     )
     place = rank(*(key.reshape(-1) for key in keys)).reshape(mask.shape)

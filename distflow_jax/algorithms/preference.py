@@ -75,12 +75,12 @@ PREFERENCE_LOSSES: dict[str, Callable[..., jax.Array]] = {"dpo": dpo, "ipo": ipo
 def pairs(rows: Rows) -> jax.Array:
     """[R, S, S] bool: entry (c, r) says that sequences c and r of a row are a pair.
 
-    c is sample 0 of a group, the chosen one, and r sample 1 of the same group in the same row.
+    c is member 0 of a group, the chosen one, and r member 1 of the same group in the same row.
     """
-    group, sample = rows.group, rows.sample
+    group, member = rows.group, rows.member
     same = group[..., :, None] == group[..., None, :]
-    chosen = (rows.valid & (sample == 0))[..., :, None]
-    rejected = (rows.valid & (sample == 1))[..., None, :]
+    chosen = (rows.valid & (member == 0))[..., :, None]
+    rejected = (rows.valid & (member == 1))[..., None, :]
     return same & chosen & rejected
 
 

@@ -1,7 +1,7 @@
 """Who holds which sequence of a step: at home where it was sampled, and in the rows of each layout.
 
 Every process builds the same `Shares` from a few all-gathered integers, and asks it for its own
-part. N sequences over all processes, in uid order; K mini-batches.
+part. N sequences over all processes, group by group; K mini-batches.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ def data_ranks(layout: Layout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Where each of N sequences is. Arrays are int64 [N], ordered by uid."""
+    """Where each of N sequences is. Arrays are int64 [N], ordered by (group, member)."""
 
     plan: PackingPlan
     processes: int
     home: np.ndarray  # the process that sampled it
     group: np.ndarray  # number of its prompt within the step
-    sample: np.ndarray  # number of the response among those to its prompt
+    member: np.ndarray  # place of the response among those to its prompt, from 0
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
     minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
@@ -59,10 +59,14 @@ class Shares:
         *,
         processes: int,
     ) -> "Shares":
-        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
+        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result.
+
+        All are int64 [N]: `counter` of the prompt (rising, responses of a group in their order),
+        `home` process, tokens of `prompt` and `response`.
+        """
         ranks = data_ranks(plan.primary)
         _, first, group = np.unique(counter, return_index=True, return_inverse=True)
-        sample = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
+        member = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
         mini = group * plan.mini_batches // max(1, group.max(initial=0) + 1)
         # processes that share a data rank are one site
         sites = min(ranks, processes)
@@ -80,7 +84,7 @@ class Shares:
             )
             rows = tuple(tuple(int(chosen[i]) for i in row) for row in found.rows)
             minis.append(Assignment(rows, found.rank))
-        return cls(plan, processes, home, group, sample, prompt, response, tuple(minis))
+        return cls(plan, processes, home, group, member, prompt, response, tuple(minis))
 
     def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
         """The K assignments for a mesh layout: the same rows, dealt over its ranks."""

@@ -28,10 +28,10 @@ def gather_table(samples: Samples) -> StepTable:
     nothing = np.full(len(samples), np.nan)
     local = np.array(
         [
-            [p.counter, sample, len(p.tokens), len(r), float(done), float(score)]
-            for p, sample, r, done, score in zip(
+            [*uid, len(p.tokens), len(r), float(done), float(score)]
+            for uid, p, r, done, score in zip(
+                samples.uid.tolist(),
                 samples.prompt,
-                samples.sample,
                 samples.response,
                 samples.fields.get("finished", nothing),
                 samples.fields.get("score", nothing),

@@ -8,7 +8,6 @@ moves, each with each. N samples of this process; K mini-batches, R rows, L toke
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, TokenColumn
 from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
+from distflow_jax.data.step_columns import entries_of_host
 from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
@@ -60,7 +60,7 @@ class Snapshot:
     values: dict[Value, Sequence[Any]]
     columns: dict[str, Sequence[Any]]
     sources: dict[str, str | None]
-    counters: np.ndarray  # int64, of the prompt of each response of this process's sampler
+    uid: np.ndarray  # int64 [., 2], of each response of this process's sampler
     own: np.ndarray  # int64 [N], which of these are this process's
 
 
@@ -108,26 +108,22 @@ class Coordinator:
         self._received: dict[Value, dict[int, Any]] = {}  # entries that came from others
         self._fetched: dict[Value, list[Layout]] = {}  # for which layouts they came
         self._placements: dict[Layout, Placement] = {}
-        self._counters = np.zeros(0, np.int64)  # of the prompt of each response of the sampler
+        self._uid = np.zeros((0, 2), np.int64)  # of each response of the sampler
         self._own = np.zeros(0, np.int64)  # which of these are this process's
         self._shares: Shares | None = None
         self._rows: dict[Layout, Rows] = {}
         self.traffic: dict[str, Traffic] = {}  # of this step and process, by field
 
     def begin(self, given: Mapping[str, Sequence[Any]]) -> None:
-        """Starts a step with what the loader gives: "prompt", and whatever else, by its name.
+        """Starts a step with the columns of the loader by their names: "uid", "prompt", ...
 
         Every column has one entry per response of this process's sampler, those to one prompt next
         to each other; where k hosts share a sampler, all of them are given the same.
         """
         self._clear()
         hosts = hosts_of(self._writers[None])
-        self._counters = np.array([prompt.counter for prompt in given["prompt"]], np.int64)
-        groups = [len(list(same)) for _, same in itertools.groupby(self._counters)]
-        ends = np.cumsum([0, *groups])
-        member = self._me % hosts
-        first, last = (int(ends[len(groups) * (member + i) // hosts]) for i in range(2))
-        self._own = np.arange(first, last)
+        self._uid = given["uid"]
+        self._own = np.arange(len(self._uid))[entries_of_host(self._uid, self._me % hosts, hosts)]
         for field, column in given.items():
             self.put(None, field, column)
 
@@ -147,7 +143,7 @@ class Coordinator:
         """Goes on with the chosen responses of this process."""
         assert self._shares is None, f"{KEEP} came after packing"
         rank = np.asarray(keep, np.int64)
-        _, place = np.unique(self._counters[self._own], return_inverse=True)
+        _, place = np.unique(self._uid[self._own, 0], return_inverse=True)
         first = np.full(place.max(initial=-1) + 1, len(rank))
         np.minimum.at(first, place, np.arange(len(rank)))
         order = np.lexsort((rank, first[place]))  # groups stay in their order
@@ -162,7 +158,7 @@ class Coordinator:
     def snapshot(self) -> "Snapshot":
         """What there is in this step so far. Only before responses are packed."""
         assert self._shares is None, "a step cannot be taken apart after packing"
-        return Snapshot(dict(self._values), self._columns, self._sources, self._counters, self._own)
+        return Snapshot(dict(self._values), self._columns, self._sources, self._uid, self._own)
 
     def resume(self, snapshot: "Snapshot") -> None:
         """Goes on with this in place of what there is."""
@@ -196,7 +192,11 @@ class Coordinator:
         if field in STRUCTURE:
             if not any(name in STRUCTURE for _, name in self._values):
                 self._rows.clear()
-        elif self._sources.get(field) == source and any(np.ndim(x) for x in self._columns[field]):
+        elif (
+            field != "uid"
+            and self._sources.get(field) == source
+            and any(np.ndim(x) for x in self._columns[field])
+        ):
             del self._columns[field], self._sources[field]
 
     def _forget(self, value: Value) -> None:
@@ -208,15 +208,9 @@ class Coordinator:
 
     def samples(self) -> Samples:
         """The responses that this process sampled, with what was written about them."""
-        columns = self._columns
-        prompts = columns["prompt"]
-        seen: dict[int, int] = {}
-        sample = np.zeros(len(prompts), np.int32)
-        for i, prompt in enumerate(prompts):
-            sample[i] = seen.get(prompt.counter, 0)
-            seen[prompt.counter] = sample[i] + 1
-        fields = {name: column for name, column in columns.items() if name not in STRUCTURE}
-        return Samples(list(prompts), sample, columns["response"], columns["response_mask"], fields)
+        columns = dict(self._columns)
+        named = {name: columns.pop(name) for name in ("uid", *STRUCTURE)}
+        return Samples(**named, fields=columns)
 
     @property
     def shares(self) -> Shares:
@@ -269,18 +263,19 @@ class Coordinator:
         return value
 
     def _make_shares(self) -> Shares:
-        columns = self._columns
-        mine = np.array(
+        prompt, response = (self._columns[name] for name in ("prompt", "response"))
+        mine = np.stack(
             [
-                [prompt.counter, len(prompt.tokens), len(response)]
-                for prompt, response in zip(columns["prompt"], columns["response"], strict=True)
+                self._columns["uid"][:, 0],
+                [len(entry.tokens) for entry in prompt],
+                [len(entry) for entry in response],
             ],
-            np.int32,
-        ).reshape(-1, 3)
+            axis=1,
+        ).astype(np.int32)
         parts = processes.all_gather_ragged(mine)
         home = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         table = np.concatenate(parts).astype(np.int64)
-        order = np.argsort(table[:, 0], kind="stable")  # samples of a prompt are in order
+        order = np.argsort(table[:, 0], kind="stable")  # responses of a prompt are in order
         counter, prompt, response = table[order].T
         return Shares.make(
             self._packing, counter, home[order], prompt, response, processes=self._count
@@ -359,7 +354,7 @@ class Coordinator:
         )
         return Sequences(
             group=[int(g) for g in self.shares.group[needed]],
-            sample=[int(n) for n in self.shares.sample[needed]],
+            member=[int(n) for n in self.shares.member[needed]],
             prompt=[_payload(p) for p in prompt],
             response=response,
             response_mask=mask,
@@ -398,7 +393,7 @@ class Coordinator:
         tokens = np.zeros(int(max(prompt.max(initial=0), response.max(initial=0))), np.int32)
         return Sequences(
             group=[int(g) for g in shares.group[needed]],
-            sample=[int(n) for n in shares.sample[needed]],
+            member=[int(n) for n in shares.member[needed]],
             prompt=[tokens[:n] for n in prompt],
             response=[tokens[:n] for n in response],
             response_mask=[tokens[:n] > 0 for n in response],

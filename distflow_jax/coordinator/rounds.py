@@ -27,7 +27,7 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
     every group informative. Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), sec. 3.2.
     """
     score = np.asarray(columns.get("unshaped_score", columns["score"]), np.float64)
-    _, group = np.unique([p.counter for p in columns["prompt"]], return_inverse=True)
+    _, group = np.unique(columns["uid"][:, 0], return_inverse=True)
     high = np.full(group.max(initial=-1) + 1, -np.inf)
     low = -high
     np.maximum.at(high, group, score)
@@ -84,7 +84,7 @@ class Rounds:
     def _end_round(self) -> None:
         step, self._open = self._coordinator.snapshot(), False
         keep = np.asarray(self._until(step.columns), bool)
-        counters = step.counters[step.own]
+        counters = step.uid[step.own, 0]
         if keep.shape != counters.shape:
             raise ValueError(
                 f"the region's `until` gave {keep.shape} verdicts for {len(counters)} responses: "
@@ -126,8 +126,8 @@ def _joined(
     rounds: Sequence[Snapshot], winners: np.ndarray, is_shared: Callable[[Value], bool]
 ) -> Snapshot:
     """The responses of these groups, of all rounds, as if they had been sampled in one."""
-    chosen = [np.flatnonzero(np.isin(r.counters, winners)) for r in rounds]  # of the sampler's
-    mine = [np.flatnonzero(np.isin(r.counters[r.own], winners)) for r in rounds]  # of one's own
+    chosen = [np.flatnonzero(np.isin(r.uid[:, 0], winners)) for r in rounds]  # of the sampler's
+    mine = [np.flatnonzero(np.isin(r.uid[r.own, 0], winners)) for r in rounds]  # of one's own
     starts = np.cumsum([0, *(len(index) for index in chosen)])
     own = [
         start + np.searchsorted(index, r.own[places])
@@ -151,7 +151,7 @@ def _joined(
             for field in first.columns
         },
         sources=first.sources,
-        counters=np.concatenate([r.counters[i] for r, i in zip(rounds, chosen, strict=True)]),
+        uid=np.concatenate([r.uid[index] for r, index in zip(rounds, chosen, strict=True)]),
         own=np.concatenate(own).astype(np.int64),
     )
 

@@ -19,6 +19,12 @@ class GroupRequest:
     top_p: float = 1.0
     hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
     record: bool = True  # its experts are wanted, where the engine records them
+    first_sample: int = 0  # number of the first response: (counter, number) keys the noise
+
+    @property
+    def samples(self) -> range:
+        """The numbers of the responses."""
+        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 @dataclasses.dataclass

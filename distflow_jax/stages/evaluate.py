@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
-from distflow_jax.stages.stage_context import own_part
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 _FIRST_COUNTER = 1 << 30
@@ -109,10 +109,10 @@ def evaluate(
             engine, state, shifted, environments, limits, **sampling
         )
         responses, given = [e.response for e in episodes], [e.reward for e in episodes]
-    own = own_part(len(prompts), member, hosts)
     n = config.num_samples
-    of_own = slice(own.start * n, own.stop * n)
-    prompts, responses, given = prompts[own], responses[of_own], given[of_own]
+    own = entries_of_host(uid_column(shifted, n), member, hosts)
+    prompts = prompts[own.start // n : own.stop // n]
+    responses, given = responses[own], given[own]
     texts = [tokenizer.decode(r.tokens) for r in responses]
     results = rewards.score(
         [

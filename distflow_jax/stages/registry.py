@@ -95,12 +95,12 @@ def _kind(
 STAGES: dict[tuple[str, str], StageKind] = {
     ("ROLLOUT", "MODEL_INFERENCE"): _kind(
         build_rollout,
-        "prompt",
+        "uid prompt",
         "response",
         f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
         per_token="rollout_logp",
     ),
-    ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),
+    ("REWARD", "COMPUTE"): _kind(build_reward, "uid prompt response", "score", "unshaped_score"),
     ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
     ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
     ("ACTOR", "COMPUTE"): _kind(
@@ -126,7 +126,7 @@ OBJECTIVES: dict[str, StageKind] = {
 
 # by the name that a node gives in `fn`
 NAMED: dict[str, StageKind] = {
-    "choose_pairs": _kind(build_choose_pairs, "prompt score", "keep"),
+    "choose_pairs": _kind(build_choose_pairs, "uid score", "keep"),
     "weighted_sum": _kind(build_weighted_sum, None, "score"),
 }
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 
+from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
 from distflow_jax.rollout.sampler import columns, respond
-from distflow_jax.stages.stage_context import Stage, StageContext, own_part
+from distflow_jax.stages.stage_context import Stage, StageContext
 
 
 def build_rollout(context: StageContext) -> Stage:
-    """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
-    version, finished, environment_reward, routed_experts what the node writes.
+    """uid and prompt (one entry per response wanted) -> response, and of response_mask,
+    rollout_logp, version, finished, environment_reward, routed_experts what the node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
     entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
@@ -30,14 +31,14 @@ def build_rollout(context: StageContext) -> Stage:
         )
 
     def rollout(state, fields, options):
-        prompts = fields["prompt"]
-        unique = list({p.counter: p for p in prompts}.values())
-        own = {p.counter for p in unique[own_part(len(unique), context.member, context.hosts)]}
+        uid, starts = fields["uid"], group_starts(fields["uid"])
+        prompts = [fields["prompt"][i] for i in starts]
+        own = set(uid[entries_of_host(uid, context.member, context.hosts), 0].tolist())
         if greedy:
             sampling = {"num_samples": 1, "temperature": 0.0, "record": record}
         else:
             sampling = {
-                "num_samples": len(prompts) // len(unique),
+                "num_samples": len(uid) // len(prompts),
                 "temperature": config.temperature,
                 "top_k": config.top_k,
                 "top_p": config.top_p,
@@ -48,20 +49,17 @@ def build_rollout(context: StageContext) -> Stage:
             }
 
         def of_each(answers):
-            """The answers, one per entry of `prompt`."""
-            if not greedy:
-                return answers
-            answer = dict(zip((p.counter for p in unique), answers, strict=True))
-            return [answer[p.counter] for p in prompts]
+            """One answer per response."""
+            return [answers[g] for g in group_numbers(uid)] if greedy else answers
 
         if environments is None:
             state, responses, stats = respond(
-                engine, state, unique, limit=limits.response, **sampling
+                engine, state, prompts, limit=limits.response, **sampling
             )
             written, metrics = columns(of_each(responses), state.version), {}
         else:
             state, episodes, stats = respond_in_turns(
-                engine, state, unique, environments, limits, **sampling
+                engine, state, prompts, environments, limits, **sampling
             )
             written, metrics = turn_columns(of_each(episodes), state.version), _metrics(episodes)
         metrics["perf/generate_calls"] = stats.generate_calls

@@ -55,11 +55,6 @@ class ResponseListener:
             listener(response)
 
 
-def own_part(count: int, member: int, hosts: int) -> slice:
-    """The share of `count` prompts of a sampler that one of its hosts answers for."""
-    return slice(count * member // hosts, count * (member + 1) // hosts)
-
-
 def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
     """ValueError unless a stage was handed all fields that `what` (a setting) needs."""
     if missing := sorted(set(names) - set(fields)):

@@ -19,7 +19,9 @@ class AttentionSizes(NamedTuple):
     heads: int  # of queries per key/value head
     head_dim: int
     dtype: str
-    row_chunks: int = 1  # into how many a row is cut for the devices that share it: a tile is in one
+    row_chunks: int = (
+        1  # into how many a row is cut for the devices that share it: a tile is in one
+    )
     parts: int = 1  # of a row, of which a device has one
 
 

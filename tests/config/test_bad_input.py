@@ -102,8 +102,8 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "role.yaml": ("role: REWARD", "role: REWRD"),
     "key.yaml": ("role: REWARD", "role: REWARD\n  typo: 1"),
     "dep.yaml": ("deps: [rollout]", "deps: [rolout]"),
-    "field.yaml": ("reads: [prompt, response, finished]", "reads: [prompt, respons]"),
-    "cycle.yaml": ("reads: [prompt]", "reads: [prompt]\n  deps: [actor_train]"),
+    "field.yaml": ("reads: [uid, prompt, response, finished]", "reads: [uid, prompt, respons]"),
+    "cycle.yaml": ("reads: [uid, prompt]", "reads: [uid, prompt]\n  deps: [actor_train]"),
     "syntax.yaml": ("nodes:", "nodes: ["),
     "critic.yaml": ("role: REWARD", "role: CRITIC"),
     "stage.yaml": ("type: MODEL_INFERENCE", "type: COMPUTE"),
@@ -126,7 +126,7 @@ def folder(tmp_path_factory):
         assert GRAPH.count(old)
         (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
     of_critic = "name: odd\nbase: ppo\nnodes:\n- {id: rollout, role: ROLLOUT, "
-    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [prompt], "
+    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [uid, prompt], "
     of_critic += "writes: [response, response_mask, rollout_logp, version, finished]}\n"
     (path / "samples_critic.yaml").write_text(of_critic)
     until = "name: odd\nbase: dapo\nnodes: []\nregions:\n- {nodes: [rollout, reward], "

@@ -124,7 +124,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         "from distflow_jax.layout import Layout\n"
         "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
         "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
-        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'prompt'}).digest)"
+        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'uid', 'prompt'}).digest)"
     )
     digests = [
         subprocess.run(
@@ -136,7 +136,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         ).stdout.strip()
         for seed in ("1", "2")
     ]
-    assert digests == [plan(load_graph("grpo"), LAYOUTS, {"prompt"}).digest] * 2
+    assert digests == [plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"}).digest] * 2
 
 
 def test_whatever_matters_changes_the_digest():
@@ -257,7 +257,7 @@ def test_a_reader_gets_the_last_version_upstream():
 
 
 def test_grpo_has_the_segments_that_one_expects():
-    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"})
     assert [task.node.id for task in result.tasks] == [
         *("rollout", "old_logp", "reference", "reward", "advantage", "actor_train")
     ]
@@ -293,7 +293,7 @@ def test_where_a_segment_ends(change, segments):
 
 
 def test_the_text_form_names_every_node_field_and_move():
-    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"})
     text = result.describe()
     for task in result.tasks:
         for word in (task.node.id, task.node.role, task.node.type, str(task.layout)):

@@ -48,11 +48,6 @@ def prompt_of(counter: int) -> Prompt:
     return Prompt(counter, counter, tokens, "", "test", None, {})
 
 
-def uids(prompts) -> list[tuple[int, int]]:
-    """(counter, sample) of every response to these prompts."""
-    return [(p.counter, s) for p in prompts for s in range(SAMPLES)]
-
-
 def check_rows(rows, values, expected, layout) -> int:
     """Finds every sequence of this process's rows by its uid tokens; returns their number."""
     local = jax.tree.map(lambda x: np.concatenate(_own(x), axis=1), rows)
@@ -132,7 +127,7 @@ def main():
     }
     for _ in range(2):  # a second step starts from nothing
         coordinator.begin(given_columns(ours, SAMPLES))
-        held = uids(coordinator.get(edge("prompt", None, sampler, sampler))[::SAMPLES])
+        held = coordinator.get(edge("uid", None, sampler, sampler)).tolist()
         table = [expected[c][s] for c, s in held]
         coordinator.put("rollout", "response", [t for t, _, _ in table])
         coordinator.put("rollout", "response_mask", [np.ones(len(t), bool) for t, _, _ in table])
@@ -142,12 +137,12 @@ def main():
             for (c, _), (t, _, _) in zip(held, table, strict=True)
         ]
         coordinator.put("rollout", EXPERTS_FIELD, experts)
-        own = coordinator.get(edge("prompt", None, sampler, HOST))[::SAMPLES]
-        assert len(own) * args.hosts >= len(ours) - args.hosts
+        own = coordinator.get(edge("uid", None, sampler, HOST)).tolist()
+        assert len(own) * args.hosts >= (len(ours) - args.hosts) * SAMPLES
         own_responses = coordinator.get(edge("response", "rollout", sampler, HOST))
-        for (c, s), tokens in zip(uids(own), own_responses, strict=True):
+        for (c, s), tokens in zip(own, own_responses, strict=True):
             assert tokens is expected[c][s][0]  # nothing was copied
-        coordinator.put("reward", "score", np.array([expected[c][s][2] for c, s in uids(own)]))
+        coordinator.put("reward", "score", np.array([expected[c][s][2] for c, s in own]))
 
         found = {}
         for name, layout in (("actor", actor.layout), ("reference", other.layout)):
@@ -174,7 +169,7 @@ def main():
             np.testing.assert_array_equal(a, b)
         assert there.sharding == direct.sharding
         home = coordinator.get(edge("old_logp", "old", actor.layout, HOST))
-        for (c, s), logp in zip(uids(own), home, strict=True):
+        for (c, s), logp in zip(own, home, strict=True):
             np.testing.assert_array_equal(logp, expected[c][s][1])
         shared = coordinator.get(edge("old_logp", "old", actor.layout, sampler))
         for (c, s), logp in zip(held, shared, strict=True):
