@@ -242,8 +242,12 @@ class Stages:
     def rows(self) -> list[Any]:
         """What the step brought as rows on the mesh; images have no place there yet."""
         edges = [
-            Edge(name, SOURCES[name], "reader", HOST, self.layout, move_between(HOST, self.layout))
-            for name in ("response", "rollout_logp", "score")
+            Edge(name, source, "reader", HOST, self.layout, move_between(HOST, self.layout))
+            for name, source in (
+                ("rows", "rollout"),
+                ("rollout_logp", "rollout"),
+                ("score", "reward"),
+            )
         ]
         return jax.block_until_ready([self.coordinator.get(edge) for edge in edges])
 

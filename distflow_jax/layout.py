@@ -7,6 +7,9 @@ from typing import Any
 # A field that decides, when a node on the host writes it, which responses there are from then on:
 # one integer per response. 0 drops it; the others of a prompt are put in the order of their numbers
 KEEP = "keep"
+# The field that meshes have in place of these columns of the host: batch.Rows, packed of them
+ROWS = "rows"
+ROWS_COLUMNS = ("prompt", "response", "response_mask")
 # What samplers write of a mixture, and its training reads: the experts that each token of prompt
 # and response went through, integers [tokens, layers, experts of a token], -1 where not known
 ROUTED_EXPERTS = "routed_experts"

@@ -20,16 +20,13 @@ from distflow_jax.batch import Placement, Prompt, Rows, Samples, Sequences, Toke
 from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.data.step_columns import entries_of_host
-from distflow_jax.layout import KEEP, Edge, Layout, hosts_of, overlaps
+from distflow_jax.layout import KEEP, ROWS, ROWS_COLUMNS, Edge, Layout, hosts_of, overlaps
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.resharding.rows_across_submeshes import Crossing
 from distflow_jax.resharding.rows_all_to_all import Repartition, Row
-
-# On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
-STRUCTURE = ("prompt", "response", "response_mask")
 
 Value = tuple[str | None, str]  # (source, field)
 
@@ -86,7 +83,7 @@ class Coordinator:
         token, where the rest has one number per response."""
         self._packing, self._meshes = packing, dict(meshes)
         self._writers = dict(writers)
-        self._packs = {layout: sorted(values, key=str) for layout, values in packs.items()}
+        self._packs = {layout: set(values) for layout, values in packs.items()}
         self._per_token = dict(per_token or {})
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
@@ -111,7 +108,6 @@ class Coordinator:
         self._uid = np.zeros((0, 2), np.int64)  # of each response of the sampler
         self._own = np.zeros(0, np.int64)  # which of these are this process's
         self._shares: Shares | None = None
-        self._rows: dict[Layout, Rows] = {}
         self.traffic: dict[str, Traffic] = {}  # of this step and process, by field
 
     def begin(self, given: Mapping[str, Sequence[Any]]) -> None:
@@ -135,7 +131,7 @@ class Coordinator:
         self._values[source, field] = value
         self._forget((source, field))  # of an earlier write in this step
         if not isinstance(value, jax.Array | Rows):
-            assert field not in STRUCTURE or self._shares is None, f"{field} came after packing"
+            assert field not in ROWS_COLUMNS or self._shares is None, f"{field} came after packing"
             own = self._owned(source, field, value)
             self._columns[field], self._sources[field] = own, source
 
@@ -176,7 +172,8 @@ class Coordinator:
 
     def get(self, edge: Edge) -> Any:
         """The value in the layout that the reader asks for."""
-        value = self._values[edge.source, edge.field]
+        # rows are packed from the columns that hold them
+        value = None if edge.field == ROWS else self._values[edge.source, edge.field]
         if edge.move == "stay":
             return value
         key = (edge.source, edge.field, edge.target_layout)
@@ -188,16 +185,14 @@ class Coordinator:
     def free(self, source: str | None, field: str) -> None:
         """Forgets the value: its last reader is done. Scalars per sample stay for the records."""
         self._values.pop((source, field), None)
-        self._forget((source, field))
-        if field in STRUCTURE:
-            if not any(name in STRUCTURE for _, name in self._values):
-                self._rows.clear()
-        elif (
-            field != "uid"
-            and self._sources.get(field) == source
-            and any(np.ndim(x) for x in self._columns[field])
-        ):
-            del self._columns[field], self._sources[field]
+        if field == ROWS:
+            self._forget((source, field))
+            for name in ROWS_COLUMNS:
+                self._forget((self._sources[name], name))
+        elif field not in (*ROWS_COLUMNS, "uid"):  # rows may be packed later
+            self._forget((source, field))
+            if self._sources.get(field) == source and any(np.ndim(x) for x in self._columns[field]):
+                del self._columns[field], self._sources[field]
 
     def _forget(self, value: Value) -> None:
         """Drops what was made of a value elsewhere."""
@@ -209,7 +204,7 @@ class Coordinator:
     def samples(self) -> Samples:
         """The responses that this process sampled, with what was written about them."""
         columns = dict(self._columns)
-        named = {name: columns.pop(name) for name in ("uid", *STRUCTURE)}
+        named = {name: columns.pop(name) for name in ("uid", *ROWS_COLUMNS)}
         return Samples(**named, fields=columns)
 
     @property
@@ -302,9 +297,12 @@ class Coordinator:
         """
         shares, me = self.shares, self._me
         number = np.cumsum(shares.home == me) - 1  # of a sequence in this process's columns
+        packs = {value for value in self._packs[layout] if value[1] != ROWS}
+        if len(packs) < len(self._packs[layout]):
+            packs |= {(self._sources[name], name) for name in ROWS_COLUMNS}
         wanted = [
             value
-            for value in self._packs[layout]
+            for value in sorted(packs, key=str)
             if self._sources.get(value[1], self) == value[0]
             and layout not in self._fetched.get(value, ())
         ]
@@ -350,7 +348,7 @@ class Coordinator:
         """The sequences in this process's rows."""
         needed = self.shares.needed(layout)[self._me]
         prompt, response, mask = (
-            self.entries(self._sources[field], field, layout) for field in STRUCTURE
+            self.entries(self._sources[field], field, layout) for field in ROWS_COLUMNS
         )
         return Sequences(
             group=[int(g) for g in self.shares.group[needed]],
@@ -368,11 +366,9 @@ class Coordinator:
     def _to_mesh(self, edge: Edge) -> Any:
         layout = edge.target_layout
         placement = self._placement(layout)
-        if edge.field in STRUCTURE:
-            if layout not in self._rows:
-                rows = batch_lib.to_rows(self._sequences(layout), placement)
-                self._rows[layout] = jax.tree.map(lambda x: self._place(x, layout), rows)
-            return self._rows[layout]
+        if edge.field == ROWS:
+            rows = batch_lib.to_rows(self._sequences(layout), placement)
+            return jax.tree.map(lambda x: self._place(x, layout), rows)
         entries = self.entries(edge.source, edge.field, layout)
         column = self._per_token.get((edge.source, edge.field))
         if column is not None:

@@ -17,10 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.batch import ONE_NUMBER, Rows, TokenColumn
 from distflow_jax.coordinator.assignment import PackingPlan, data_ranks
-from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.plan_walker import Stage, make_runner
-from distflow_jax.layout import ROUTED_EXPERTS, Edge, Layout
+from distflow_jax.layout import ROUTED_EXPERTS, ROWS, Edge, Layout
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.stages.registry import per_token_fields
@@ -270,7 +269,7 @@ def trace_plan(
 
     def entering(edge: Edge) -> Any:
         if edge.move == "pack":
-            if edge.field in STRUCTURE:
+            if edge.field == ROWS:
                 return specs.rows(edge.target_layout)
             return specs.packed(edge.target_layout, per_token.get((edge.source, edge.field)))
         spec = known[edge.source, edge.field]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.did_you_mean import hint
-from distflow_jax.layout import ROUTED_EXPERTS
+from distflow_jax.layout import ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
@@ -101,27 +101,27 @@ STAGES: dict[tuple[str, str], StageKind] = {
         per_token="rollout_logp",
     ),
     ("REWARD", "COMPUTE"): _kind(build_reward, "uid prompt response", "score", "unshaped_score"),
-    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
-    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
+    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "rows", "score"),
+    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "rows", ""),
     ("ACTOR", "COMPUTE"): _kind(
         build_advantage,
-        "score response_mask",
+        "score rows",
         "advantage",
         "returns",
         first_state=first_coefficient,
     ),
-    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
-    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "response advantage", ""),
-    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "response", "value"),
-    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, "response value returns", ""),
-    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
+    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "rows", "old_logp"),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "rows advantage", ""),
+    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "rows", "value"),
+    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, "rows value returns", ""),
+    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "rows", "ref_logp"),
 }
 
 # of ACTOR MODEL_TRAIN, by options.objective
 OBJECTIVES: dict[str, StageKind] = {
     "policy": STAGES["ACTOR", "MODEL_TRAIN"],
-    "preference": _kind(build_preference_update, "response ref_logp", ""),
-    "sft": _kind(build_sft_update, "response", ""),
+    "preference": _kind(build_preference_update, "rows ref_logp", ""),
+    "sft": _kind(build_sft_update, "rows", ""),
 }
 
 # by the name that a node gives in `fn`
@@ -210,6 +210,7 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
         asked = demands.of(node)
         for field, why in asked.items():
             if field not in node.reads and field not in node.may_read:
+                _check_rows(node, [field])
                 raise ValueError(
                     f"node {node.id!r}: reads no {field!r}, but {why}: choose a dag that "
                     "has it, or add it to the node's may_read, and a node that writes it"
@@ -221,10 +222,21 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
 def _check_fields(node: NodeLike, kind: StageKind) -> None:
     what = f"node {node.id!r}: the stage of {node.fn or f'{node.role} {node.type}'}"
     if kind.reads is not None and (missing := sorted(kind.reads - set(node.reads))):
+        _check_rows(node, missing)
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")
     if missing := sorted(kind.writes - set(node.writes)):
         raise ValueError(f"{what} writes {', '.join(missing)}: add that to the node's writes")
     if extra := sorted(set(node.writes) - kind.writes - kind.may_write):
         raise ValueError(
             f"{what} does not write {', '.join(extra)}: take that out of the node's writes"
+        )
+
+
+def _check_rows(node: NodeLike, missing: Collection[str]) -> None:
+    """ValueError for a node that reads the host's columns where its stage reads rows."""
+    columns = [name for name in ROWS_COLUMNS if name in node.reads]
+    if ROWS in missing and columns:
+        raise ValueError(
+            f"node {node.id!r}: runs on a mesh, where prompts and responses are packed: write "
+            f"{ROWS} in place of {', '.join(columns)} in its reads"
         )

@@ -66,7 +66,7 @@ def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
 
 def routed_rows(fields: Mapping[str, Any]) -> Rows:
     """The rows of a policy's stage, with the experts that it replays where it reads them."""
-    rows = fields["response"]
+    rows = fields["rows"]
     if ROUTED_EXPERTS not in fields:
         return rows
     return dataclasses.replace(rows, experts=fields[ROUTED_EXPERTS])

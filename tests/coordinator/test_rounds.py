@@ -34,7 +34,7 @@ def coordinator_of(group_size=0):
         PackingPlan(limits, 1, 4, {layout: 8}, layout),
         {layout: role_mesh(MESH)},
         {None: HOST, "rollout": HOST, "reward": HOST, "pairs": HOST},
-        {layout: {(None, "prompt"), ("reward", "score")}},
+        {layout: {("rollout", "rows"), ("reward", "score")}},
     )
 
 
@@ -109,7 +109,7 @@ def test_the_end_of_the_data_is_told():
 @pytest.mark.parametrize("kept", [set(), {1}, {0, 3, 5, 6}])
 def test_what_stays_is_packed_and_nothing_else(kept):
     coordinator, *_ = run(lambda c: c in kept, groups=4, max_rounds=2)
-    rows = coordinator.get(edge("prompt", None, MESH.layout))
+    rows = coordinator.get(edge("rows", "rollout", MESH.layout))
     score = np.asarray(coordinator.get(edge("score", "reward", MESH.layout)))
     valid, tokens = np.asarray(rows.valid), np.asarray(rows.tokens)
     mask = np.asarray(rows.response_mask)
@@ -140,7 +140,7 @@ def test_kept_responses_are_ordered_and_pairs_share_a_row():
     assert [p.counter for p in samples.prompt] == [2, 2, 6, 6]
     assert samples.uid.tolist() == [[2, 2], [2, 0], [6, 1], [6, 2]]  # of what was sampled
     assert samples.fields["score"].tolist() == [2, 0, 1, 2]
-    rows = coordinator.get(edge("prompt", None, MESH.layout))
+    rows = coordinator.get(edge("rows", "rollout", MESH.layout))
     score = np.asarray(coordinator.get(edge("score", "reward", MESH.layout)))
     valid, group, member = (np.asarray(x) for x in (rows.valid, rows.group, rows.member))
     pairs = {}

@@ -99,8 +99,8 @@ def main():
     sampler = HOST if args.hosts == 1 else Layout("host", (("hosts", args.hosts),))
     room = {m.layout: -(-PROMPTS * SAMPLES // m.fsdp) for m in (actor, other)}
     writers = {None: sampler, "rollout": sampler, "reward": HOST, "old": actor.layout}
-    packed = {(None, "prompt"), ("reward", "score")}
-    packed |= {("rollout", f) for f in ("response", "response_mask", "rollout_logp", EXPERTS_FIELD)}
+    packed = {("reward", "score")}
+    packed |= {("rollout", field) for field in ("rows", "rollout_logp", EXPERTS_FIELD)}
     coordinator = Coordinator(
         PackingPlan(LIMITS, 1, PROMPTS, room, actor.layout),
         meshes,
@@ -146,8 +146,8 @@ def main():
 
         found = {}
         for name, layout in (("actor", actor.layout), ("reference", other.layout)):
-            rows = coordinator.get(edge("response", "rollout", sampler, layout))
-            assert coordinator.get(edge("prompt", None, sampler, layout)) is rows
+            rows = coordinator.get(edge("rows", "rollout", sampler, layout))
+            assert coordinator.get(edge("rows", "rollout", sampler, layout)) is rows
             values = {
                 field: np.concatenate(_own(coordinator.get(edge(field, source, start, layout))), 1)
                 for field, source, start in (
