@@ -122,7 +122,16 @@ class Shares:
         return any((self.home[n] != p).any() for p, n in enumerate(self.needed(layout)))
 
     def placement(self, layout: Layout, process: int) -> Placement:
-        """This process's rows; sequences are numbered by their place in `needed`."""
+        """A process's rows; sequences are numbered by their place in `needed`."""
+        if (layout, process) not in self._placements:
+            self._placements[layout, process] = self._place(layout, process)
+        return self._placements[layout, process]
+
+    @functools.cached_property
+    def _placements(self) -> dict[tuple[Layout, int], Placement]:
+        return {}
+
+    def _place(self, layout: Layout, process: int) -> Placement:
         number = {int(n): i for i, n in enumerate(self.needed(layout)[process])}
         ranks, room = data_ranks(layout), self.plan.rows[layout]
         mine = ranks_of_process(ranks, self.processes, process)

@@ -5,12 +5,13 @@ verdicts. Of the groups kept over all rounds the first B by prompt index make up
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from distflow_jax.coordinator.coordinator import Coordinator, Snapshot, Value, take
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.field_store import FieldStore, take
 from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
@@ -58,7 +59,7 @@ class Rounds:
         step."""
         self._coordinator, self._draw, self._until = coordinator, draw, until
         self._groups, self._max_rounds = groups, max_rounds
-        self._rounds: list[Snapshot] = []
+        self._rounds: list[FieldStore] = []
         self._kept: list[int] = []  # counters of the groups that stay, of all processes
         self._sampled = 0  # groups of all processes
         self._open = False
@@ -82,7 +83,7 @@ class Rounds:
         return False
 
     def _end_round(self) -> None:
-        step, self._open = self._coordinator.snapshot(), False
+        step, self._open = self._coordinator.store.copy(), False
         keep = np.asarray(self._until(step.columns), bool)
         counters = step.uid[step.own, 0]
         if keep.shape != counters.shape:
@@ -110,7 +111,7 @@ class Rounds:
                 self._sampled // len(self._rounds),
                 "going on with these" if len(winners) else "this step changes no weights",
             )
-        self._coordinator.resume(_joined(self._rounds, winners, self._coordinator.is_shared))
+        self._coordinator.resume(joined(self._rounds, winners))
 
     def metrics(self) -> dict[str, float]:
         """How many rounds the step took, and what came of them."""
@@ -122,10 +123,11 @@ class Rounds:
         }
 
 
-def _joined(
-    rounds: Sequence[Snapshot], winners: np.ndarray, is_shared: Callable[[Value], bool]
-) -> Snapshot:
-    """The responses of these groups, of all rounds, as if they had been sampled in one."""
+def joined(rounds: Sequence[FieldStore], winners: np.ndarray) -> FieldStore:
+    """The responses of all rounds to the prompts `winners`, as if one round had sampled them.
+
+    `winners` int64 [G]: counters of prompts.
+    """
     chosen = [np.flatnonzero(np.isin(r.uid[:, 0], winners)) for r in rounds]  # of the sampler's
     mine = [np.flatnonzero(np.isin(r.uid[r.own, 0], winners)) for r in rounds]  # of one's own
     starts = np.cumsum([0, *(len(index) for index in chosen)])
@@ -134,29 +136,28 @@ def _joined(
         for start, index, r, places in zip(starts, chosen, rounds, mine, strict=False)
     ]
     first = rounds[0]
-    return Snapshot(
+
+    def of_all(columns: Iterable[Sequence[Any]], indices: Sequence[np.ndarray]) -> Sequence[Any]:
+        return _concatenated([take(c, index) for c, index in zip(columns, indices, strict=True)])
+
+    return FieldStore(
+        writers=first.writers,
+        uid=of_all([r.uid for r in rounds], chosen),
+        own=np.concatenate(own).astype(np.int64),
         values={
-            value: _concatenated(
-                [
-                    take(r.values[value], index)
-                    for r, index in zip(rounds, chosen if is_shared(value) else mine, strict=True)
-                ]
+            value: of_all(
+                [r.values[value] for r in rounds], chosen if first.is_shared(value) else mine
             )
             for value in first.values
         },
         columns={
-            field: _concatenated(
-                [take(r.columns[field], index) for r, index in zip(rounds, mine, strict=True)]
-            )
-            for field in first.columns
+            field: of_all([r.columns[field] for r in rounds], mine) for field in first.columns
         },
-        sources=first.sources,
-        uid=np.concatenate([r.uid[index] for r, index in zip(rounds, chosen, strict=True)]),
-        own=np.concatenate(own).astype(np.int64),
+        sources=dict(first.sources),
     )
 
 
-def _concatenated(parts: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts)
-    return [entry for part in parts for entry in part]
+def _concatenated(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    return [entry for column in columns for entry in column]

@@ -204,7 +204,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
     coordinator.begin(given_columns(prompts, 1))
     got = []
     coordinator.free = lambda source, field: (
-        got.extend(coordinator._values[source, field]) if field == "sum" else None
+        got.extend(coordinator.store.values[source, field]) if field == "sum" else None
     )
     runners = {unit.name: make_runner(unit, stages) for unit in built.units}
     run_step(built, 1, runners, {}, coordinator, Spans())
