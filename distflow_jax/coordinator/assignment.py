@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
-from distflow_jax.coordinator.packing import Assignment, Lengths, RowLimits, assign
+from distflow_jax.coordinator.first_fit import Lengths, RowLimits
+from distflow_jax.coordinator.packing import Assignment, assign
 from distflow_jax.layout import Layout
 from distflow_jax.models.model_flops import causal_pairs
 from distflow_jax.parallel import rules

@@ -10,7 +10,7 @@ from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import repartitions
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh

@@ -14,7 +14,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.dag.graph import DATA, Graph, Node
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan

@@ -16,7 +16,7 @@ import numpy as np
 from distflow_jax.batch import ONE_NUMBER, Prompt, TokenColumn
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes

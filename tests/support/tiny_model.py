@@ -23,7 +23,7 @@ from distflow_jax.batch import (
     token_field,
 )
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3
