@@ -1,7 +1,7 @@
-"""Who holds which sequence of a step: at home where it was sampled, and in the rows of each layout.
+"""Places of a step's sequences: the process that sampled each, and the rows of each layout.
 
-Every process builds the same `Shares` from a few all-gathered integers, and asks it for its own
-part. N sequences over all processes, group by group; K mini-batches.
+Every process builds the same `Shares` from a few all-gathered integers, and takes its own rows
+from that. N sequences over all processes, group by group; K mini-batches.
 """
 
 import dataclasses
@@ -38,12 +38,15 @@ def data_ranks(layout: Layout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Where each of N sequences is. Arrays are int64 [N], ordered by (group, member)."""
+    """Assignment of N sequences to processes and rows.
+
+    Arrays are int64 [N], ordered by (group, member).
+    """
 
     plan: PackingPlan
     processes: int
-    home: np.ndarray  # the process that sampled it
-    group: np.ndarray  # number of its prompt within the step
+    home: np.ndarray  # the process that sampled the sequence
+    group: np.ndarray  # number of the prompt within the step
     member: np.ndarray  # place of the response among those to its prompt, from 0
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
@@ -88,7 +91,7 @@ class Shares:
         return cls(plan, processes, home, group, member, prompt, response, tuple(minis))
 
     def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
-        """The K assignments for a mesh layout: the same rows, dealt over its ranks."""
+        """The K assignments for a mesh layout: the same rows, distributed over its ranks."""
         if layout == self.plan.primary:
             return self.minis
         return tuple(mini.spread(data_ranks(layout)) for mini in self.minis)
@@ -119,7 +122,7 @@ class Shares:
         return self._needed[layout]
 
     def anything_moves(self, layout: Layout) -> bool:
-        """Whether some process needs a sequence that it does not have at home."""
+        """Whether some process needs a sequence that another one sampled."""
         return any((self.home[n] != p).any() for p, n in enumerate(self.needed(layout)))
 
     def placement(self, layout: Layout, process: int) -> Placement:
@@ -149,7 +152,7 @@ class Shares:
         return Placement(shape, tuple(minis), limits.shared)
 
     def sender(self, layout: Layout) -> np.ndarray:
-        """For each sequence the one process that speaks for its row in a layout."""
+        """The one process that sends each sequence of a layout to others, int64 [N]."""
         ranks = data_ranks(layout)
         sender = np.full(len(self.home), -1, np.int64)
         for mini in self.assignments(layout):
@@ -168,7 +171,7 @@ class Shares:
         return tokens
 
     def pairs(self, window: int = 0) -> int:
-        """Pairs (token, token that it sees) in all rows; see models/model_flops.py."""
+        """Pairs (token, token that it attends to) in all rows; see models/model_flops.py."""
 
         def of_lengths(lengths):
             return sum(causal_pairs(int(length), window) for length in lengths)
@@ -182,8 +185,7 @@ class Shares:
         return total
 
     def _with_own_prompt(self, row: tuple[int, ...]) -> np.ndarray:
-        """Sequences of a row for which their prompt is stored: one of each prompt where they share
-        it."""
+        """Sequences of a row that store a prompt, int64 [n]: the first of each shared prompt."""
         members = np.array(row, np.int64)
         if not self.plan.limits.shared:
             return members

@@ -32,7 +32,7 @@ class CoordinatorConfig:
     """How data move between stages."""
 
     double_buffer: bool = True  # read and tokenise the next step's prompts while devices work
-    # score responses while others are still being sampled; the scores are the same either way
+    # score responses while others are being sampled; the scores are the same either way
     overlap_rewards: bool = True
     # share by which the busiest data rank must get lighter (rows, then tokens) for rows to move
     balance_threshold: float = 0.03
@@ -65,9 +65,9 @@ class Coordinator:
         *,
         span: Callable[[str], contextlib.AbstractContextManager] | None = None,
     ):
-        """`writers`: layout of each node by its id, of the loader under None. `packs`: what the
-        plan brings from the host to each mesh; `per_token`: what of that has something for every
-        token, where the rest has one number per response."""
+        """`writers`: layout of each node by its id, of the loader under None. `packs`: the values
+        that the plan brings from the host to each mesh; `per_token`: those of them with an entry
+        per token, where the others have one number per response."""
         self._packing, self._meshes, self._writers = packing, dict(meshes), dict(writers)
         self._packs = {layout: frozenset(values) for layout, values in packs.items()}
         self._per_token = dict(per_token or {})
@@ -80,18 +80,18 @@ class Coordinator:
         self.resume(FieldStore.of_step(self._writers, given, processes.process_index()))
 
     def resume(self, store: FieldStore) -> None:
-        """Goes on with the fields of `store`, whose responses are not packed yet."""
+        """Continues with the fields of `store`, whose responses are not packed yet."""
         self.store = store
         self._shares: Shares | None = None
 
     def put(self, source: str | None, field: str, value: Any) -> None:
-        """Takes what `source` wrote."""
+        """Stores a field that `source` wrote."""
         if field == KEEP or (field in ROWS_COLUMNS and not isinstance(value, jax.Array | Rows)):
             assert self._shares is None, f"{field} came after packing"
         self.store.put(source, field, value)
 
     def get(self, edge: Edge) -> Any:
-        """The value in the layout that the reader asks for."""
+        """The value in the layout of its reader."""
         store = self.store
         # rows are packed from the columns that hold them
         value = None if edge.field == ROWS else store.values[edge.source, edge.field]
@@ -108,7 +108,7 @@ class Coordinator:
         self.store.free(source, field)
 
     def samples(self) -> Samples:
-        """The responses that this process sampled, with what was written about them."""
+        """The responses that this process sampled, with all columns about them."""
         return self.store.samples()
 
     @property

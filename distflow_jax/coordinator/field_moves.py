@@ -35,9 +35,9 @@ def assign_rows(store: FieldStore, plan: PackingPlan) -> Shares:
         ],
         axis=1,
     ).astype(np.int32)
-    parts = processes.all_gather_ragged(mine)
-    home = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    table = np.concatenate(parts).astype(np.int64)
+    tables = processes.all_gather_ragged(mine)
+    home = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    table = np.concatenate(tables).astype(np.int64)
     order = np.argsort(table[:, 0], kind="stable")  # responses of a prompt are in order
     counter, prompt, response = table[order].T
     count = processes.process_count()
@@ -56,9 +56,9 @@ def fetch(
 ) -> None:
     """Brings columns to the processes whose rows of a mesh need their entries.
 
-    Does nothing where all of `needed` have come already. Otherwise one exchange brings all columns
-    there are of `packed`, those that the plan brings to this mesh. An entry that a process has, by
-    sampling it or from another layout's exchange, is not sent again.
+    Does nothing where all of `needed` are there already. Otherwise one exchange brings all columns
+    of `packed` that are written, the values that the plan brings to this mesh. An entry that a
+    process sampled, or received for another layout, is not sent again.
     """
     if all(layout in store.fetched.get(value, ()) for value in needed):
         return
@@ -74,7 +74,7 @@ def fetch(
     ]
     outgoing: dict[int, list[Any]] = {}
     incoming: dict[int, list[tuple[Value, int]]] = {}
-    missing: dict[tuple[Layout, ...], list[np.ndarray]] = {}  # by where it has been fetched to
+    missing: dict[tuple[Layout, ...], list[np.ndarray]] = {}  # by the layouts it was fetched for
     for value in wanted:
         before = tuple(store.fetched.get(value, ()))
         if before not in missing:
@@ -96,7 +96,7 @@ def fetch(
 
 
 def _missing(shares: Shares, before: Sequence[Layout], layout: Layout, process: int) -> np.ndarray:
-    """Sequences that a process needs for a layout and has neither at home nor from before."""
+    """Sequences of a layout that a process has neither sampled nor received `before`, int64 [n]."""
     needed = shares.needed(layout)[process]
     needed = needed[shares.home[needed] != process]
     for other in before:
@@ -157,7 +157,7 @@ def pack(
 
 
 def _outline(shares: Shares, layout: Layout) -> Sequences:
-    """Sequences of this process's rows, whose values do not matter."""
+    """Sequences of this process's rows with the right lengths and arbitrary tokens."""
     needed = shares.needed(layout)[processes.process_index()]
     prompt, response = shares.prompt[needed], shares.response[needed]
     tokens = np.zeros(int(max(prompt.max(initial=0), response.max(initial=0))), np.int32)
@@ -179,8 +179,7 @@ def _place(local: np.ndarray, shares: Shares, layout: Layout, mesh: Mesh) -> jax
 
 
 def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int, ...]]) -> None:
-    """ValueError unless entries are what rows hold of a field: a number, or something for every
-    token."""
+    """ValueError unless each entry has the shape that rows hold: () or one entry per token."""
     for entry, shape in zip(entries, wanted, strict=True):
         if np.shape(entry) == shape:
             continue
@@ -188,7 +187,9 @@ def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int
         if len(shape) > 1:
             what = f"one of shape {shape}: tokens of prompt and response first"
         if shape:
-            fix = f"take {edge.field!r} out of its per_token" if np.ndim(entry) == 0 else "mend it"
+            fix = (
+                f"take {edge.field!r} out of its per_token" if np.ndim(entry) == 0 else "write that"
+            )
         else:
             fix = (
                 "name it in the node's per_token" if np.ndim(entry) == 1 else "read it on the host"
@@ -200,7 +201,7 @@ def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int
 
 
 def _payload(entry: Any) -> Any:
-    """What of an entry travels: of a prompt its tokens, the rest stays with its owner."""
+    """The part of an entry that travels: of a prompt only its tokens."""
     return entry.tokens if isinstance(entry, Prompt) else entry
 
 
@@ -253,7 +254,7 @@ def unpack(store: FieldStore, shares: Shares, edge: Edge, value: jax.Array) -> l
 
 
 def _places(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(rank, row within it) of each row, given the rank of each."""
+    """(rank, row within the rank) of each row, from the rank of each."""
     filled: dict[int, int] = {}
     places = []
     for rank in ranks:
@@ -263,11 +264,11 @@ def _places(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _own_rows(x: jax.Array) -> np.ndarray:
-    """The rows of [K, R, ...] that lie on this process's devices, each once, in order."""
-    parts = {}
+    """The rows of x [K, R, ...] on this process's devices, each once, in order."""
+    shards = {}
     for shard in x.addressable_shards:
-        parts[shard.index[1].start or 0] = shard.data
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=1)
+        shards[shard.index[1].start or 0] = shard.data
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)], axis=1)
 
 
 # -- host to host ---------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ Value = tuple[str | None, str]  # (source, field)
 
 @dataclasses.dataclass
 class FieldStore:
-    """What nodes wrote in a step, and what was made of it for readers in other layouts.
+    """Fields that nodes wrote in a step, and their copies in other layouts.
 
-    A value is known by (source, field), so that a node may write a field anew while another still
-    reads the version before. The loader is the source None. Nothing here communicates.
+    The key of a value is (source, field), so that a node may write a field anew while another still
+    reads the version before. The loader is the source None. No method communicates.
     """
 
     writers: Mapping[str | None, Layout]  # layout of each node by its id
@@ -35,10 +35,10 @@ class FieldStore:
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     # values in other layouts, by (source, field, layout)
     moved: dict[tuple[str | None, str, Layout], Any] = dataclasses.field(default_factory=dict)
-    # entries of other processes by the number of their sequence, and the layouts they came for
+    # entries of other processes by the number of their sequence, and the layouts that needed them
     received: dict[Value, dict[int, Any]] = dataclasses.field(default_factory=dict)
     fetched: dict[Value, list[Layout]] = dataclasses.field(default_factory=dict)
-    # bytes that came in this step, by field
+    # bytes received in this step, by field
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -48,10 +48,10 @@ class FieldStore:
         given: Mapping[str, Sequence[Any]],
         process: int = 0,
     ) -> "FieldStore":
-        """A step's beginning: the loader's columns by name, "uid" int64 [M, 2] among them.
+        """The store at the start of a step: the loader's columns by name, with "uid" int64 [M, 2].
 
         Every column has one entry per response of this process's sampler, those to one prompt next
-        to each other; hosts that share a sampler are given the same.
+        to each other; hosts that share a sampler pass the same.
         """
         hosts, uid = hosts_of(writers[None]), given["uid"]
         own = np.arange(len(uid))[entries_of_host(uid, process % hosts, hosts)]
@@ -61,7 +61,7 @@ class FieldStore:
         return store
 
     def copy(self) -> "FieldStore":
-        """A store that changes apart from this one; entries and arrays are shared."""
+        """A store that changes independently of this one; entries and arrays are shared."""
         return dataclasses.replace(
             self,
             values=dict(self.values),
@@ -74,7 +74,7 @@ class FieldStore:
         )
 
     def put(self, source: str | None, field: str, value: Any) -> None:
-        """Takes what a node wrote: a column, an array or rows. The field `keep` chooses responses.
+        """Stores what a node wrote: a column, an array or rows. The field `keep` selects responses.
 
         Raises ValueError for a column whose length is not the number of responses.
         """
@@ -139,7 +139,7 @@ class FieldStore:
         return Samples(**named, fields=fields)
 
     def add_traffic(self, what: str, traffic: Traffic) -> None:
-        """Counts bytes that came for a field, or for several in one exchange."""
+        """Counts bytes received for a field, or for several fields in one exchange."""
         self.traffic[what] = self.traffic.get(what, Traffic()) + traffic
 
     def _drop_copies(self, value: Value) -> None:

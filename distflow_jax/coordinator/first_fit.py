@@ -1,4 +1,4 @@
-"""Sequences into as few rows as first-fit-decreasing finds.
+"""First-fit-decreasing packing of sequences into rows.
 
 N sequences, L tokens and S sequences per row at most.
 """
@@ -12,28 +12,28 @@ BLOCK = 64  # rows that first-fit looks at together
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """What is known of N sequences everywhere: int64 [N] each, ordered by uid."""
+    """Lengths of N sequences, known to every process: int64 [N] each, ordered by group."""
 
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
     group: np.ndarray  # number of the prompt within the step; equal numbers, equal prompts
-    site: np.ndarray  # where the sequence is
+    site: np.ndarray  # number of the site that sampled the sequence
 
     def __len__(self) -> int:
         return len(self.prompt)
 
     def take(self, chosen: np.ndarray) -> "Lengths":
-        """The same of some sequences."""
+        """The lengths of the sequences `chosen`, int64 [n]."""
         columns = (getattr(self, f.name)[chosen] for f in dataclasses.fields(self))
         return Lengths(*columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
-    """What fits a row, and whether one copy of a prompt there serves all its responses.
+    """Limits of a row, and whether all responses of a prompt in a row share one copy of it.
 
-    With `group_size` the sequences of a prompt, at most so many, never leave each other: what is
-    compared within a loss, like the two of a preference pair, must meet in one row.
+    With `group_size` the sequences of a prompt, at most so many, stay in one row: a loss that
+    compares sequences, those of a preference pair for instance, needs them together.
     """
 
     tokens: int  # L
@@ -75,7 +75,7 @@ def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]
     cost = {g: table.prompt[m[0]] + sum(table.response[i] for i in m) for g, m in order.items()}
     rows: list[list[int]] = []
     free: list[int] = []
-    most_free: list[int] = []  # in each block of rows: full blocks are passed over
+    most_free: list[int] = []  # in each block of rows: full blocks are skipped
 
     def first(tokens: int, sequences: int) -> int | None:
         for block, room in enumerate(most_free):

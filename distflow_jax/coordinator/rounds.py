@@ -1,7 +1,7 @@
-"""Rounds of a region: the next prompts, until enough of their groups are worth training on.
+"""Rounds of a region: more prompts, until enough groups are worth training on.
 
-Every process does the same number of rounds, since whether to go on is decided from all-gathered
-verdicts. Of the groups kept over all rounds the first B by prompt index make up the step.
+Every process does the same number of rounds, since all decide from all-gathered verdicts. Of the
+groups kept over all rounds the first B by prompt index make up the step.
 """
 
 import logging
@@ -16,7 +16,7 @@ from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
 Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]
-Given = Mapping[str, Sequence[Any]]  # what the loader gives, see Coordinator.begin
+Given = Mapping[str, Sequence[Any]]  # the loader's columns, see FieldStore.of_step
 
 log = logging.getLogger("distflow_jax")
 
@@ -40,11 +40,11 @@ UNTIL: dict[str, Until] = {"informative": informative}
 
 
 class EndOfData(Exception):
-    """There are no prompts left for another step."""
+    """The data have no prompts for another step."""
 
 
 class Rounds:
-    """A coordinator's step in rounds. `next` starts a round; False says that there are enough."""
+    """A coordinator's step in rounds. `next` starts one; False: no more rounds are needed."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Rounds:
         groups: int,
         max_rounds: int,
     ):
-        """`draw` gives the next prompts, None at the end of the data; `groups`: how many make a
-        step."""
+        """`draw` returns columns of the next prompts, None at the end of the data; `groups`: number
+        of groups in a step."""
         self._coordinator, self._draw, self._until = coordinator, draw, until
         self._groups, self._max_rounds = groups, max_rounds
         self._rounds: list[FieldStore] = []
-        self._kept: list[int] = []  # counters of the groups that stay, of all processes
-        self._sampled = 0  # groups of all processes
+        self._kept: list[int] = []  # counters of the groups that are kept, over all processes
+        self._sampled = 0  # groups over all processes
         self._open = False
 
     def next(self) -> bool:
-        """Ends the round that is under way and starts another one if it takes one. Collective.
+        """Ends the running round and starts another one where that is needed. Collective.
 
         Raises EndOfData where there are no prompts for a first round.
         """
@@ -114,7 +114,7 @@ class Rounds:
         self._coordinator.resume(joined(self._rounds, winners))
 
     def metrics(self) -> dict[str, float]:
-        """How many rounds the step took, and what came of them."""
+        """Rounds of the step, and groups that were sampled, kept and missing."""
         return {
             "training/sampling_rounds": float(len(self._rounds)),
             "training/groups_sampled": float(self._sampled),
