@@ -104,7 +104,7 @@ def rows_of(responses: list[Response], chunk: int) -> Rows:
         response_mask=mask,
         parent=one,
         group=np.arange(len(responses), dtype=np.int32)[:, None],
-        sample=0 * one,
+        member=0 * one,
         valid=one > 0,
         length=mask.sum(1, dtype=np.int32)[:, None],
     )

@@ -47,7 +47,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits, rows_bound
+from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
@@ -242,8 +242,12 @@ class Stages:
     def rows(self) -> list[Any]:
         """What the step brought as rows on the mesh; images have no place there yet."""
         edges = [
-            Edge(name, SOURCES[name], "reader", HOST, self.layout, move_between(HOST, self.layout))
-            for name in ("response", "rollout_logp", "score")
+            Edge(name, source, "reader", HOST, self.layout, move_between(HOST, self.layout))
+            for name, source in (
+                ("rows", "rollout"),
+                ("rollout_logp", "rollout"),
+                ("score", "reward"),
+            )
         ]
         return jax.block_until_ready([self.coordinator.get(edge) for edge in edges])
 

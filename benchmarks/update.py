@@ -112,7 +112,7 @@ def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows
     each = samples if shared else max(1, 640 // (prompt + response))
     sequences = Sequences(
         group=[i // samples for i in range(number)],
-        sample=[i % samples for i in range(number)],
+        member=[i % samples for i in range(number)],
         prompt=[prompts[i // samples] for i in range(number)],
         response=list(ids(number, response)),
         response_mask=[np.ones(response, bool)] * number,

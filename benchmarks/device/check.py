@@ -115,7 +115,7 @@ def _batch() -> PolicyBatch:
     number = groups * _SAMPLES
     sequences = Sequences(
         group=[i // _SAMPLES for i in range(number)],
-        sample=[i % _SAMPLES for i in range(number)],
+        member=[i % _SAMPLES for i in range(number)],
         prompt=[prompts[i // _SAMPLES] for i in range(number)],
         response=[ids(size) for size in sizes.flat],
         response_mask=[np.ones(size, bool) for size in sizes.flat],

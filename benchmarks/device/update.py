@@ -92,7 +92,7 @@ def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:
     numbers, response = range(work.rows), length - work.prompt
     sequences = Sequences(
         group=[i // 2 for i in numbers],
-        sample=[i % 2 for i in numbers],
+        member=[i % 2 for i in numbers],
         prompt=[ids(work.prompt) for _ in numbers],
         response=[ids(response) for _ in numbers],
         response_mask=[np.ones(response, bool) for _ in numbers],

@@ -194,7 +194,7 @@ class _Driver:
     def begin(self, index: int, request: GroupRequest) -> None:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)
-        for sample in range(request.sampling.num_samples):
+        for sample in request.samples:
             thread = EnvironmentThread(self._environments, self._answers)
             conversation = _Conversation(group, sample, thread)
             group.conversations.append(conversation)

@@ -67,6 +67,12 @@ class GroupRequest:
     prompt: Prompt
     sampling: SamplingParams
     hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
+    first_sample: int = 0  # sample number of the first response: (counter, number) keys the noise
+
+    @property
+    def samples(self) -> range:
+        """The sample numbers of the responses."""
+        return range(self.first_sample, self.first_sample + self.sampling.num_samples)
 
     def with_limit(self, limit: int) -> "GroupRequest":
         """The request with another longest response, in tokens."""

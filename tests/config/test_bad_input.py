@@ -102,8 +102,9 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "role.yaml": ("role: REWARD", "role: REWRD"),
     "key.yaml": ("role: REWARD", "role: REWARD\n  typo: 1"),
     "dep.yaml": ("deps: [rollout]", "deps: [rolout]"),
-    "field.yaml": ("reads: [prompt, response, finished]", "reads: [prompt, respons]"),
-    "cycle.yaml": ("reads: [prompt]", "reads: [prompt]\n  deps: [actor_train]"),
+    "field.yaml": ("reads: [uid, prompt, response, finished]", "reads: [uid, prompt, respons]"),
+    "columns.yaml": ("reads: [score, rows]", "reads: [score, response_mask]"),
+    "cycle.yaml": ("reads: [uid, prompt]", "reads: [uid, prompt]\n  deps: [actor_train]"),
     "syntax.yaml": ("nodes:", "nodes: ["),
     "critic.yaml": ("role: REWARD", "role: CRITIC"),
     "stage.yaml": ("type: MODEL_INFERENCE", "type: COMPUTE"),
@@ -126,7 +127,7 @@ def folder(tmp_path_factory):
         assert GRAPH.count(old)
         (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
     of_critic = "name: odd\nbase: ppo\nnodes:\n- {id: rollout, role: ROLLOUT, "
-    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [prompt], "
+    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [uid, prompt], "
     of_critic += "writes: [response, response_mask, rollout_logp, version, finished]}\n"
     (path / "samples_critic.yaml").write_text(of_critic)
     until = "name: odd\nbase: dapo\nnodes: []\nregions:\n- {nodes: [rollout, reward], "
@@ -381,6 +382,11 @@ GRAPH_CASES = [
     ("dag={dir}/role.yaml", "node 'reward': unknown role 'REWRD' (did you mean 'REWARD'?"),
     ("dag={dir}/key.yaml", "node 'reward': unknown key 'typo' (did you mean 'type'?"),
     ("dag={dir}/dep.yaml", "node 'reward': unknown dep 'rolout' (did you mean 'rollout'?"),
+    (
+        "dag={dir}/columns.yaml",
+        "node 'advantage': runs on a mesh, where prompts and responses are packed: write rows in "
+        "place of response_mask in its reads",
+    ),
     ("dag={dir}/field.yaml", "node 'reward': the stage of REWARD COMPUTE reads response: add that"),
     ("dag={dir}/cycle.yaml", "actor_train -> advantage -> reward -> rollout -> actor_train"),
     ("dag={dir}/cycle.yaml", "remove one of these deps"),
