@@ -145,7 +145,7 @@ def test_plan_as_text_and_json(compiled):
     memory = compiled.memory().with_sampler(1234)
     temporaries = {s.name: s.temporaries for s in memory.segments}
     assert temporaries["rollout"] == 1234 and temporaries["update_weights"] is None
-    assert memory.with_sampler(5) == memory  # what is known residencies
+    assert memory.with_sampler(5) == memory  # what is known stays
     unknown = compiled.memory()
     assert unknown.with_sampler(5, left_out=[s.name for s in unknown.segments]) == unknown
     text = memory.describe()
