@@ -9,7 +9,7 @@ One step of the built-in graph `grpo`, without what surrounds it:
     batch |= advantage(batch)                             # advantage
     policy, metrics = update(policy, batch)
 
-The four middle lines are nodes of the graph (configs/dags/grpo.yaml), each a function of stages/.
+The last four lines are nodes of the graph (configs/dags/grpo.yaml), each a function of stages/.
 `Run.run_step` is these lines for any graph: dag/plan_walker.py walks over its plan, and the
 coordinator keeps the batch. Every process does the same in the same order; none directs the others.
 """

@@ -1,8 +1,8 @@
-"""What a graph asks of the config: its settings, under what a person has chosen.
+"""The settings of a graph in the config, below the values that the user chose.
 
-An algorithm is a graph and a few numbers, DAPO's clip of 0.28 for instance. A graph file names
-them under `settings`; they hold unless the command line, or the config by a value that is not the
-default, says otherwise.
+An algorithm is a graph and a few numbers, DAPO's clip of 0.28 for instance. A graph file has these
+under `settings`; the command line overrides them, and so does a value of the config that is not the
+default.
 """
 
 import dataclasses

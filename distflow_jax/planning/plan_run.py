@@ -1,4 +1,4 @@
-"""What a run is made of, checked before any device works: what a user can get wrong is found here.
+"""Preparation of a run: every user error is found here, before any device works.
 
 `plan_run` needs the config alone, `prepare` opens data and rewards too; runtime/build.py builds
 from that.
@@ -39,7 +39,7 @@ from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
-from distflow_jax.stages.registry import Demands, resolve, wanted_reads
+from distflow_jax.stages.registry import Demands, settle_reads
 from distflow_jax.user_functions import load_function
 
 
@@ -61,13 +61,12 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     with _named(config.dag):
         if config.training.router_replay:
             graph = with_router_replay(graph)
-        graph = graph.settle(wanted_reads(graph.nodes, Demands(config.algorithm, updates)))
-        resolve(graph.nodes)
+        graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
-    """The plan of a settled graph, with the layouts of its nodes; its models and its region can be.
+    """The plan of a settled graph, with the layouts of its nodes.
 
     Pure in its arguments and the functions that the graph names.
     """
@@ -82,15 +81,12 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
     # two nodes in one program would need the models of both
     fuse = config.training.fuse and config.training.offload == "none"
     with _named(config.dag):
-        made = plan(graph, role_layouts(sizes), given, fuse=fuse)
-        models_of(made)
-        until_of(config, made)
-    return made
+        return plan(graph, role_layouts(sizes), given, fuse=fuse)
 
 
 @contextlib.contextmanager
 def _named(dag: str) -> Iterator[None]:
-    """Puts the graph's name before what a user did wrong in it."""
+    """Puts the graph's name before the message of an error in it."""
     try:
         yield
     except ValueError as error:
@@ -100,12 +96,12 @@ def _named(dag: str) -> Iterator[None]:
 
 
 def sampler_layout(sizes: Sizes) -> Layout:
-    """Where prompts enter and responses come out: on the hosts, k by k where k share a sampler."""
+    """The layout of prompts and responses: on the hosts, k by k where k share a sampler."""
     return Layout("host", (("hosts", sizes.sampler_hosts),)) if sizes.sampler_hosts > 1 else HOST
 
 
 def role_layouts(sizes: Sizes) -> dict[str, Layout]:
-    """Layout of every role, and of every model that has one of its own."""
+    """The layout of every role, and of every model with a mesh of its own."""
     trainers = {role: sizes.mesh_of(role).layout for role in ("ACTOR", "CRITIC", "REFERENCE")}
     own = {name: mesh.layout for name, mesh in sizes.role_meshes.items()}
     # a reward is computed on the host, unless it is a model
@@ -116,15 +112,16 @@ def role_layouts(sizes: Sizes) -> dict[str, Layout]:
 
 @dataclasses.dataclass
 class RunPlan:
-    """What a run would do: `config` has the graph's settings, `models` are by their state's key."""
+    """Everything that follows from a config and a machine, without data and rewards."""
 
-    config: Config
+    config: Config  # with the settings of the graph
     graph: Graph
     machine: Machine
     source: ModelSource
     sizes: Sizes
     plan: Plan
-    models: dict[str, ModelOfRun]
+    models: dict[str, ModelOfRun]  # by state key
+    until: Until | None  # where the plan has a region
     # of a pod that is planned for, in the canonical order; None: those of this job
     devices: Sequence[jax.Device] | None = dataclasses.field(default=None, kw_only=True)
 
@@ -159,9 +156,8 @@ class RunPlan:
 
 @dataclasses.dataclass
 class PreparedRun(RunPlan):
-    """Everything that was checked before the first device computation."""
+    """A run plan with its data and rewards opened: everything is checked, no array exists."""
 
-    until: Until | None  # where the plan has a region
     loader: Loader
     eval_prompts: list[Prompt]
     rewards: RewardPool
@@ -188,8 +184,10 @@ def plan_run(
         load_environment(config.rollout.environment)
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
-    the_plan = make_plan(config, graph, sizes)
-    return RunPlan(config, graph, machine, source, sizes, the_plan, models_of(the_plan))
+    made = make_plan(config, graph, sizes)
+    with _named(config.dag):
+        models, until = models_of(made), until_of(config, made)
+    return RunPlan(config, graph, machine, source, sizes, made, models, until)
 
 
 def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
@@ -198,8 +196,8 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
     `chosen` are the config keys that the command line gives; see `settle`.
     """
     machine = Machine.current()
-    planned = plan_run(config, machine, chosen)
-    config, source, sizes = planned.config, planned.source, planned.sizes
+    run = plan_run(config, machine, chosen)
+    config, source, sizes = run.config, run.source, run.sizes
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     dataset = open_dataset(
@@ -213,7 +211,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
         config.data,
         seed=config.seed,
         share=sampler_share(sizes, machine),
-        answers=ANSWERS[planned.graph.data] or 0,
+        answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
@@ -230,7 +228,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
         processes.check_agreement(
             {
                 "config": config_table(config),
-                "plan": plan_table(planned.plan),
+                "plan": plan_table(run.plan),
                 "code": processes.code_table(),
                 "versions": processes.version_table(),
             }
@@ -239,8 +237,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
         rewards.close()
         raise
     return PreparedRun(
-        **vars(planned),
-        until=until_of(config, planned.plan),
+        **vars(run),
         loader=loader,
         eval_prompts=eval_prompts,
         rewards=rewards,
@@ -249,7 +246,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:
-    """What tells whether a round's groups are worth training on, where the plan has a region.
+    """The function that decides which groups of a round are kept; None without a region.
 
     Raises ValueError or FileNotFoundError for what does not exist or can never be true.
     """
@@ -286,7 +283,7 @@ def plan_table(plan: Plan) -> dict[str, str]:
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:
-    """What the config's responses talk to, tried on one prompt; None where they are one turn.
+    """The environments of the config's responses, tried on one prompt; None: one turn each.
 
     Raises ValueError or FileNotFoundError.
     """

@@ -62,9 +62,9 @@ def describe_options(programs: Iterable[Program], sampler: Mesh | None) -> str:
     for mesh in (program.mesh for program in programs):
         lines[_devices(mesh)] = xla_options.describe(xla_options.compiler_options(mesh))
     if sampler is not None:
-        told = xla_options.describe(xla_options.compiler_options(sampler, sampler=True))
-        lines[f"{_devices(sampler)}, sampler"] = told
-    return "".join(f"XLA options, {devices}: {told}\n" for devices, told in lines.items())
+        text = xla_options.describe(xla_options.compiler_options(sampler, sampler=True))
+        lines[f"{_devices(sampler)}, sampler"] = text
+    return "".join(f"XLA options, {devices}: {text}\n" for devices, text in lines.items())
 
 
 def _devices(mesh: Mesh) -> str:

@@ -1,4 +1,4 @@
-"""The states of a run: which models its graph has, how they are born, saved and read back.
+"""The models of a run and their states: found in the plan, made from the source, restored.
 
 A *policy* is a decoder with its vocabulary head; a *scalar* model, critic or reward model, is a
 policy's trunk with a head that gives one number per token.
@@ -115,7 +115,7 @@ def _check_samplers(plan: Plan, models: Mapping[str, ModelOfRun]) -> None:
 
 
 def network_of(role: str, decoder: DecoderConfig) -> Network:
-    """What the models of a role are made of."""
+    """The network of a role's models: a decoder, or its trunk with a scalar head."""
     if role == "CRITIC":
         return scalar_model(decoder)
     if role == "REWARD":
@@ -166,7 +166,7 @@ class States:
         self._models, self._source, self._config, self._meshes = models, source, config, meshes
 
     def abstract(self) -> dict[str, TrainState]:
-        """What a checkpoint of the run holds: ShapeDtypeStructs with shardings, by key."""
+        """The states that a checkpoint holds: ShapeDtypeStructs with shardings, by key."""
         return {
             key: abstract_state(*self._parts(model))
             for key, model in self._models.items()
@@ -189,8 +189,8 @@ class States:
     ) -> dict[str, Any]:
         """The state of every model: parameters of the frozen, a TrainState of the trained ones.
 
-        `restored` ones are taken as they are; `settle(key, state)` finds each a place as soon as it
-        is there. Raises ValueError or FileNotFoundError where the checkpoint that a node names
+        `restored` ones are taken as they are; `settle(key, state)` places each state as soon as it
+        is made. Raises ValueError or FileNotFoundError where the checkpoint that a node names
         cannot be read.
         """
         states: dict[str, Any] = {key: settle(key, state) for key, state in restored.items()}

@@ -1,1 +1,1 @@
-"""What a run holds while it runs: stages, engine, coordinator, step times, offload."""
+"""The runtime of a run: stages, engine, coordinator, state, instruments, offload."""

@@ -56,11 +56,15 @@ class Runtime:
 
 
 def build(run: PreparedRun, spans: Spans) -> Runtime:
-    """Builds meshes, engine, programs (not compiled yet) and coordinator; `spans` times them."""
+    """Builds meshes, engine, coordinator and programs (not compiled yet); `spans` times them."""
     config, sizes, source = run.config, run.sizes, run.source
     meshes = make_meshes(sizes)
     engine = make_engine(source, config, sizes) if run.samplers else None
+    sync = make_sync(source, config, sizes) if run.samplers else None
     member = processes.process_index() % sizes.sampler_hosts
+    coordinator = _coordinator(run, meshes, spans.span)
+    layouts = {key: found.layout for key, found in run.models.items()}
+    offload = Offload(run.residencies, layouts, engine.init_decode_state if engine else None)
     contexts = Contexts(
         run,
         meshes,
@@ -74,8 +78,6 @@ def build(run: PreparedRun, spans: Spans) -> Runtime:
     programs = _trace(run, stages, first, meshes)
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
-    layouts = {key: found.layout for key, found in run.models.items()}
-    offload = Offload(run.residencies, layouts, engine.init_decode_state if engine else None)
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
         (task,) = units[name].tasks
         runners[name] = offload.wrap(name, task.state_key, runners[name])
@@ -83,9 +85,9 @@ def build(run: PreparedRun, spans: Spans) -> Runtime:
         runners=runners,
         programs=programs,
         first_states=first,
-        coordinator=_coordinator(run, meshes, spans.span),
+        coordinator=coordinator,
         engine=engine,
-        sync=make_sync(source, config, sizes) if engine else None,
+        sync=sync,
         meshes=meshes,
         offload=offload,
         member=member,

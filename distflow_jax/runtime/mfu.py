@@ -25,16 +25,16 @@ from distflow_jax.planning.unit_programs import Program
 class Utilization:
     """Follows the programs of a run on devices whose peak is known; elsewhere it does nothing."""
 
-    def __init__(self, planned: RunPlan, programs: Mapping[str, Program]):
-        self._planned = planned
+    def __init__(self, run: RunPlan, programs: Mapping[str, Program]):
+        self._run = run
         self._meshes = {name: program.mesh for name, program in programs.items()}
-        self._updates = [u for u in planned.plan.units if u.name in programs and _trains_actor(u)]
+        self._updates = [u for u in run.plan.units if u.name in programs and _trains_actor(u)]
         kinds = {self._meshes[u.name].devices.flat[0].device_kind for u in self._updates}
         self._peak = min((peak_flops(kind) or 0.0 for kind in kinds), default=0.0)
         self._times = DeviceTimes() if self._peak else None
 
     def following(self, runners: Mapping[str, Runner]) -> dict[str, Runner]:
-        """The same runners; those of programs are followed where that serves a purpose."""
+        """The same runners; those of programs are timed where the devices' peak is known."""
         if self._times is None:
             return dict(runners)
         return {n: self._followed(n, r) if n in self._meshes else r for n, r in runners.items()}
@@ -48,26 +48,26 @@ class Utilization:
         capacity = sum(seconds[u.name] * self._meshes[u.name].size for u in updates) * self._peak
         if not capacity:
             return {}
-        work = coordinator.work(self._planned.source.config.sliding_window)
+        work = coordinator.work(self._run.source.config.sliding_window)
         return {"perf/mfu/actor": sum(self._flops(unit, work) for unit in updates) / capacity}
 
     def close(self) -> None:
-        """Follows nothing any more."""
+        """Ends the timing of programs."""
         if self._times is not None:
             self._times.close()
 
     def _followed(self, name: str, runner: Runner) -> Runner:
         devices, times = self._meshes[name].local_devices, self._times
 
-        def run(states, values):
-            # states are donated to the next program that wants them
+        def followed(states, values):
+            # states are donated to the next program that takes them
             return times.follow(name, devices, lambda: runner(states, values), _fields_and_metrics)
 
-        return run
+        return followed
 
     def _flops(self, unit: Unit, work: Work) -> float:
         """Of all models in the unit's program."""
-        config, decoder = self._planned.config, self._planned.source.config
+        config, decoder = self._run.config, self._run.source.config
         total = 0.0
         for node in (task.node for task in unit.tasks):
             scores = node.role in ("CRITIC", "REWARD")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.dag.graph import Node
+from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
@@ -37,7 +37,7 @@ Builder = Callable[[Any], Stage]  # of the record that StageKind.context names
 
 @dataclasses.dataclass(frozen=True)
 class Demands:
-    """The fields that a run's settings ask of its stages, beyond those that these always read."""
+    """The fields that a run's settings require of its stages, beyond those always read."""
 
     algorithm: AlgorithmConfig
     updates: int  # optimizer steps that a batch gets
@@ -217,7 +217,17 @@ def first_state_of(node: Node, context: NodeContext | None) -> Any:
     return make(context) if make else None
 
 
-def wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collection[str]]:
+def settle_reads(graph: Graph, demands: Demands) -> Graph:
+    """The graph with the optional reads that the run needs, and with a stage for every node.
+
+    Raises ValueError for a read that has no writer, and as `resolve` does.
+    """
+    graph = graph.settle(_wanted_reads(graph.nodes, demands))
+    resolve(graph.nodes)
+    return graph
+
+
+def _wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collection[str]]:
     """Node id -> those of the fields that it may read that this run needs it to read.
 
     Raises ValueError if a node has no way to what it needs.

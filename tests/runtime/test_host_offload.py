@@ -207,5 +207,5 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
             return Memory()
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    with pytest.raises(ValueError, match="needs pinned_host memory, and toy devices have device"):
+    with pytest.raises(ValueError, match="needs pinned_host memory, but toy devices have device"):
         host_memory.check_host_memory("training.offload='idle'")
