@@ -37,7 +37,7 @@ from distflow_jax.rollout.engine.sampling import Draw, SlotSampling, draw, sampl
 from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
-from distflow_jax.rollout.kv_cache.shared_prompt_attention import OverCache
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts, OverCache
 
 
 class Step(NamedTuple):
@@ -118,20 +118,21 @@ def _over_cache(
     """Over the pages of slots and of prompts, as the engine's platform does it."""
     windows = {"sliding_window": shapes.model.sliding_window, "queries": queries}
     cache, config, by_rank = state.cache, shapes.config, shapes.by_rank
-    own, prompts, member = by_rank(state.own), state.prompt_length, by_rank(state.member)
-    # of slots that have ended the number among the prompt's members may be another's
-    prompt = by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots))
+    contexts = Contexts(
+        own=by_rank(state.own),
+        prompts=state.prompt_length,
+        member=by_rank(state.member),
+        # of slots that have ended the number among the prompt's members may be another's
+        prompt=by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots)),
+    )
     longest = pages_of(longest_read(config), config.page_size)
     if shapes.attention == "pages":
         return page_walk_attention.over_cache(
-            cache, own, prompts, prompt, member, members=shapes.members, longest=longest, **windows
+            cache, contexts, members=shapes.members, longest=longest, **windows
         )
     return kernel_attention.over_cache(
         cache,
-        own,
-        prompts,
-        prompt,
-        member,
+        contexts,
         members=shapes.members,
         longest=(pages_of(config.max_response, config.page_size), longest),
         mesh=shapes.mesh,

@@ -34,6 +34,7 @@ from distflow_jax.rollout.engine.slot_commands import (
     change_columns,
     insert_columns,
 )
+from distflow_jax.rollout.engine.slot_updates import prompt_end
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.requests import SamplingParams
@@ -236,9 +237,7 @@ class RolloutEngine(engine_api.Engine):
         tokens are used."""
         rank, columns = insert_columns(self.shapes, slots, requests, members)
         entry, hold = np.int32(entry), np.bool_(hold)
-        return self.programs.admit(
-            state, prefix.logits, prefix.row, prefix.tokens, rank, entry, hold, columns
-        )
+        return self.programs.admit(state, prompt_end(prefix), rank, entry, hold, columns)
 
     def change(
         self,

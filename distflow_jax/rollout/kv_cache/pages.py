@@ -13,7 +13,7 @@ is gone gives its pages back when somebody asks for new ones.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,24 +119,31 @@ def take_low(
     return dataclasses.replace(cache, owner=owner, rank=rank), got
 
 
+class PromptRows(NamedTuple):
+    """A prompt's tokens in the row that they were read in."""
+
+    key: jax.Array  # [layers, T, K, H]
+    value: jax.Array  # [layers, T, K, H]
+    experts: jax.Array | None = None  # int8 or int16 [layers, T, X]
+
+
 def write_prompt(
     cache: Cache,
-    key: jax.Array,
-    value: jax.Array,
+    rows: PromptRows,
     *,
     data_rank: jax.Array,
     owner: jax.Array,
     owners: int,
     offset: jax.Array,
     count: jax.Array,
-    experts: jax.Array | None = None,
 ) -> Cache:
-    """Copies `count` pages of key, value [layers, T, K, H] from token `offset` on to the highest
-    free pages of a rank, as the pages 0, 1, ... of `owner`; and of experts [layers, T, X].
+    """Copies `count` pages of `rows` from token `offset` on to the highest free pages of a rank, as
+    the pages 0, 1, ... of `owner`. All but `rows` are int32 scalars.
 
     T is whole pages; what lies beyond it is filled with its last token's. There must be as many
     free pages: the caller counts them.
     """
+    key, value, experts = rows
     width, pages = cache.key.shape[-1], cache.owner.shape[1]
     layers, length, kv_heads, head_dim = key.shape
     most = length // width

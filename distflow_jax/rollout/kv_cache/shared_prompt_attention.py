@@ -27,21 +27,26 @@ _BLOCK_TOKENS = 128  # more would be wasted on short prompts, fewer on the loop
 OverCache = Callable[..., PartialAttention]
 
 
-class Begins(NamedTuple):
-    """From which tokens on new tokens see, where layers have windows."""
+class Contexts(NamedTuple):
+    """The tokens in the cache that each slot attends to: its prompt's and its own."""
 
     own: jax.Array  # int32 [D, S]: tokens that each slot has of its own
     prompts: jax.Array  # int32 [D, P]: tokens of each prompt
-    prompt: jax.Array  # int32 [D, S]: which of them each slot answers, out of range for none
-    queries: int  # Q: new tokens of a slot
+    prompt: jax.Array  # int32 [D, S]: which of them each slot reads, out of range for none
+    member: jax.Array  # int32 [D, S]: its number among the slots that read it
 
-    def seen(self, window: jax.Array | int, rows: int) -> tuple[jax.Array, jax.Array]:
-        """The first token of its prompt, and the first of its own, that each row sees, int32
-        [D, S, R]: below 1 for all, and for none at or beyond the end. Rows are [..., Q]."""
+    def first_seen(
+        self, window: jax.Array | int, rows: int, queries: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first token of its prompt, and the first of its own, that each row sees within a
+        window, int32 [D, S, R]: below 1 for all, and for none at or beyond the end.
+
+        `rows` R are [..., Q], Q = `queries` new tokens of a slot.
+        """
         number = self.prompts.shape[1]
         of_slot = jnp.take_along_axis(self.prompts, jnp.clip(self.prompt, 0, number - 1), axis=1)
         known = (self.prompt >= 0) & (self.prompt < number)
-        nth = jnp.arange(rows, dtype=jnp.int32) % self.queries
+        nth = jnp.arange(rows, dtype=jnp.int32) % queries
         own = self.own[..., None] + nth[None, None] + 1 - window
         return jnp.where(known, of_slot, 0)[..., None] + own, own
 
