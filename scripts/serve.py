@@ -5,7 +5,7 @@ Examples:
   python scripts/serve.py --config=configs/grpo_smollm2.py --run=runs/first --port=9001 \\
       --metrics_port=9101
 
-docs/serving.md tells how to ask it. SIGINT or SIGTERM ends it: requests that run have
+docs/serving.md explains its requests. SIGINT or SIGTERM ends it: requests that run have
 --grace_seconds to end, the rest get UNAVAILABLE. Anyone who can reach the port can use it, and can
 have it load any run's weights that it can read: the default host is this machine alone.
 """
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def resumable(sizes: EngineConfig) -> EngineConfig:
-    """Any response can be put back, and go on when what it has so far has been read again."""
+    """Sizes with which any sequence can be preempted: its tokens are read again with its prompt."""
     return dataclasses.replace(sizes, max_read=sizes.max_prompt + sizes.max_response)
 
 

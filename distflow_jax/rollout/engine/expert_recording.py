@@ -1,11 +1,10 @@
-"""Which experts of a mixture the sampler sent each token through, read when a response has ended.
+"""The experts that the sampler routed each token to, read when a response has ended.
 
-They lie in the cache's pages beside keys and values, so that whatever happens to these (prompts
-that are shared, read in pieces or after a beginning, responses put back and read again, tokens that
-were guessed in vain, further turns) happens to them. A response that has ended keeps its pages
-until they have been read. A token's experts are those that made its keys and values: where weights
-were swapped and the cache was kept, the older weights' choice, of a response that was read again
-the choice of those that read it last.
+Experts lie in the cache's pages beside keys and values and share their fate: shared prompts,
+chunked prefill, shared prefixes, preempted sequences, rejected guesses, further turns. A response
+that has ended keeps its pages until its experts have been read. A token's experts are those that
+made its keys and values: where weights were swapped and the cache was kept, the older weights'
+choice, of a response that was read again the choice of those that read it last.
 
 D data ranks, S slots and P prompts of a rank, C responses, T tokens, X experts of a token.
 """

@@ -125,7 +125,7 @@ def over_cache(
         return x.reshape(number * members, *x.shape[2:])[place]
 
     def firsts_of_prompts(first, table):  # [S, R] -> [P, M R]
-        # where nobody answers, beyond every token
+        # where no slot reads the prompt, beyond every token
         return first.at[table].get(mode="fill", fill_value=UNLIMITED).reshape(number, -1)
 
     def attend(q, layer, seen, window=None):

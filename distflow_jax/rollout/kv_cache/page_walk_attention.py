@@ -32,8 +32,8 @@ class Readers(NamedTuple):
     """Pages that are read, each by one slot."""
 
     page: jax.Array  # int32 [D, N]: those that are read, in their order, then any
-    slot: jax.Array  # int32 [D, N]: who reads each of these; S: nobody
-    count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where nobody reads it
+    slot: jax.Array  # int32 [D, N]: the slot that reads each of these; S: none
+    count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where no slot reads it
     chunk: int  # pages that are read at a time
     chunks: jax.Array  # int32: how often, on the rank with the most
     # int32 [D, N]: place of its first token among those of its owner, where layers have windows
@@ -130,7 +130,7 @@ def over_pages(
         who = jnp.minimum(slot, slots - 1)
         nth = jnp.arange(width, dtype=jnp.int32)[None, None]
         valid = (nth < count[..., None])[:, :, None, None]  # [D, c, 1, 1, W]
-        if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
+        if not scaled:  # the page's last owner may have left nan there, and 0 * nan is nan
             v = jnp.where(valid.swapaxes(3, 4), v, 0)
 
         def to_pages(x):  # [D, S, ...] -> [D, c, ...]

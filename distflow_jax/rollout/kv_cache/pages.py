@@ -8,8 +8,8 @@ value: what is near is not made coarse by a token that is far larger.
 
 Pages have owners: a slot, for what its response adds, or a prompt, kept once for all slots that
 answer it. Slots take the lowest free pages and prompts the highest, so that attention can walk
-through the pages as they lie, from 0 and from N, and its cost follows what is used. An owner that
-is gone gives its pages back when somebody asks for new ones.
+through the pages as they lie, from 0 and from N, and its cost follows what is used. The
+pages of an owner that has ended are freed when new ones are taken.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ EXPERTS_AXES = ("layers", "batch", "blocks", "activation", "length")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
-    """Keys, values, and whose they are. Owners of a rank: slots 0..S-1, prompts S..S+P-1."""
+    """Keys, values, and pages' owners. Owners of a rank: slots 0..S-1, prompts S..S+P-1."""
 
     key: Any  # [layers, D, N, K, H, W]: head dim first, the score product is faster so on CPU
     value: Any  # [layers, D, N, K, W, H]
@@ -102,8 +102,8 @@ def take_low(
 ) -> tuple[Cache, jax.Array]:
     """The lowest free pages, one to each slot in `need`, bool [D, S], in the order of slots.
 
-    `which` int32 [D, S]: the number of that page among its slot's. Also returns who got one, bool
-    [D, S]: the last in order go without when there are not enough.
+    `which` int32 [D, S]: the number of that page among its slot's. Also returns the slots that got
+    one, bool [D, S]: the last in order go without when there are not enough.
     """
     slots, pages = need.shape[1], cache.owner.shape[1]
 
