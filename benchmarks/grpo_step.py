@@ -284,7 +284,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
-    """How many times better than the peer: seconds per step, and useful tokens per second."""
+    """Speedup over the peer: seconds per step, and useful tokens per second."""
     names = [f"{phase}_{kind}" for phase in ("step", "cpu") for kind in ("best", "median")]
     result = {name: peer[name] / ours[name] for name in names}
     rates = ("tokens_per_s_best", "tokens_per_s_median")

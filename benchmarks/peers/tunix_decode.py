@@ -55,7 +55,7 @@ class Compilations:
         self._count += event == COMPILE_EVENT
 
     def take(self) -> int:
-        """How many since the last call."""
+        """Number of compilations since the last call."""
         count, self._count = self._count, 0
         return count
 
