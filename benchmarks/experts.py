@@ -57,10 +57,16 @@ def one_mlp(h, weight, expert, gate, up, down):
     return (x @ jnp.concatenate(list(down[:count]), axis=0))[None]
 
 
+def grouped(h, weight, expert, gate, up, down, *, ragged):
+    """The library's: pairs sorted by expert."""
+    matrices = moe.ExpertMatrices(gate, up, down)
+    return moe.expert_mlps(h, weight, expert, matrices, turned=False, ragged=ragged)
+
+
 WAYS: dict[str, Callable[..., jax.Array]] = {
     "one MLP": one_mlp,
-    "blocks": functools.partial(moe.expert_mlps, turned=False, ragged=False),
-    "ragged_dot": functools.partial(moe.expert_mlps, turned=False, ragged=True),
+    "blocks": functools.partial(grouped, ragged=False),
+    "ragged_dot": functools.partial(grouped, ragged=True),
     "every expert": every_expert,
 }
 

@@ -92,11 +92,11 @@ class Side:
     def __init__(self, overrides: list[str]):
         config = from_config_dict(Config, override(tiny.get_config(), COMMON + overrides))
         self.config, self.watch, self.step = config, Watch(), 0
-        self.setup = prepare(config)
-        self.runtime = build(self.setup, _NoSpans())
+        self.prepared = prepare(config)
+        self.runtime = build(self.prepared, _NoSpans())
         self.runtime.compile()
         offload = self.runtime.offload
-        states = States(self.setup.models, self.setup.source, config, self.runtime.meshes)
+        states = States(self.prepared.models, self.prepared.source, config, self.runtime.meshes)
         self.states = states.initial({}, offload.adopt)
         engine = self.runtime.engine
         with offload.staying(UPDATE_WEIGHTS, self.states):
@@ -106,7 +106,7 @@ class Side:
 
     def take_step(self, memory: bool) -> tuple[float, float]:
         """Seconds of a step, and of the step after the rollout."""
-        prompts = next(self.setup.loader)
+        prompts = next(self.prepared.loader)
         offload = self.runtime.offload
         self.watch = Watch(others=self.watch.others, most=self.watch.most)
         spans = self.watch if memory else _Started(self.watch)
@@ -118,12 +118,12 @@ class Side:
         self.step += 1
         self.runtime.coordinator.begin(given_columns(prompts, self.config.rollout.num_samples))
         self.states, metrics = run_step(
-            self.setup.plan,
+            self.prepared.plan,
             self.step,
             self.runtime.runners,
             self.states,
             self.runtime.coordinator,
-            spans,
+            spans.span,
         )
         offload.update(self.states)
         jax.device_get(metrics)
@@ -194,7 +194,7 @@ def main() -> None:
             f"({ratios[1]:.2f}x), most in memory {side.memory()}",
             flush=True,
         )
-        side.setup.rewards.close()
+        side.prepared.rewards.close()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Advantages, losses, KL: pure functions."""
+"""Advantages, losses, KL estimators and correction weights: pure functions of arrays."""

@@ -1,9 +1,9 @@
-"""Advantages: from rewards of tokens to how much better each token did than expected.
+"""Advantage estimators: from token rewards to token advantages and returns.
 
-K mini-batches, R rows, L tokens per row, S sequences per row, G groups. All statistics are over the
-whole step, wherever its rows lie. s is the sum of a sequence's rewards; a group is the n responses
-to one prompt. A group of one has mean 0; one whose scores are all equal has advantage exactly 0,
-for rounding of the mean must not make one up.
+K mini-batches, R rows, L tokens per row, S sequences per row, G groups. s is the sum of a
+sequence's rewards; a group is the n responses to one prompt. All statistics are over the whole
+step, in whatever rows it is packed. Two special groups: a group of one has mean 0, and a group of
+equal scores has advantage exactly 0, so that rounding of the mean cannot produce an advantage.
 """
 
 import dataclasses
@@ -31,28 +31,30 @@ CPGD_WEIGHTS = ("std", "equal", "clip_filter")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a step earned. `value` and `baseline` are there where the algorithm declares them."""
+    """Rewards of a step. `value` and `baseline` are set if the algorithm declares to read them."""
 
     reward: jax.Array  # float32 [K, R, L]; see token_reward.py
     rows: Rows  # fields [K, R, L] and [K, R, S]
     num_groups: int  # G
-    value: jax.Array | None = None  # [K, R, L]; the critic's expectation before the token
+    value: jax.Array | None = None  # [K, R, L]; the critic's value before the token
     baseline: jax.Array | None = None  # [K, R, S]; score of the greedy response to the prompt
 
     @functools.cached_property
     def score(self) -> jax.Array:
-        """s, [K, R, S]."""
+        """Sum s of each sequence's rewards, [K, R, S]."""
         return per_sequence(self.reward, self.rows)
 
     @functools.cached_property
     def statistics(self) -> GroupStatistics:
-        """Of s over the groups."""
+        """Statistics of s over each group."""
         return group_statistics(self.score, self.rows.group, counted(self.rows), self.num_groups)
 
 
 def reward_to_go(reward: jax.Array, rows: Rows, *, gamma: float = 1.0) -> jax.Array:
-    """G_t = R_t + gamma G_{t+1} within a sequence, passed unchanged through tokens that the policy
-    did not choose; [K, R, L], 0 outside the mask."""
+    """Reward to go G_t = R_t + gamma G_{t+1} within each sequence, [K, R, L]; 0 outside the mask.
+
+    `reward` is [K, R, L]. G passes unchanged through tokens that the policy did not choose.
+    """
     mask = rows.response_mask
     decay = jnp.where(mask, gamma, jnp.ones_like(reward))
     summed = reverse_recurrence(jnp.where(mask, reward, 0.0), decay, rows.segment)
@@ -60,14 +62,17 @@ def reward_to_go(reward: jax.Array, rows: Rows, *, gamma: float = 1.0) -> jax.Ar
 
 
 def _spread(outcome: Outcome, per_sequence_advantage: jax.Array) -> AdvantageAndReturn:
-    """One number for all tokens of a sequence; the return is the undiscounted reward to go."""
+    """Spreads one advantage per sequence [K, R, S] over its tokens.
+
+    The return is the undiscounted reward to go.
+    """
     mask = outcome.rows.response_mask
     advantage = per_token(per_sequence_advantage, outcome.rows.segment)
     return jnp.where(mask, advantage, 0.0), reward_to_go(outcome.reward, outcome.rows)
 
 
 def _centred(outcome: Outcome, mean: jax.Array, statistics: GroupStatistics) -> jax.Array:
-    """s - mean of the group [G], with the two special groups of the module's docstring."""
+    """s minus its group's mean, [K, R, S]; see the module's docstring for two special groups."""
     group, single = outcome.rows.group, statistics.count == 1
     mean = jnp.where(single, 0.0, mean)
     flat = (statistics.equal & ~single)[group]
@@ -75,11 +80,11 @@ def _centred(outcome: Outcome, mean: jax.Array, statistics: GroupStatistics) -> 
 
 
 def gae(outcome: Outcome, *, gamma: float, lam: float) -> AdvantageAndReturn:
-    """delta_t = R_t + gamma V_{t+1} - V_t, g_t = delta_t + gamma lam g_{t+1}; the return is g + V,
-    the advantage g, whitened.
+    """Generalized advantage estimation: g_t = delta_t + gamma lam g_{t+1}, whitened.
 
-    V_{t+1} and g_{t+1} pass unchanged through tokens that the policy did not choose, and are 0
-    behind the last one. Schulman et al. 2016 (arxiv.org/abs/1506.02438), eq. 16.
+    delta_t = R_t + gamma V_{t+1} - V_t. The return is g + V. V_{t+1} and g_{t+1} pass unchanged
+    through tokens that the policy did not choose, and are 0 after the last token. Schulman et al.
+    2016 (arxiv.org/abs/1506.02438), eq. 16.
     """
     rows, mask = outcome.rows, outcome.rows.response_mask
     value = jnp.where(mask, outcome.value, 0.0)
@@ -92,9 +97,10 @@ def gae(outcome: Outcome, *, gamma: float, lam: float) -> AdvantageAndReturn:
 
 
 def grpo(outcome: Outcome) -> AdvantageAndReturn:
-    """(s - mean) / (sd + 1e-6) within the group, sd with n - 1 below; a group of one has sd 1.
+    """GRPO: (s - mean) / (sd + 1e-6) within the group.
 
-    Shao et al. 2024 (arxiv.org/abs/2402.03300), sec. 4.1.2.
+    sd has divisor n - 1; a group of one has sd 1. Shao et al. 2024 (arxiv.org/abs/2402.03300),
+    sec. 4.1.2.
     """
     return _spread(outcome, _grpo_scores(outcome))
 
@@ -107,13 +113,13 @@ def _grpo_scores(outcome: Outcome) -> jax.Array:
 
 
 def dr_grpo(outcome: Outcome) -> AdvantageAndReturn:
-    """s - mean within the group. Liu et al. 2025 (arxiv.org/abs/2503.20783), sec. 3.2."""
+    """Dr. GRPO: s - mean within the group. Liu et al. 2025 (arxiv.org/abs/2503.20783), sec. 3.2."""
     found = outcome.statistics
     return _spread(outcome, _centred(outcome, found.mean, found))
 
 
 def rloo(outcome: Outcome) -> AdvantageAndReturn:
-    """(s - mean) n / (n - 1): the mean of the others as baseline; a group of one keeps s.
+    """RLOO: (s - mean) n / (n - 1), i.e. s minus the mean of the others; a group of one keeps s.
 
     Ahmadian et al. 2024 (arxiv.org/abs/2402.14740), sec. 2.2.
     """
@@ -124,22 +130,22 @@ def rloo(outcome: Outcome) -> AdvantageAndReturn:
 
 
 def reinforce_plus_plus(outcome: Outcome, *, gamma: float) -> AdvantageAndReturn:
-    """The discounted reward to go, whitened. Hu 2025 (arxiv.org/abs/2501.03262)."""
+    """REINFORCE++: the discounted reward to go, whitened. Hu 2025 (arxiv.org/abs/2501.03262)."""
     returns = reward_to_go(outcome.reward, outcome.rows, gamma=gamma)
     return whiten(returns, outcome.rows.response_mask), returns
 
 
 def reinforce_plus_plus_baseline(outcome: Outcome) -> AdvantageAndReturn:
-    """s - mean within the group, on every token, then whitened over the step's tokens.
+    """REINFORCE++ with a group baseline: s - mean on every token, whitened over the step's tokens.
 
-    Hu 2025 (arxiv.org/abs/2501.03262). Equal scores give exactly 0 before the whitening.
+    Equal scores give exactly 0 before the whitening. Hu 2025 (arxiv.org/abs/2501.03262).
     """
     advantage, returns = dr_grpo(outcome)
     return whiten(advantage, outcome.rows.response_mask), returns
 
 
 def remax(outcome: Outcome) -> AdvantageAndReturn:
-    """Reward to go minus the score of the greedy response to the same prompt.
+    """ReMax: the reward to go minus the score of the greedy response to the same prompt.
 
     Li et al. 2024 (arxiv.org/abs/2310.10505), alg. 1.
     """
@@ -150,7 +156,7 @@ def remax(outcome: Outcome) -> AdvantageAndReturn:
 
 
 def gpg(outcome: Outcome) -> AdvantageAndReturn:
-    """(B / number of sequences with s != 0) (s - mean), B sequences in all.
+    """GPG: (B / number of sequences with s != 0) (s - mean), for B sequences in the step.
 
     Chu et al. 2025 (arxiv.org/abs/2504.02546).
     """
@@ -163,8 +169,11 @@ def gpg(outcome: Outcome) -> AdvantageAndReturn:
 
 
 def opo(outcome: Outcome) -> AdvantageAndReturn:
-    """s - sum(length s) / sum(length) over the group: the baseline of least variance where the
-    gradient's norm grows with the length. Hao et al. 2025 (arxiv.org/abs/2505.23585)."""
+    """OPO: s - sum(length s) / sum(length) over the group.
+
+    This baseline has the least variance if the gradient's norm grows with the length. Hao et al.
+    2025 (arxiv.org/abs/2505.23585).
+    """
     rows = outcome.rows
     length = jnp.where(counted(rows), rows.length, 0).astype(jnp.float32)
     weighted = group_sum(length * outcome.score, rows.group, outcome.num_groups)
@@ -174,8 +183,10 @@ def opo(outcome: Outcome) -> AdvantageAndReturn:
 
 
 def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
-    """Three weights: "std" is grpo's, "equal" is s - mean, and "clip_filter" is (s - mean)
-    min(groups / groups whose scores differ, 3). Liu et al. 2025 (arxiv.org/abs/2505.12504).
+    """CPGD: s - mean within the group, times one of three weights.
+
+    "std" is GRPO's 1 / (sd + 1e-6), "equal" is 1, and "clip_filter" is min(groups / groups whose
+    scores differ, 3). Liu et al. 2025 (arxiv.org/abs/2505.12504).
     """
     if cpgd_weight == "std":
         return grpo(outcome)
@@ -190,11 +201,11 @@ def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageKind:
-    """An algorithm of the table: estimate(outcome, **options) -> (advantage, returns)."""
+    """An entry of ADVANTAGES: estimate(outcome, **options) -> (advantage, returns)."""
 
     estimate: Callable[..., AdvantageAndReturn]
-    reads: tuple[str, ...] = ()  # fields of Outcome that it needs beyond the rewards
-    options: tuple[str, ...] = ()  # keys of AlgorithmConfig that it takes
+    reads: tuple[str, ...] = ()  # fields of Outcome used beyond the rewards
+    options: tuple[str, ...] = ()  # keys of AlgorithmConfig passed to `estimate`
 
 
 ADVANTAGES: dict[str, AdvantageKind] = {

@@ -1,7 +1,7 @@
-"""From per-token losses to one number: every aggregation is a weighted sum over one denominator.
+"""Aggregation of per-token losses into one number: a weighted sum over a denominator.
 
-The numerator is summed over micro-batches, devices and processes; the denominator is a global count
-of the optimizer step. The result therefore depends neither on the mesh nor on the micro-batch.
+The numerator is summed over micro-batches, devices and processes. The denominator is a global count
+of the optimizer step, so the result depends neither on the mesh nor on the micro-batch size.
 
 R rows, L tokens per row.
 """
@@ -25,8 +25,8 @@ AGGREGATIONS = (
 def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) -> jax.Array:
     """Weight of each token in the numerator, float32 [R, L].
 
-    `sequence_length_RL`: number of masked-in tokens of the sequence that each token belongs to. The
-    mask of fixed-budget is that of within_budget.
+    `sequence_length_RL`: number of masked-in tokens of the sequence that each token belongs to. For
+    fixed-budget, `mask_RL` is the result of within_budget.
     """
     weight = mask_RL.astype(jnp.float32)
     if mode == "seq-mean-token-mean":
@@ -35,11 +35,11 @@ def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) 
 
 
 def within_budget(rows: Rows, budget: int) -> jax.Array:
-    """The first `budget` response tokens of an optimizer step, bool [R, L].
+    """Mask of the first `budget` response tokens of an optimizer step, bool [R, L].
 
-    Responses are taken in the order of (group, sample), which no packing changes; the last one is
-    cut. `rows` are all of the step's. Every step then weighs the same, whatever the lengths: C3PO,
-    of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
+    `rows` holds all rows of the step. Responses are taken in the order of (group, sample), which
+    does not depend on packing; the last one is cut. Every step then has the same weight, whatever
+    its lengths. C3PO, of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
     """
     order = order_of_sequences(rows)
     length = jnp.where(rows.valid, rows.length, 0)
@@ -52,9 +52,9 @@ def within_budget(rows: Rows, budget: int) -> jax.Array:
 def denominator(
     mode: str, num_tokens: jax.Array, num_sequences: jax.Array, *, norm: float, budget: int
 ) -> jax.Array:
-    """What the numerator is divided by; `norm` is used by seq-mean-token-sum-norm alone, `budget`
-    (tokens) by fixed-budget.
+    """Denominator of the loss, a float32 scalar, from the scalar counts of an optimizer step.
 
+    `norm` is used by seq-mean-token-sum-norm only, `budget` (tokens) by fixed-budget only.
     token-mean: Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), eq. 8. seq-mean-token-mean: Shao et
     al. 2024 (GRPO, arxiv.org/abs/2402.03300), eq. 3. seq-mean-token-sum-norm: Liu et al. 2025
     (Dr. GRPO, arxiv.org/abs/2503.20783), with `norm` the longest response.

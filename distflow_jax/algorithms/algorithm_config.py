@@ -1,7 +1,7 @@
-"""What is optimised: names from the tables of this folder, and the options of what they name.
+"""Algorithm settings: names from the tables of this folder, and their options.
 
-An option that what was chosen does not take is an error, never a number without effect. None stands
-for the default of the chosen one, which lives in its table.
+An option that the chosen advantage, loss or correction does not take is an error. None stands for
+the default of the chosen entry, which its table holds.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, PolicyLossKind
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantage, policy loss, KL and correction: any of each, combined."""
+    """Choice of advantage, policy loss, KL and correction, in any combination."""
 
     advantage: str = "grpo"
     gamma: float = 1.0  # discount per token (gae, reinforce_plus_plus)
-    lam: float = 1.0  # of gae: 1 is the return itself, 0 one step ahead
+    lam: float = 1.0  # of gae: 1 is the full return, 0 the one-step estimate
     cpgd_weight: str = "std"  # of the advantage cpgd: std, equal or clip_filter
 
     policy_loss: str = "ppo_clip"
@@ -32,26 +32,26 @@ class AlgorithmConfig:
     sapo_tau_positive: float | None = None  # steepness of sapo's gate for A > 0; None: 1
     sapo_tau_negative: float | None = None  # for all others; None: 1.05
     cpgd_drift_coef: float | None = None  # weight of the drift term of the loss cpgd; None: 0.001
-    kl_cov_share: float | None = None  # share of the step's tokens that kl_cov holds; None: 0.0002
+    kl_cov_share: float | None = None  # share of tokens that kl_cov penalises; None: 0.0002
     kl_cov_coef: float | None = None  # weight of |logp - old| on these; None: 1
     dro_beta: float | None = None  # weight of dro's square; None: 0.05
-    aggregation: str = ""  # from tokens to one number; "": the loss's own, mostly token-mean
-    token_budget: int = 0  # response tokens of an optimizer step with aggregation fixed-budget
+    aggregation: str = ""  # see aggregate.py; "": the loss's own, mostly token-mean
+    token_budget: int = 0  # response tokens per optimizer step, with aggregation fixed-budget
 
     kl_coef: float = 0.0  # weight of KL(policy || reference); 0: no reference model
     kl_estimator: str = "k3"
-    kl_in_reward: bool = False  # the KL is taken off the rewards instead of added to the loss
-    kl_target: float = 0.0  # nats per token that kl_coef is steered to, in the reward; 0: fixed
-    kl_horizon: int = 10_000  # sequences over which kl_coef follows kl_target
+    kl_in_reward: bool = False  # subtract the KL from the rewards instead of adding it to the loss
+    kl_target: float = 0.0  # KL per token, nats, to adapt kl_coef to (kl_in_reward); 0: fixed coef
+    kl_horizon: int = 10_000  # sequences over which kl_coef adapts to kl_target
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     correction: str = "none"  # weight for the gap between sampler and trainer
-    correction_low: float | None = None  # least ratio, of token_mis; None: 0.5
-    correction_high: float | None = None  # greatest ratio; None: 2, of token_mis 5
-    rejection: str = "none"  # which sequences are left out for that gap
-    rejection_low: float | None = None  # least mean ratio, of geometric; None: 0.99
-    rejection_high: float | None = None  # greatest; None: 1.01, of k2 and k3 0.01 nats
-    proximal: str = "recomputed"  # where old log-probs come from: recomputed, rollout or a3po
+    correction_low: float | None = None  # least ratio (token_mis); None: 0.5
+    correction_high: float | None = None  # greatest ratio; None: 2, for token_mis 5
+    rejection: str = "none"  # rule that leaves out sequences for that gap
+    rejection_low: float | None = None  # least mean ratio (geometric); None: 0.99
+    rejection_high: float | None = None  # greatest; None: 1.01, for k2 and k3 0.01 nats
+    proximal: str = "recomputed"  # source of the old log-probs: recomputed, rollout or a3po
 
     def __post_init__(self):
         self._check_names()
@@ -61,7 +61,7 @@ class AlgorithmConfig:
         self._check_kl()
         self._check_correction()
 
-    # -- what the stages ask -----------------------------------------------------------------------
+    # -- for the stages ----------------------------------------------------------------------------
 
     @property
     def advantage_options(self) -> dict[str, Any]:
@@ -75,12 +75,12 @@ class AlgorithmConfig:
 
     @property
     def select_options(self) -> dict[str, float]:
-        """Keyword arguments of the policy loss's selection."""
+        """Keyword arguments of the policy loss's token selection."""
         return self._filled(self._loss.select_options)
 
     @property
     def loss_aggregation(self) -> str:
-        """The aggregation, also where it is the loss's own."""
+        """The aggregation in effect: the setting, or the loss's own."""
         return self.aggregation or self._loss.aggregation
 
     @property
@@ -100,15 +100,15 @@ class AlgorithmConfig:
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
-        """Fields that the advantage stage cannot do without, by their names inside it."""
+        """Fields that the advantage stage requires, by their names inside the stage."""
         penalty = ("old_logp", "ref_logp") if self.kl_in_reward else ()
         return ("score", "response_mask", *ADVANTAGES[self.advantage].reads, *penalty)
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """Fields that the actor's update cannot do without, by their names inside it.
+        """Fields that the actor's update requires, by their names inside the stage.
 
-        old_logp is needed too where a batch gets several optimizer steps.
+        With several optimizer steps per batch the update requires old_logp, too.
         """
         off_policy = {self.correction, self.rejection} != {"none"}
         wanted = {
@@ -135,8 +135,10 @@ class AlgorithmConfig:
     def _bounds(self, key: str, table: Mapping[str, CorrectionKind]) -> dict[str, float]:
         chosen = getattr(self, key)
         defaults = table[chosen].bounds if chosen != "none" else {}
-        given = {side: getattr(self, f"{key}_{side}") for side in defaults}
-        return {side: defaults[side] if value is None else value for side, value in given.items()}
+        settings = {side: getattr(self, f"{key}_{side}") for side in defaults}
+        return {
+            side: defaults[side] if value is None else value for side, value in settings.items()
+        }
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class AlgorithmConfig:
             if self.clip_low is not None and self.clip_high is not None:
                 raise ValueError(
                     f"algorithm.clip={self.clip} has no effect beside clip_low and clip_high; "
-                    "take one of the three out"
+                    "remove one of the three"
                 )
             if self.clip <= 0:
                 raise ValueError(f"algorithm.clip must be positive, got {self.clip}")
@@ -203,13 +205,13 @@ class AlgorithmConfig:
         if self._loss.fixed_aggregation and self.loss_aggregation != own:
             raise ValueError(
                 f"algorithm.policy_loss={self.policy_loss!r} is defined with aggregation {own!r}, "
-                f"got algorithm.aggregation={self.aggregation!r}; take that out"
+                f"got algorithm.aggregation={self.aggregation!r}; remove that setting"
             )
         if (self.loss_aggregation == "fixed-budget") != (self.token_budget > 0):
             raise ValueError(
                 f"algorithm.token_budget={self.token_budget} and algorithm.aggregation="
-                f"{self.loss_aggregation!r}: aggregation fixed-budget needs a positive budget, and "
-                "no other takes one"
+                f"{self.loss_aggregation!r}: aggregation fixed-budget needs a positive budget, all "
+                "others need algorithm.token_budget=0"
             )
 
     def _check_kl(self) -> None:
@@ -229,12 +231,12 @@ class AlgorithmConfig:
             if getattr(self, name) != default and not there:
                 raise ValueError(
                     f"algorithm.{name}={getattr(self, name)!r} has no effect without {needs}; set "
-                    f"that, or take algorithm.{name} out"
+                    f"{needs.split()[-1]}, or remove algorithm.{name}"
                 )
         if self.kl_in_loss and self.kl_estimator not in LOSS_ESTIMATORS:
             reason = {
                 "k1": "has zero expected gradient as a loss",
-                "abs": "has not the gradient of a KL as a loss",
+                "abs": "does not have the gradient of a KL as a loss",
             }[self.kl_estimator]
             raise ValueError(
                 f"algorithm.kl_estimator={self.kl_estimator!r} {reason}; use k2, k3, k3+, or "
@@ -267,15 +269,15 @@ class AlgorithmConfig:
             )
         if corrected and self.proximal == "rollout":
             raise ValueError(
-                "algorithm.proximal='rollout' makes every correction weight 1: take out "
-                "algorithm.correction and algorithm.rejection, or use recomputed"
+                "algorithm.proximal='rollout' makes every correction weight 1; remove "
+                "algorithm.correction and algorithm.rejection, or use proximal='recomputed'"
             )
 
     def _check_used(self, key: str, by: str, users: Mapping[str, Any]) -> None:
-        """ValueError unless what `by` names takes the option `key`."""
+        """Raises ValueError unless the entry chosen by setting `by` takes the option `key`."""
         if key not in users.get(getattr(self, by), ()):
             takers = sorted(name for name, options in users.items() if key in options)
             raise ValueError(
                 f"algorithm.{key}={getattr(self, key)!r} has no effect with algorithm.{by}="
-                f"{getattr(self, by)!r}; it belongs to {', '.join(takers)}; take it out"
+                f"{getattr(self, by)!r}; it belongs to {', '.join(takers)}; remove it"
             )

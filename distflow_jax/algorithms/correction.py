@@ -1,8 +1,9 @@
-"""Weights that correct for a sampler whose probabilities are not the trainer's.
+"""Off-policy correction: weights for the gap between the sampler's and the trainer's probabilities.
 
 rho = exp(prox - roll): the proximal policy (the trainer's, at the start of the optimizer step) over
-the sampler that chose the tokens. Thresholds are always on this ratio, train over rollout. R rows,
-L tokens per row. Weights carry no gradient, and do not change what a loss is divided by.
+the policy that sampled the tokens. All thresholds apply to this ratio, trainer over rollout. R
+rows, L tokens per row, S sequences per row. Weights carry no gradient and do not change the
+denominator of the loss.
 """
 
 import dataclasses
@@ -19,14 +20,14 @@ MAX_LOG_RHO = 20.0
 
 
 class Correction(NamedTuple):
-    """A weight per token; 0 outside response_mask."""
+    """Weights of tokens; 0 outside response_mask."""
 
     weight: jax.Array  # float32 [R, L]
-    changed: jax.Array  # bool [R, L]: the ratio was out of bounds, and cut or set to 0
+    changed: jax.Array  # bool [R, L]: the ratio was out of bounds and was cut or set to 0
 
 
 def log_rho(prox_logp: jax.Array, rollout_logp: jax.Array, rows: Rows) -> jax.Array:
-    """log rho without a gradient, [R, L]; 0 outside response_mask, whatever stands there."""
+    """log rho [R, L] without a gradient; 0 outside response_mask, even for inf or nan inputs."""
     difference = jnp.where(rows.response_mask, prox_logp - rollout_logp, 0.0)
     return jax.lax.stop_gradient(difference)
 
@@ -41,34 +42,45 @@ def _on_tokens(rows: Rows, weight: jax.Array, changed: jax.Array) -> Correction:
 
 
 def _sequence_rho(log_ratio: jax.Array, rows: Rows) -> jax.Array:
-    """Product of rho over the sequence, on each of its tokens."""
+    """Product of rho over each sequence, spread over its tokens, [R, L]."""
     return per_token(_exp(per_sequence(log_ratio, rows)), rows.segment)
 
 
 def token_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """min(rho, C): truncated importance sampling. Yao et al. 2025 (fengyao.notion.site,
-    "Your efficient RL framework secretly brings you off-policy RL training")."""
+    """Truncated importance sampling: min(rho, high), for log_ratio = log rho [R, L].
+
+    Yao et al. 2025 (fengyao.notion.site, "Your efficient RL framework secretly brings you
+    off-policy RL training").
+    """
     rho = _exp(log_ratio)
     return _on_tokens(rows, jnp.minimum(rho, high), rho > high)
 
 
 def token_mis(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
-    """rho where low <= rho <= high, else 0: masked importance sampling (IcePop, Ling team 2025,
-    ringtech.notion.site/icepop)."""
+    """Masked importance sampling: rho where low <= rho <= high, else 0; log_ratio = log rho [R, L].
+
+    IcePop, Ling team 2025 (ringtech.notion.site/icepop).
+    """
     rho = _exp(log_ratio)
     kept = (rho >= low) & (rho <= high)
     return _on_tokens(rows, jnp.where(kept, rho, 0.0), ~kept)
 
 
 def sequence_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """min(prod rho, C), one weight for the whole sequence."""
+    """Truncated importance sampling per sequence: min(prod rho, high); log_ratio = log rho [R, L].
+
+    All tokens of a sequence have the same weight.
+    """
     rho = _sequence_rho(log_ratio, rows)
     return _on_tokens(rows, jnp.minimum(rho, high), rho > high)
 
 
 def sequence_mis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """prod rho where it is at most C, else 0. Liu, Li et al. 2025 ("When speed kills stability",
-    yingru.notion.site)."""
+    """Masked importance sampling per sequence: prod rho where it is at most `high`, else 0.
+
+    log_ratio = log rho [R, L]. Liu, Li et al. 2025 ("When speed kills stability",
+    yingru.notion.site).
+    """
     rho = _sequence_rho(log_ratio, rows)
     kept = rho <= high
     return _on_tokens(rows, jnp.where(kept, rho, 0.0), ~kept)
@@ -80,18 +92,18 @@ def _keep(rows: Rows, kept: jax.Array) -> Correction:
 
 
 def geometric(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
-    """1 on sequences with low <= exp(mean log rho) <= high, else 0."""
+    """1 on sequences with low <= exp(mean log rho) <= high, else 0; log_ratio = log rho [R, L]."""
     mean = _exp(sequence_mean(log_ratio, rows))
     return _keep(rows, (mean >= low) & (mean <= high))
 
 
 def k2_rejection(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """1 on sequences whose mean of (log rho)^2 / 2 is at most c, else 0."""
+    """1 on sequences with mean((log rho)^2) / 2 <= high, else 0; log_ratio = log rho [R, L]."""
     return _keep(rows, sequence_mean(0.5 * jnp.square(log_ratio), rows) <= high)
 
 
 def k3_rejection(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """1 on sequences whose mean of rho - 1 - log rho is at most c, else 0."""
+    """1 on sequences with mean(rho - 1 - log rho) <= high, else 0; log_ratio = log rho [R, L]."""
     bounded = jnp.clip(log_ratio, -MAX_LOG_RHO, MAX_LOG_RHO)
     # expm1: rho - 1 - log rho cancels all digits for rho near 1
     return _keep(rows, sequence_mean(jnp.expm1(bounded) - bounded, rows) <= high)
@@ -99,13 +111,13 @@ def k3_rejection(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionKind:
-    """correct(log rho, rows, **bounds) -> Correction, and the bounds' defaults."""
+    """A function correct(log_rho, rows, **bounds) -> Correction, with the bounds' defaults."""
 
     correct: Callable[..., Correction]
     bounds: Mapping[str, float]
 
 
-# weights by the ratio itself; one may be combined with one of REJECTIONS
+# weights made of the ratio itself; one of these may be combined with one of REJECTIONS
 CORRECTIONS: dict[str, CorrectionKind] = {
     "token_tis": CorrectionKind(token_tis, {"high": 2.0}),
     "token_mis": CorrectionKind(token_mis, {"low": 0.5, "high": 5.0}),
@@ -113,7 +125,7 @@ CORRECTIONS: dict[str, CorrectionKind] = {
     "sequence_mis": CorrectionKind(sequence_mis, {"high": 2.0}),
 }
 
-# 0 or 1: whole sequences that the sampler drew from too different a policy are left out
+# weights of 0 or 1: sequences sampled from a policy too far from the trainer's are left out
 REJECTIONS: dict[str, CorrectionKind] = {
     "geometric": CorrectionKind(geometric, {"low": 0.99, "high": 1.01}),
     "k2": CorrectionKind(k2_rejection, {"high": 0.01}),
@@ -128,18 +140,20 @@ def rejected_sequences(rejection: Correction, rows: Rows) -> jax.Array:
 
 # -- the proximal policy ---------------------------------------------------------------------------
 
-# recomputed: the trainer's own forward pass before the update (or, with one update per batch, the
-# policy itself); rollout: the sampler's log-probs (bypass: the ratio of the loss then corrects all)
+# recomputed: from the trainer's own forward pass before the update (or, with one update per batch,
+# the policy itself). rollout: the sampler's log-probs; the loss's own ratio is then the correction.
+# a3po: between the sampler's and the current policy, by the age of the token's weights
 PROXIMAL = ("recomputed", "rollout", "a3po")
 
 
 def a3po_alpha(
     version: jax.Array, current: jax.Array | int, proximal: jax.Array | int
 ) -> jax.Array:
-    """(v_prox - v_b) / (v - v_b), float32 as `version` (int32, v_b: which weights sampled a token).
+    """A-3PO's interpolation weight (v_prox - v_b) / (v - v_b), float32 [R, L].
 
-    `current` v is the version being trained, `proximal` the one at the start of the step. 0, the
-    sampler's policy itself, where a token is as new as the current version.
+    `version` v_b, int32 [R, L], is the version of the weights that sampled a token, `current` v the
+    version being trained, `proximal` v_prox the one at the start of the step. The weight is 0, the
+    sampler's policy itself, where a token was sampled by the current version.
     """
     gap = (current - version).astype(jnp.float32)
     share = (proximal - version).astype(jnp.float32) / jnp.where(gap > 0, gap, 1.0)
@@ -147,8 +161,8 @@ def a3po_alpha(
 
 
 def a3po_proximal(logp: jax.Array, rollout_logp: jax.Array, alpha: jax.Array) -> jax.Array:
-    """roll + alpha (logp - roll), without a gradient: a proximal policy that costs no forward pass.
+    """Proximal log-probs roll + alpha (logp - roll), without a gradient or a forward pass, [R, L].
 
-    A-3PO ("staleness-aware proximal policy approximation", 2025); all arguments [R, L].
+    A-3PO ("staleness-aware proximal policy approximation", 2025). All arguments are [R, L].
     """
     return jax.lax.stop_gradient(rollout_logp + alpha * (logp - rollout_logp))

@@ -1,7 +1,7 @@
-"""Statistics of groups (the responses to one prompt), wherever their sequences lie.
+"""Statistics of groups: all responses to one prompt, in any rows of a step.
 
-N sequences (any shape, e.g. [K, R, S]), G groups. `score` float32, `group` int32 in [0, G) and
-`valid` bool have equal shapes; what stands where `valid` is False does not matter.
+G groups. `score` float32, `group` int32 in [0, G) and `valid` bool have equal shapes of any rank,
+e.g. [K, R, S]. Values where `valid` is False are ignored.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 class GroupStatistics(NamedTuple):
-    """Of the valid sequences of each group, float32 [G]."""
+    """Statistics of the valid sequences of each group, float32 [G]."""
 
     count: jax.Array
     mean: jax.Array
@@ -20,14 +20,14 @@ class GroupStatistics(NamedTuple):
 
 
 def group_sum(x: jax.Array, group: jax.Array, num_groups: int) -> jax.Array:
-    """Sum over each group, [G]."""
+    """Sum of x over each group, [G]."""
     return jax.ops.segment_sum(x.reshape(-1), group.reshape(-1), num_segments=num_groups)
 
 
 def group_extremes(
     x: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(smallest, largest) x of each group, [G]; (inf, -inf) of an empty one."""
+    """Smallest and largest x of each group, [G] each; (inf, -inf) for an empty group."""
     flat = group.reshape(-1)
     low = jnp.where(valid, x, jnp.inf).reshape(-1)
     high = jnp.where(valid, x, -jnp.inf).reshape(-1)
@@ -40,7 +40,7 @@ def group_extremes(
 def group_statistics(
     score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
 ) -> GroupStatistics:
-    """Count, mean and spread of each group's scores."""
+    """Count, mean and spread of each group's scores, [G]; arguments have any equal shape."""
     count = group_sum(valid.astype(jnp.float32), group, num_groups)
     mean = group_sum(jnp.where(valid, score, 0.0), group, num_groups) / jnp.maximum(count, 1.0)
     deviation = jnp.where(valid, score - mean[group], 0.0)

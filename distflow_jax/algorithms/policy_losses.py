@@ -1,7 +1,7 @@
-"""Policy losses, one per token: the table, and what all of them take and give.
+"""Per-token policy losses: their common arguments and results, and the table POLICY_LOSSES.
 
-R rows, L tokens per row, S sequences per row. Aggregation is somebody else's (aggregate.py), and so
-are correction weights (correction.py): both are the same for every loss.
+R rows, L tokens per row, S sequences per row. Aggregation (aggregate.py) and correction weights
+(correction.py) are the same for every loss and are applied elsewhere.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from distflow_jax.algorithms.packed import (
 )
 from distflow_jax.batch import Rows
 
-MAX_LOG_RATIO = 20.0  # exp of more is of no use, and a step further infinite
+MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products
 
 
 class PolicyTokens(NamedTuple):
-    """What a loss is made from, [R, L] each; made by policy_tokens, so 0 outside the mask."""
+    """Arguments of a policy loss, [R, L] each, 0 outside the mask; made by policy_tokens."""
 
     logp: jax.Array
     old_logp: jax.Array  # of the proximal policy, at the start of the optimizer step; no gradient
@@ -34,7 +34,7 @@ class PolicyTokens(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """Per-token loss and the indicators behind verl's clip metrics, all [R, L] float32."""
+    """Per-token loss and the indicators for verl's clip metrics, float32 [R, L] each."""
 
     loss: jax.Array
     clipped: jax.Array  # 1 where the clipped branch is the larger one
@@ -48,8 +48,8 @@ def policy_tokens(
     rows: Rows,
     selected: jax.Array | None = None,
 ) -> PolicyTokens:
-    """The arguments with 0 outside response_mask, whatever stood there."""
-    # before any exp: a masked inf would give 0 * inf = nan in the gradient
+    """Arguments of a policy loss, [R, L] each; 0 outside response_mask, even for inf and nan."""
+    # before any exp: a masked-out inf would give 0 * inf = nan in the gradient
     mask = rows.response_mask
     cleaned = (jnp.where(mask, x, 0.0) for x in (logp, old_logp, advantage))
     return PolicyTokens(*cleaned, rows, None if selected is None else mask & selected)
@@ -70,7 +70,7 @@ def _unclipped(loss: jax.Array) -> PolicyLoss:
 def _clipped_surrogate(
     ratio: jax.Array, advantage: jax.Array, clip_low: float, clip_high: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(max(-A r, -A clip(r, 1 - low, 1 + high)), whether the second is the larger one)."""
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and a mask where the second term is larger."""
     plain = -advantage * ratio
     clipped = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return jnp.maximum(plain, clipped), clipped > plain
@@ -90,11 +90,11 @@ def _dual_clipped(
 def ppo_clip(
     tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float
 ) -> PolicyLoss:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A c (dual clip, c > 1).
+    """PPO's clipped surrogate max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c for A < 0.
 
-    r = exp(clip(logp - old, -20, 20)). Schulman et al. 2017 (arxiv.org/abs/1707.06347), eq. 7; two
-    bounds: Yu et al. 2025 (arxiv.org/abs/2503.14476), eq. 5; dual clip: Ye et al. 2020
-    (arxiv.org/abs/1912.09729), eq. 5.
+    r = exp(clip(logp - old, -20, 20)); c > 1 is the dual clip. Schulman et al. 2017
+    (arxiv.org/abs/1707.06347), eq. 7; two bounds: Yu et al. 2025 (arxiv.org/abs/2503.14476), eq. 5;
+    dual clip: Ye et al. 2020 (arxiv.org/abs/1912.09729), eq. 5.
     """
     ratio = _ratio(tokens.logp - tokens.old_logp)
     return _dual_clipped(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
@@ -103,10 +103,10 @@ def ppo_clip(
 def gspo(
     tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float
 ) -> PolicyLoss:
-    """ppo_clip with the ratio of the whole sequence, log s = sum(logp - old) / length, at most 10.
+    """GSPO: ppo_clip with the sequence's ratio, log s = sum(logp - old) / length, at most 10.
 
-    A token's ratio is exp(sg(log s) + logp - sg(logp)), so that advantages may differ from token to
-    token. Zheng et al. 2025 (arxiv.org/abs/2507.18071).
+    A token's ratio is exp(sg(log s) + logp - sg(logp)), which allows advantages that differ between
+    the tokens of a sequence. Zheng et al. 2025 (arxiv.org/abs/2507.18071).
     """
     log_s = jnp.minimum(sequence_mean(tokens.logp - tokens.old_logp, tokens.rows), 10.0)
     log_s = per_token(jax.lax.stop_gradient(log_s), tokens.rows.segment)
@@ -115,7 +115,7 @@ def gspo(
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: every token keeps a gradient.
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A logp. Every token keeps a gradient.
 
     MiniMax 2025 (arxiv.org/abs/2506.13585).
     """
@@ -126,9 +126,9 @@ def cispo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyL
 
 
 def sapo(tokens: PolicyTokens, *, sapo_tau_positive: float, sapo_tau_negative: float) -> PolicyLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a clip without corners.
+    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a smooth form of clipping.
 
-    Gao et al. 2025 (arxiv.org/abs/2511.20347).
+    tau depends on the sign of A. Gao et al. 2025 (arxiv.org/abs/2511.20347).
     """
     ratio = _ratio(tokens.logp - tokens.old_logp)
     tau = jnp.where(tokens.advantage > 0, sapo_tau_positive, jnp.float32(sapo_tau_negative))
@@ -136,10 +136,10 @@ def sapo(tokens: PolicyTokens, *, sapo_tau_positive: float, sapo_tau_negative: f
 
 
 def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """-A_i exp(mean_t q_t), q = sign(A) min(sign(A) d, sign(A) clip(d, -low, high)), d = logp -
-    old: the geometric mean of a sequence's ratios, each clipped, in place of the arithmetic one.
+    """GMPO: -A_i exp(mean_t q_t), with the geometric mean of a sequence's clipped ratios.
 
-    A_i is the mean of A over the sequence. Zhao et al. 2025 (arxiv.org/abs/2507.20673).
+    q = sign(A) min(sign(A) d, sign(A) clip(d, -low, high)), d = logp - old. A_i is the mean of A
+    over the sequence. Zhao et al. 2025 (arxiv.org/abs/2507.20673).
     """
     rows, d, sign = tokens.rows, tokens.logp - tokens.old_logp, jnp.sign(tokens.advantage)
     bounded = sign * jnp.clip(d, -clip_low, clip_high)
@@ -151,17 +151,17 @@ def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLo
 
 
 def gpg(tokens: PolicyTokens) -> PolicyLoss:
-    """-logp A, the plain policy gradient. Chu et al. 2025 (arxiv.org/abs/2504.02546)."""
+    """GPG: -logp A, the plain policy gradient. Chu et al. 2025 (arxiv.org/abs/2504.02546)."""
     return _unclipped(-tokens.logp * tokens.advantage)
 
 
 def cpgd(
     tokens: PolicyTokens, *, clip_low: float, clip_high: float, cpgd_drift_coef: float
 ) -> PolicyLoss:
-    """-u A + coef min(exp(sg(logp) - old) - 1, 2) logp, where u = min(logp, old + log(1 + high))
-    for A > 0, else max(logp, old + log(1 - low)).
+    """CPGD: -u A + coef min(exp(sg(logp) - old) - 1, 2) logp.
 
-    No ratio meets the gradient; the second term pulls back what has drifted. Liu et al. 2025
+    u = min(logp, old + log(1 + high)) for A > 0, else max(logp, old + log(1 - low)). No ratio
+    enters the gradient; the second term penalises drift from the old policy. Liu et al. 2025
     (arxiv.org/abs/2505.12504).
     """
     logp, old = tokens.logp, tokens.old_logp
@@ -174,7 +174,7 @@ def cpgd(
 
 
 def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> PolicyLoss:
-    """-A r, plus coef |logp - old| on the tokens that select_kl_cov chose.
+    """KL-Cov: -A r, plus coef |logp - old| on the tokens chosen by select_kl_cov.
 
     Cui et al. 2025 (arxiv.org/abs/2505.22617).
     """
@@ -185,10 +185,10 @@ def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> PolicyLoss:
 
 
 def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
-    """The tokens with the largest (A - mean A) (old - mean old) of the step, bool [R, L].
+    """Mask of the tokens with the largest (A - mean A) (old - mean old) of a step, bool [R, L].
 
-    max(1, floor(share N)) of all N response tokens; of equal ones the first by (group, sample,
-    position), so that the choice depends on no packing. `tokens` are the whole mini-batch's.
+    Selects max(1, floor(share N)) of the N response tokens of the whole mini-batch, which `tokens`
+    holds. Ties are broken by (group, sample, position), so the choice does not depend on packing.
     """
     rows, mask = tokens.rows, tokens.rows.response_mask
     covariance = jnp.ones_like(tokens.advantage)
@@ -206,15 +206,18 @@ def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
 
 
 def dro(tokens: PolicyTokens, *, dro_beta: float) -> PolicyLoss:
-    """-(logp A - (beta / 2) (logp - old)^2). Richemond et al. 2024 (arxiv.org/abs/2405.19107)."""
+    """DRO: -(logp A - (beta / 2) (logp - old)^2).
+
+    Richemond et al. 2024 (arxiv.org/abs/2405.19107).
+    """
     square = jnp.square(tokens.logp - tokens.old_logp)
     return _unclipped(-(tokens.logp * tokens.advantage - 0.5 * dro_beta * square))
 
 
 def decoupled(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """-min(u A, clip(u) A), u = exp(logp - prox), to be weighted by the correction of the proximal
-    policy (`old_logp`) against the sampler.
+    """Decoupled PPO: -min(u A, clip(u) A), u = exp(logp - prox), with prox in `old_logp`.
 
+    To be weighted by the correction of the proximal policy against the sampler.
     Hilton et al. 2022 (arxiv.org/abs/2110.00641); Fu et al. 2025 (AReaL,
     arxiv.org/abs/2505.24298).
     """
@@ -225,19 +228,19 @@ def decoupled(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Pol
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossKind:
-    """A loss of the table: loss(tokens, **options) -> PolicyLoss.
+    """An entry of POLICY_LOSSES: loss(tokens, **options) -> PolicyLoss.
 
-    `options` are the keys of AlgorithmConfig that it takes, with its own defaults; `select` those
-    that its selection takes. `aggregation` is the one that it uses unless told otherwise.
+    `options` are the keys of AlgorithmConfig that the loss takes, with its own defaults;
+    `select_options` are those of its token selection. `aggregation` is its default aggregation.
     """
 
     loss: Callable[..., PolicyLoss]
     options: Mapping[str, float]
     aggregation: str = "token-mean"
     fixed_aggregation: bool = False  # any other aggregation would be another algorithm
-    clips_log_ratio: bool = False  # so that clip_low may be above 1
-    corrected: bool = False  # is nothing without a correction weight
-    select: Callable[..., jax.Array] | None = None  # made once over the whole optimizer step
+    clips_log_ratio: bool = False  # clip_low bounds the log ratio, so it may be above 1
+    corrected: bool = False  # requires a correction weight; without one it is ppo_clip
+    select: Callable[..., jax.Array] | None = None  # token selection, once per optimizer step
     select_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

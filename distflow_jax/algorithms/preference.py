@@ -1,4 +1,7 @@
-"""Losses on pairs of responses: DPO, IPO, and a reward model's. One number per pair, any shape."""
+"""Losses on pairs of a chosen and a rejected response: DPO, IPO and a reward model's ranking loss.
+
+All return one number per pair, in the shape of their arguments. R rows, S sequences per row.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,10 +14,10 @@ from distflow_jax.batch import Rows
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """What is optimised over pairs of a chosen and a rejected response."""
+    """Loss over pairs of a chosen and a rejected response."""
 
     loss: str = "dpo"
-    beta: float = 0.1  # how far the policy may leave the reference: smaller is farther
+    beta: float = 0.1  # strength of the pull towards the reference; smaller lets the policy move on
 
     def __post_init__(self):
         if self.loss not in PREFERENCE_LOSSES:
@@ -28,9 +31,9 @@ class PreferenceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelConfig:
-    """How a reward model is trained."""
+    """Loss of a reward model."""
 
-    margin: float = 0.0  # by how much the chosen response is to score higher
+    margin: float = 0.0  # required lead of the chosen response's score
     center_coef: float = 0.0  # weight of (s+ + s-)^2, which keeps scores around 0
 
     def __post_init__(self):
@@ -42,17 +45,19 @@ class RewardModelConfig:
 
 
 def dpo(delta: jax.Array, *, beta: float) -> jax.Array:
-    """-log sigmoid(beta Delta), Delta = (logp+ - ref+) - (logp- - ref-), sums over the responses.
+    """DPO: -log sigmoid(beta Delta), any shape.
 
+    `delta` is Delta = (logp+ - ref+) - (logp- - ref-), log-probs summed over each response.
     Rafailov et al. 2023 (arxiv.org/abs/2305.18290), eq. 7.
     """
     return -jax.nn.log_sigmoid(beta * delta)
 
 
 def ipo(delta: jax.Array, *, beta: float) -> jax.Array:
-    """(Delta - 1 / (2 beta))^2: a target for the margin, where dpo's grows without end.
+    """IPO: (Delta - 1 / (2 beta))^2, any shape; `delta` as in dpo.
 
-    Azar et al. 2023 (arxiv.org/abs/2310.12036), eq. 17.
+    The margin has a target, whereas under DPO it grows without bound. Azar et al. 2023
+    (arxiv.org/abs/2310.12036), eq. 17.
     """
     return jnp.square(delta - 1.0 / (2.0 * beta))
 
@@ -60,7 +65,7 @@ def ipo(delta: jax.Array, *, beta: float) -> jax.Array:
 def reward_model(
     chosen: jax.Array, rejected: jax.Array, *, margin: float, center_coef: float
 ) -> jax.Array:
-    """-log sigmoid(s+ - s- - margin) + coef (s+ + s-)^2.
+    """Ranking loss -log sigmoid(s+ - s- - margin) + center_coef (s+ + s-)^2, any shape.
 
     Touvron et al. 2023 (arxiv.org/abs/2307.09288), eq. 2; the second term: Eisenstein et al. 2023
     (arxiv.org/abs/2312.09244), sec. 2.
@@ -73,9 +78,10 @@ PREFERENCE_LOSSES: dict[str, Callable[..., jax.Array]] = {"dpo": dpo, "ipo": ipo
 
 
 def pairs(rows: Rows) -> jax.Array:
-    """[R, S, S] bool: entry (c, r) says that sequences c and r of a row are a pair.
+    """Mask of pairs within each row, bool [R, S, S]: True at (c, r) if c and r are a pair.
 
-    c is sample 0 of a group, the chosen one, and r sample 1 of the same group in the same row.
+    c is the sequence of sample 0 of a group, the chosen response; r is sample 1 of the same group
+    in the same row.
     """
     group, sample = rows.group, rows.sample
     same = group[..., :, None] == group[..., None, :]
@@ -85,5 +91,8 @@ def pairs(rows: Rows) -> jax.Array:
 
 
 def partner(x: jax.Array, paired: jax.Array) -> jax.Array:
-    """x [R, S] of the rejected response at the place of the chosen one, 0 where there is none."""
+    """x [R, S] of the rejected response, at the index of the chosen one, [R, S]; 0 elsewhere.
+
+    `paired` [R, S, S] is the result of `pairs`.
+    """
     return jnp.sum(jnp.where(paired, x[..., None, :], 0.0), axis=-1)

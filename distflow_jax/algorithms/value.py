@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains. Any shape, float32."""
+"""The critic's loss and its explained variance. Arguments are float32 of any equal shape."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from distflow_jax.algorithms.masked import masked_variance, safe_divide
 
 @dataclasses.dataclass(frozen=True)
 class ValueConfig:
-    """How a critic is trained."""
+    """Loss of a critic."""
 
-    clip: float = 0.5  # a value may leave the old one by this before its gain counts no more
+    clip: float = 0.5  # distance from the old value beyond which a smaller error is not rewarded
     aggregation: str = "token-mean"
 
     def __post_init__(self):
         if self.clip <= 0:
             raise ValueError(f"critic.loss.clip must be positive, got {self.clip}")
-        # a budget is one of the policy's loss: the critic has no use for a cut response
+        # the token budget belongs to the policy's loss; the critic learns from whole responses
         choices = sorted(set(AGGREGATIONS) - {"fixed-budget"})
         if self.aggregation not in choices:
             raise ValueError(
@@ -29,7 +29,7 @@ class ValueConfig:
 
 
 class ValueLoss(NamedTuple):
-    """Per-token loss, and 1 where the clipped branch is the larger one."""
+    """Per-token loss, and a mask that is 1 where the clipped branch is the larger one."""
 
     loss: jax.Array
     clipped: jax.Array
@@ -38,10 +38,11 @@ class ValueLoss(NamedTuple):
 def value_loss(
     value: jax.Array, old_value: jax.Array, returns: jax.Array, mask: jax.Array, *, clip: float
 ) -> ValueLoss:
-    """0.5 max((v - G)^2, (clip(v, V - c, V + c) - G)^2), V the value before the step's updates.
+    """Clipped value loss 0.5 max((v - G)^2, (clip(v, V - c, V + c) - G)^2), any shape.
 
-    0 outside the mask, whatever stands there. Schulman et al., PPO2 in OpenAI Baselines; Engstrom
-    et al. 2020 (arxiv.org/abs/2005.12729), sec. 3.
+    G are the returns, V the value before the step's updates. The loss is 0 outside the mask, even
+    for inf or nan. Schulman et al., PPO2 in OpenAI Baselines; Engstrom et al. 2020
+    (arxiv.org/abs/2005.12729), sec. 3.
     """
     value, old_value, returns = (jnp.where(mask, x, 0.0) for x in (value, old_value, returns))
     bounded = jnp.clip(value, old_value - clip, old_value + clip)
@@ -50,9 +51,9 @@ def value_loss(
 
 
 def explained_variance(value: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
-    """1 - Var(G - V) / Var(G) over the mask: 1 is perfect, 0 no better than a constant.
+    """1 - Var(G - V) / Var(G) over the mask, a scalar; 0 if the returns do not vary.
 
-    0 where the returns do not vary.
+    1 is a perfect prediction, 0 is no better than a constant.
     """
     total = masked_variance(returns, mask)
     left = masked_variance(jnp.where(mask, returns - value, 0.0), mask)

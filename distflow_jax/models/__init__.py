@@ -1,1 +1,1 @@
-"""The network, its tokenizer, and weights in."""
+"""Decoder networks: layers, kernels, model families, tokenizers and weight files."""

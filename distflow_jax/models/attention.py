@@ -1,7 +1,6 @@
-"""Attention over packed rows, whole or in parts, and over a block-wise key/value cache.
+"""Masked attention over packed rows, or over the shards of rows that devices share.
 
-B batch or slots, T query tokens, S key tokens, N heads, K key/value heads, G = N / K heads per
-key/value head, H head dim, C cache blocks, W tokens per cache block.
+B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dim.
 """
 
 from typing import NamedTuple
@@ -11,13 +10,15 @@ import jax.numpy as jnp
 
 from distflow_jax.models.remat import ATTENTION, named
 
-UNLIMITED = 2**30  # window of a layer that sees all: above every distance, and no overflow in sums
+UNLIMITED = 2**30  # window of a layer without one: above every distance, without overflow in sums
 _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of nan
 
 
 class InRow(NamedTuple):
-    """Where the T tokens of a part of a row lie in it, and the S tokens of the whole row, in the
-    order in which their keys come."""
+    """Indices in the row of the T query tokens of a row's shard and of the row's S key tokens.
+
+    Key tokens are in the order of their keys.
+    """
 
     place_BT: jax.Array  # int32
     segment_BS: jax.Array  # int32
@@ -25,7 +26,7 @@ class InRow(NamedTuple):
 
 
 def whole_rows(segment_BT: jax.Array) -> InRow:
-    """That of rows which are all there, token after token."""
+    """The InRow of whole rows: queries and keys are all tokens in order."""
     place = jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
     return InRow(place, segment_BT, place)
 
@@ -33,11 +34,11 @@ def whole_rows(segment_BT: jax.Array) -> InRow:
 def packed_mask(
     segment_BT: jax.Array, parent_BT: jax.Array, in_row: InRow | None = None
 ) -> jax.Array:
-    """Which token sees which, bool [B, T, S].
+    """Attention mask of packed rows, bool [B, T, S]: True where a query attends to a key.
 
-    A token sees earlier tokens of its own segment and of its parent segment (the prompt that
-    several responses share; equal to the own segment where the prompt is not shared). 0 is padding.
-    Where the tokens are a part of their rows, `in_row` tells of the rest; S is T without.
+    A token attends to itself and to earlier tokens of its own segment and of its parent segment
+    (the shared prompt; equal to the own segment if the prompt is not shared). 0 is padding.
+    `in_row` is needed if the T tokens are a shard of a row; without it S = T.
     """
     at, segment_BS, key_at = in_row or whole_rows(segment_BT)
     query, key = segment_BT[:, :, None], segment_BS[:, None, :]
@@ -47,10 +48,10 @@ def packed_mask(
 
 
 def within(position_BT: jax.Array, key_position_BS: jax.Array, window: jax.Array) -> jax.Array:
-    """Whether a key is one of the last `window` tokens up to the query's, bool [B, T, S].
+    """Sliding-window mask, bool [B, T, S]: True for keys less than `window` before the query.
 
-    Positions int32 are those in the sequence, a shared prompt included, not places in a row; what
-    comes after the query is left to the causal mask. `window` int32, UNLIMITED for all.
+    Positions int32 count within the sequence, its shared prompt included, not within the row. Keys
+    after the query are left to the causal mask. `window` int32; UNLIMITED allows all.
     """
     return position_BT[:, :, None] - key_position_BS[:, None, :] < window
 
@@ -62,8 +63,8 @@ def masked_attention(
     batch, length, heads, head_dim = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     groups = heads // kv_heads
-    # query heads of one key/value head side by side: one product per key/value head, a quarter
-    # faster on CPU than one per query head
+    # query heads of a key/value head are put side by side: one product per key/value head is a
+    # quarter faster on CPU than one per query head
     q = q_BTNH.reshape(batch, length, kv_heads, groups, head_dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, head_dim)
     k, v = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
@@ -80,8 +81,10 @@ def masked_attention(
 def causal_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, window: jax.Array | None = None
 ) -> jax.Array:
-    """masked_attention of whole sequences, one per row: a token sees those up to itself, or the
-    last `window` of them, int32."""
+    """Causal attention over whole sequences, one per row, [B, T, N, H].
+
+    `window`, an int32 scalar, limits a token to the last `window` tokens up to itself.
+    """
     batch, length = q_BTNH.shape[:2]
     place = jax.lax.broadcasted_iota(jnp.int32, (batch, length), 1)
     mask = within(place, place, UNLIMITED if window is None else window)

@@ -1,13 +1,13 @@
-"""Attention over packed rows, tile by tile, and only over tiles that hold a pair that counts.
+"""Block-sparse packed attention: tiles in which no query may attend to a key are skipped.
 
-B rows or parts of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
+B rows or shards of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
 and m = S / C blocks, N heads, K key/value heads, G = N / K heads per key/value head, X = G C query
 rows of a block, H head dim.
 
-A row that holds many short sequences, or a causal one, needs less than half of its [T, T] scores.
-Where a layer sees a window only, tiles outside of it are left out too. Scores of one tile exist at
-a time; the backward pass computes them again from the log-sum-exps
-(FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691, algorithms 1 and 2).
+A row of many short sequences, or of a causal one, needs less than half of its [T, T] scores. In
+layers with a sliding window tiles outside the window are skipped, too. Only one tile's scores exist
+at a time; the backward pass recomputes them from the log-sum-exps (FlashAttention-2: Dao 2023,
+arxiv.org/abs/2307.08691, algorithms 1 and 2).
 """
 
 import functools
@@ -19,7 +19,7 @@ from distflow_jax.models.kernels import flash_gpu, flash_loops, flash_tpu
 from distflow_jax.models.kernels.tiles import Reach, Tiles
 from distflow_jax.models.remat import ATTENTION, named
 
-# (forward, backward) as flash_loops has them
+# (forward, backward), with the signatures of flash_loops
 IMPLEMENTATIONS = {
     "loops": (flash_loops.forward, flash_loops.backward),
     "gpu": (flash_gpu.forward, flash_gpu.backward),
@@ -36,14 +36,18 @@ def block_attention(
     reach: Reach | None = None,
     implementation: str = "loops",
 ) -> jax.Array:
-    """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q; with
-    `reach` over those of them that lie within its window, all of which `tiles` must hold.
+    """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q.
 
-    Scores and sums are float32. Tokens of segment 0 come out as 0. Rows, or parts of them, and
-    heads must be whole on a device (see parallel.rules.local): which tiles are read differs from
-    row to row. `across` are the mesh axes over which the parts of a row are divided: keys and
-    values are gathered over them, and again in the backward pass rather than kept.
-    `implementation` is one of IMPLEMENTATIONS: loops on a CPU, a kernel of the devices elsewhere.
+    Scores and sums are float32; tokens of segment 0 give 0. Call it per device (see
+    parallel.rules.local), on whole rows or row shards and whole heads: the tiles to visit differ
+    from row to row.
+
+    Args:
+      tiles: tiles to visit; with `reach` all that hold a pair within its window.
+      across: mesh axes over which a row's shards are divided. Keys and values are gathered over
+        them, and again in the backward pass instead of being kept.
+      reach: limits the pairs to a sliding window.
+      implementation: one of IMPLEMENTATIONS: loops on a CPU, the device's kernel elsewhere.
     """
     rows, length, heads, head_dim = q_BTNH.shape
     kv_heads, size = k_BTKH.shape[2], tiles.segment.shape[2]
@@ -65,7 +69,7 @@ def block_attention(
 
 
 def _gathered(x: jax.Array, across: tuple[str, ...]) -> jax.Array:
-    """[B, n, ...] -> [B, m, ...]: the blocks of all parts of a row, part after part."""
+    """[B, n, ...] -> [B, m, ...]: the blocks of all shards of a row, in the shards' order."""
     return jax.lax.all_gather(x, across, axis=1, tiled=True) if across else x
 
 
@@ -84,15 +88,17 @@ def _attention(
     across: tuple[str, ...],
     implementation: str,
 ) -> jax.Array:
-    """q [B, n, K, X, H], k and v [B, n, K, C, H] -> like q. `reach`: positions [B, n, C] and
-    [B, m, C]."""
+    """Attention of q [B, n, K, X, H] over k and v [B, n, K, C, H], shaped as q.
+
+    Positions of `reach` are [B, n, C] and [B, m, C].
+    """
     return _forward(q, k, v, tiles, reach, across, implementation)[0]
 
 
 def _forward(q, k, v, tiles, reach, across, implementation):
     forward, _ = IMPLEMENTATIONS[implementation]
     found = forward(q, _gathered(k, across), _gathered(v, across), tiles, reach)
-    # named here, where the backward pass takes them from: outside they have other shapes
+    # named here, because these are the arrays that the backward pass takes
     out, lse = (named(ATTENTION, x) for x in found)
     return out, (q, k, v, tiles, reach, out, lse)
 

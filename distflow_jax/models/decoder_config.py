@@ -1,4 +1,4 @@
-"""Shape of a decoder: what the network code needs to know, whatever family it comes from."""
+"""Configuration of a decoder, common to all model families."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ class Llama3Scaling:
 
     factor: float = 8.0  # long wavelengths are stretched by this
     low_freq_factor: float = 1.0  # wavelengths above original / low are stretched in full
-    high_freq_factor: float = 4.0  # wavelengths below original / high are left alone
-    original_max_position: int = 8192  # context length the model was first trained on
+    high_freq_factor: float = 4.0  # wavelengths below original / high are unchanged
+    original_max_position: int = 8192  # context length of pretraining
 
     def __post_init__(self):
         if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor:
@@ -22,22 +22,24 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: positions beyond those that a model was trained on. Peng et al. 2023
-    (arxiv.org/abs/2309.00071), sec. 3: frequencies that turn often are left alone, those that turn
-    seldom are stretched, and scores are sharpened.
+    """YaRN's frequency scaling, for positions beyond those of pretraining.
+
+    High frequencies are unchanged, low frequencies are stretched, and scores are sharpened. Peng et
+    al. 2023 (arxiv.org/abs/2309.00071), sec. 3.
     """
 
-    factor: float = 4.0  # how many times original_max_position can be read
-    original_max_position: int = 32_768  # context length the model was first trained on
-    beta_fast: float = 32.0  # pairs that turn more often over the original length are left alone
-    beta_slow: float = 1.0  # those that turn less often are stretched in full
+    factor: float = 4.0  # longest sequence, in multiples of original_max_position
+    original_max_position: int = 32_768  # context length of pretraining
+    beta_fast: float = 32.0  # pairs with more turns over the original length are unchanged
+    beta_slow: float = 1.0  # pairs with fewer turns are stretched in full
     attention_factor: float | None = None  # of cosines and sines; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # whether both ends of the ramp are rounded to whole pairs, outwards
+    truncate: bool = True  # round both ends of the ramp outwards to whole pairs
 
     def __post_init__(self):
         if not (self.factor >= 1 and self.original_max_position >= 1):
             raise ValueError(
-                f"yarn rope scaling needs factor and original_max_position from 1 on, got {self}"
+                "yarn rope scaling needs factor and original_max_position of at least 1, got "
+                f"{self}"
             )
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(f"yarn rope scaling needs beta_fast > beta_slow > 0, got {self}")
@@ -46,42 +48,45 @@ class YarnScaling:
 
     @property
     def table_scale(self) -> float:
-        """What cosines and sines are multiplied by: scores grow by its square."""
+        """Factor of cosines and sines; scores grow by its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_table_scale(self.factor)
 
     @property
     def max_position(self) -> int:
-        """The longest sequence that it is meant for, in tokens."""
+        """The longest supported sequence, in tokens."""
         return int(self.factor * self.original_max_position)
 
 
 def yarn_table_scale(factor: float, weight: float = 1.0) -> float:
-    """0.1 w ln(factor) + 1, of which the square divides the softmax's temperature. Peng et al.
-    2023, eq. 22."""
+    """0.1 weight ln(factor) + 1; its square divides the softmax's temperature.
+
+    Peng et al. 2023, eq. 22.
+    """
     return 0.1 * weight * math.log(factor) + 1.0
 
 
 RopeScaling = Llama3Scaling | YarnScaling
 
-# What the MLP's gate goes through: Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU and GEGLU.
+# Activations of the MLP's gate: Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU and GEGLU.
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 # Projections of a layer that may have adapters.
 LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-_OF_EXPERTS = ("gate", "up", "down")  # in a mixture
+_OF_EXPERTS = ("gate", "up", "down")  # once per expert in a mixture
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: a projection W x becomes W x + (alpha / rank) B A x, and A and B alone are
-    trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
+    """Low-rank adapters: a projection W x becomes W x + (alpha / rank) B A x.
+
+    Only A and B are trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
     """
 
     rank: int = 0  # rows of A, columns of B; 0: no adapters, all parameters are trained
     alpha: float = 32.0
-    targets: tuple[str, ...] = LORA_TARGETS  # which projections have them
+    targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters
 
     def __post_init__(self):
         if self.rank < 0:
@@ -97,17 +102,17 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied with; 0 without adapters."""
+        """Factor alpha / rank of B A x; 0 without adapters."""
         return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP, or
-    `num_experts` of them in each layer, of which every token goes through `experts_per_token`.
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
-    With `sliding_window` a token sees, in all layers but every `full_every`-th, only the last
-    `sliding_window` tokens of its sequence, itself among them; such layers rotate by
+    With `num_experts`, a layer has that many MLPs, of which `experts_per_token` process each token.
+    With `sliding_window`, all layers but every `full_every`-th limit a token to the last
+    `sliding_window` tokens of its sequence, itself included; these layers rotate by
     `rope_local_theta`, the others by `rope_theta`.
 
     Parameters are a nested dict of arrays; `layers` arrays are stacked over the layers:
@@ -136,8 +141,8 @@ class DecoderConfig:
         head                       [hidden_size, vocab_size]     (absent with tie_embeddings)
 
     query and key are in Hugging Face's split-half rotary form. With num_experts gate, up and down
-    have a dim of experts after that of layers. Norms multiply with their parameter, with
-    norm_offset with 1 + their parameter.
+    have a dim of experts after that of layers. Norms multiply by their parameter, with norm_offset
+    by 1 + their parameter.
     """
 
     family: str = "llama"
@@ -147,7 +152,7 @@ class DecoderConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    mlp_size: int = 768  # of one expert, where there are experts
+    mlp_size: int = 768  # of one expert in a mixture
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -155,19 +160,19 @@ class DecoderConfig:
     max_position: int = 8192  # longest sequence, in tokens
     attention_bias: bool = False  # of query, key and value: Qwen2
     qk_norm: bool = False  # RMS norm of each head's query and key before rotation: Qwen3
-    lora: LoraConfig | None = None  # adapters of a model that is trained by them alone
+    lora: LoraConfig | None = None  # adapters; None: all parameters are trained
     num_experts: int = 0  # MLPs of a layer that its router chooses from; 0: one, for all tokens
-    experts_per_token: int = 0  # of them, those that a token goes through
-    norm_topk: bool = True  # whether the chosen experts' probabilities are scaled to sum to 1
+    experts_per_token: int = 0  # experts that process a token
+    norm_topk: bool = True  # scale the chosen experts' probabilities to sum to 1
     activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
-    post_norms: bool = False  # norms of what attention and the MLP add, before it is added: Gemma
-    norm_offset: bool = False  # norms hold what is to be added to 1
-    embed_scale: bool = False  # a token's embedding times sqrt(hidden_size) goes into the layers
+    post_norms: bool = False  # norms of the outputs of attention and MLP, before the sum: Gemma
+    norm_offset: bool = False  # norms multiply by 1 + their parameter
+    embed_scale: bool = False  # multiply embeddings by sqrt(hidden_size)
     query_scalar: int = 0  # scores q k are divided by its square root; 0: head_dim
-    rope_factor: float = 1.0  # positions are divided by it, but in layers with a window
-    sliding_window: int = 0  # tokens that a layer with a window sees, its own included; 0: no layer
+    rope_factor: float = 1.0  # divides positions, except in layers with a window
+    sliding_window: int = 0  # tokens that a layer with a window attends to; 0: no such layer
     full_every: int = 0  # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
-    rope_local_theta: float = 10_000.0  # of layers with a window
+    rope_local_theta: float = 10_000.0  # in layers with a window
 
     def __post_init__(self):
         may_be_none = (
@@ -203,13 +208,13 @@ class DecoderConfig:
             raise ValueError(f"model rope_factor must be at least 1, got {self.rope_factor}")
         if self.query_scalar and not self.qk_norm:
             raise ValueError(
-                f"model query_scalar={self.query_scalar} needs qk_norm: it is taken along in the "
-                "norm of queries"
+                f"model query_scalar={self.query_scalar} needs qk_norm=True: the norm of queries "
+                "applies it"
             )
         if self.full_every and not self.sliding_window:
             raise ValueError(
-                f"model full_every={self.full_every} says which layers have no window, and there "
-                "is no sliding_window"
+                f"model full_every={self.full_every} has no effect without a sliding_window; set "
+                "sliding_window or full_every=0"
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
@@ -229,7 +234,7 @@ class DecoderConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Which layers have a window, by their order."""
+        """True for each layer with a sliding window, in the order of the layers."""
         every = self.full_every
         return tuple(
             bool(self.sliding_window) and not (every and number % every == 0)
@@ -239,15 +244,14 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ScalarModel:
-    """A decoder with one linear output for each token in place of the vocabulary's: a critic, a
-    reward model.
+    """A decoder with one linear output per token instead of logits: a critic or a reward model.
 
-    Parameters: {"trunk": those of the decoder, "head": [hidden_size]}. The trunk has no head of its
-    own, so its embeddings count as tied; `scalar_model` makes it from any decoder.
+    Parameters: {"trunk": those of the decoder, "head": [hidden_size]}. The trunk has no output
+    projection, so its embeddings count as tied; `scalar_model` makes a ScalarModel of any decoder.
     """
 
     trunk: DecoderConfig
-    head_stddev: float = 0.0  # of the head at birth
+    head_stddev: float = 0.0  # of the head's initial values
 
     def __post_init__(self):
         assert self.trunk.tie_embeddings, "a trunk has no head of its own: use scalar_model"
@@ -256,14 +260,14 @@ class ScalarModel:
 def scalar_model(decoder: DecoderConfig, *, head_stddev: float = 0.0) -> ScalarModel:
     """The decoder's trunk with a scalar head.
 
-    A critic's head starts at 0, so that its first values are no noise; a reward model's with
-    `reward_head_stddev`. Huang et al. 2024 (arxiv.org/abs/2403.17031), sec. 3.
+    A critic's head starts at 0, so that its first values are not noise; a reward model's starts
+    with `reward_head_stddev`. Huang et al. 2024 (arxiv.org/abs/2403.17031), sec. 3.
     """
     return ScalarModel(dataclasses.replace(decoder, tie_embeddings=True), head_stddev)
 
 
 def adapted(network: DecoderConfig | ScalarModel, lora: LoraConfig) -> DecoderConfig | ScalarModel:
-    """The network with adapters, as its trained form has them; with rank 0 as it is."""
+    """The network with adapters; unchanged if lora.rank is 0."""
     if not lora.rank:
         return network
     if isinstance(network, ScalarModel):
@@ -272,12 +276,12 @@ def adapted(network: DecoderConfig | ScalarModel, lora: LoraConfig) -> DecoderCo
 
 
 def without_adapters(network: DecoderConfig | ScalarModel) -> DecoderConfig | ScalarModel:
-    """The network that is left when the adapters have been merged into their projections."""
+    """The network after its adapters have been merged into their projections."""
     if isinstance(network, ScalarModel):
         return dataclasses.replace(network, trunk=without_adapters(network.trunk))
     return dataclasses.replace(network, lora=None)
 
 
 def reward_head_stddev(decoder: DecoderConfig) -> float:
-    """1 / sqrt(hidden_size + 1), with which scores start at about 1 in size."""
+    """Standard deviation 1 / sqrt(hidden_size + 1), for initial scores of magnitude about 1."""
     return (decoder.hidden_size + 1) ** -0.5

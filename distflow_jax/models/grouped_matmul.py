@@ -1,10 +1,9 @@
-"""Products of rows with one matrix per group, the rows sorted by their group.
+"""Grouped matrix product: rows sorted by group, times one matrix per group.
 
-TPUs have an instruction for it (`jax.lax.ragged_dot`). Elsewhere XLA expands that into a copy of
-all rows for each group, zero but for its own, and their product with all matrices: E times the
-memory and the work. There a loop goes through blocks of rows, each of one group (as Gale et al.
-2022, arxiv.org/abs/2211.15841, sec. 4, who pad groups to whole blocks; here blocks overlap, and
-keep what is theirs).
+On TPUs `jax.lax.ragged_dot` computes it directly. Elsewhere XLA expands ragged_dot into a copy of
+all rows for each group, zero outside the group, times all matrices: E times the memory and work.
+There a loop visits blocks of rows, each of one group. Gale et al. 2022 (arxiv.org/abs/2211.15841,
+sec. 4) pad groups to whole blocks; here blocks overlap, and each writes its own group's rows only.
 
 M rows, E groups, I inputs, O outputs, C rows of a block.
 """
@@ -29,15 +28,16 @@ def grouped_product(
     turned: bool = False,
     ragged: bool = False,
 ) -> jax.Array:
-    """Rows times the matrix of their group, [M, O] in the dtype of `x`.
+    """Rows times the matrix of their group, [M, O] in the dtype of `x_MI`.
 
     Args:
       x_MI: rows, those of group 0 first, then those of group 1 and so on.
-      weight: [E, I, O], or [E, O, I] where `turned`; in the dtype of `x`, or int8.
+      weight: [E, I, O], or [E, O, I] if `turned`; in the dtype of `x_MI`, or int8.
       sizes: int32 [E], rows of each group; they sum to M.
-      ragged: by `jax.lax.ragged_dot` in place of blocks.
+      turned: whether outputs precede inputs in `weight`.
+      ragged: use `jax.lax.ragged_dot` instead of blocks.
     """
-    if isinstance(weight, Int8):  # a sampler's: without a gradient
+    if isinstance(weight, Int8):  # only samplers use int8, and they need no gradient
         return _product(x_MI, weight, sizes, turned, ragged)
     return _differentiable(x_MI, weight, sizes, turned, ragged)
 
@@ -94,23 +94,23 @@ def _ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 class _Blocks(NamedTuple):
-    """Blocks of C rows in a row of groups; block j has rows first[j] to last[j] - 1 of a group."""
+    """Blocks of at most C rows of one group; block j covers rows first[j] to last[j] - 1."""
 
-    count: jax.Array  # int32: how many there are
+    count: jax.Array  # int32: blocks in use
     group: jax.Array  # int32 [most]
     first: jax.Array  # int32 [most]
     last: jax.Array  # int32 [most]
 
     def at(self, index: jax.Array, rows: int, size: int) -> tuple[jax.Array, jax.Array]:
-        """(where the block begins, which of its rows [C, 1] are its group's own)."""
-        # the last blocks begin early enough to end with the rows
+        """Start row of a block (scalar), and a mask [C, 1] of the rows that belong to its group."""
+        # the last blocks start early enough to end with the rows
         start = jnp.minimum(self.first[index], rows - size)
         row = start + jnp.arange(size, dtype=jnp.int32)
         return start, ((row >= self.first[index]) & (row < self.last[index]))[:, None]
 
 
 def block_size(rows: int, groups: int) -> int:
-    """C: about the rows of a group, in the powers of two between _BLOCKS, and at most all."""
+    """C, rows of a block: the rows per group rounded up to a power of two, within _BLOCKS."""
     least, most = _BLOCKS
     size = least
     while size < most and size * groups < rows:
@@ -125,13 +125,13 @@ def _blocks(sizes: jax.Array, rows: int, size: int) -> _Blocks:
     before = jnp.cumsum(needed, dtype=jnp.int32)
     nth = jnp.arange(most, dtype=jnp.int32)
     group = jnp.sum(before[None] <= nth[:, None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, len(sizes) - 1)  # behind the last block
+    group = jnp.minimum(group, len(sizes) - 1)  # for entries after the last block
     first = (end - sizes)[group] + (nth - (before - needed)[group]) * size
     return _Blocks(before[-1], group, first, end[group])
 
 
 def _most(rows: int, groups: int, size: int) -> int:
-    """Blocks at most, however the rows are spread over the groups."""
+    """Largest number of blocks, for any distribution of the rows over the groups."""
     return min(rows, rows // size + groups)
 
 
@@ -156,16 +156,16 @@ def _block_product(
 
 
 def _block_outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    """As _ragged_outer."""
+    """Sum over the rows of each group of x_m y_m^T, float32 [E, I, O], as _ragged_outer."""
     rows, groups = len(x), len(sizes)
     size = block_size(rows, groups)
     blocks = _blocks(sizes, rows, size)
 
     def body(index, total):
         start, own = blocks.at(index, rows, size)
-        part, group = jnp.where(own, _rows(x, start, size), 0), blocks.group[index]
+        block, group = jnp.where(own, _rows(x, start, size), 0), blocks.group[index]
         new = jnp.einsum(
-            "CI,CO->IO", part, _rows(y, start, size), preferred_element_type=jnp.float32
+            "CI,CO->IO", block, _rows(y, start, size), preferred_element_type=jnp.float32
         )
         new = _pick(total, group) + new
         return jax.lax.dynamic_update_index_in_dim(total, new, group, axis=0)

@@ -1,14 +1,13 @@
-"""Numbers as int8 with a float32 scale, and a sampler's matrices kept so.
+"""Symmetric int8 quantisation with float32 scales, and products with quantised weights.
 
-A matrix has a scale for each of its outputs, an embedding for each of its rows: then the scale is
-the same for all that a product sums over, and is taken out of the sum,
+A matrix has one scale per output, an embedding one per row. The scale is therefore constant over
+the dim that a product sums over and moves out of the sum,
 
     sum_i x_i (W_io s_o) = s_o sum_i x_i W_io,
 
-so that int8 is what TPUs and GPUs read from memory, converted on its way into the product (every
-int8 is exact in bfloat16). A CPU's products are calls of a library that takes floats: there XLA
-converts a program's weights before it uses them. Jacob et al. 2018, arxiv.org/abs/1712.05877, with
-a scale per channel and zero at zero.
+so TPUs and GPUs read int8 from memory and convert it on its way into the product (every int8 is
+exact in bfloat16). On CPUs, products call a library that takes floats, so XLA converts the weights
+first. Jacob et al. 2018, arxiv.org/abs/1712.05877, with a scale per channel and no zero point.
 """
 
 from collections.abc import Callable
@@ -19,26 +18,27 @@ import jax.numpy as jnp
 
 
 class Int8(NamedTuple):
-    """values * scale, with scale broadcast over the inputs."""
+    """A quantised weight, values * scale, with scale broadcast over the inputs."""
 
     values: jax.Array  # int8, in the shape of the weight
     scale: jax.Array  # float32, the weight's shape without its inputs
 
     @property
     def T(self) -> "Int8":
-        """A matrix whose inputs and outputs have changed places; a scale per output still."""
+        """The transposed matrix, with one scale per output as before."""
         return Int8(self.values.T, self.scale)
 
 
 def quantise(x: jax.Array, dims: tuple[int, ...] = (-1,)) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 over `dims`: (int8 like x, scale float32 of the other dims).
+    """Quantises x of any shape symmetrically over `dims`.
 
-    scale = max |x| / 127 and |x - int8 scale| <= scale / 2, up to float32's rounding. A row with
-    inf or nan has a scale that is neither zero nor finite: it comes back as nan, not as a number.
+    Returns int8 values shaped as x, and float32 scales with the remaining dims: scale = max |x| /
+    127 and |x - int8 scale| <= scale / 2, up to float32's rounding. The scale of a row with inf or
+    nan is neither zero nor finite, so the row dequantises to nan, not to numbers.
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=dims, keepdims=True) / 127
-    # a row of zeros has scale 0: its quotient would be nan
+    # the scale of a row of zeros is 0, and its quotient would be nan
     whole = jnp.where(scale > 0, jnp.round(x / scale), 0)
     return whole.astype(jnp.int8), jnp.squeeze(scale, dims)
 
@@ -50,8 +50,10 @@ def times(
     inputs: int = 1,
     dtype: Any = None,
 ) -> jax.Array:
-    """product(x, weight, inputs, dtype) in the dtype of `x` [X, I], however the weight is kept:
-    [X, *outputs], in `dtype` (default: that of `x`)."""
+    """product(x, weight, inputs, dtype) with a weight in floats or int8, [X, *outputs].
+
+    Computed in the dtype of `x` [X, I]; the result has `dtype`, by default that of `x`.
+    """
     if not isinstance(weight, Int8):
         return product(x, weight.astype(x.dtype), inputs, dtype)
     y = product(x, weight.values.astype(x.dtype), inputs, dtype)
@@ -59,7 +61,7 @@ def times(
 
 
 def lookup(table: jax.Array | Int8, index: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of a table [V, D], however it is kept: [*index, D] in `dtype`."""
+    """Rows `index` of a table [V, D] in floats or int8: [*index, D] in `dtype`."""
     if not isinstance(table, Int8):
         return table.astype(dtype)[index]
     return (table.values[index].astype(jnp.float32) * table.scale[index][..., None]).astype(dtype)

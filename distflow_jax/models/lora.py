@@ -1,8 +1,8 @@
-"""Parameters of a model with low-rank adapters: which are trained, and what they are merged.
+"""Low-rank adapters: division of parameters into trained and frozen ones, and merging.
 
-Hu et al. 2021, arxiv.org/abs/2106.09685. An adapter is two more parameters beside its projection,
-A at PATH_lora_a [layers, *inputs, rank] and B at PATH_lora_b [layers, rank, *outputs], which the
-network reads where it multiplies (transformer.py). Here parameters are nested dicts of arrays.
+Hu et al. 2021, arxiv.org/abs/2106.09685. An adapter is two parameters beside its projection, A at
+PATH_lora_a [layers, *inputs, rank] and B at PATH_lora_b [layers, rank, *outputs]; transformer.py
+applies them. Parameters are nested dicts of arrays.
 """
 
 import functools
@@ -20,20 +20,22 @@ A, B = "_lora_a", "_lora_b"
 
 
 def lora_of(network: DecoderConfig | ScalarModel) -> LoraConfig | None:
-    """The network's adapters; None where it has none, and all of it is trained."""
+    """The network's adapters; None if it has none, and all of its parameters are trained."""
     return (network.trunk if isinstance(network, ScalarModel) else network).lora
 
 
 def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
-    """Whether an update changes the parameter at `path`: with adapters only these, and the head of
-    a scalar model, which is new."""
+    """Whether an update changes the parameter at `path`.
+
+    With adapters only these are trained, and the head of a scalar model, which starts untrained.
+    """
     if lora_of(network) is None:
         return True
     return is_adapter(path) or (isinstance(network, ScalarModel) and path == "head")
 
 
 def divide(network: DecoderConfig | ScalarModel, params: Any) -> tuple[Any, Any]:
-    """(trained, frozen) parameters, or whatever else lies in a tree like theirs."""
+    """Divides parameters, or any tree of the same structure, into (trained, frozen)."""
     flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(network, path)}
     frozen = {path: x for path, x in flat.items() if path not in trained}
@@ -46,17 +48,17 @@ def join(trained: Any, frozen: Any) -> Any:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether the parameter is the A or the B of a projection."""
+    """Whether the parameter is the A or B of an adapter."""
     return path.endswith((A, B))
 
 
 def merged(params: Any, scale: float) -> Any:
-    """W + scale B A in place of W, A and B; what has no adapter stays as it is.
+    """Replaces W, A and B by W + scale B A; parameters without an adapter are unchanged.
 
     `params` are a decoder's or a scalar model's, with adapters or without. Traceable.
     """
     flat = flatten_dict(params, sep="/")
-    # a sampler has to have what the trainer adds up: no bfloat16 in between on TPUs
+    # the sampler's weights must equal the trainer's sum: no bfloat16 products on TPUs
     matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     plain = [path for path in flat if not is_adapter(path)]
     return unflatten_dict(
@@ -70,9 +72,10 @@ def merged_one(
     scale: float,
     matmul: Callable[[Any, Any], Any] = np.matmul,
 ) -> Any:
-    """The parameter at `path` as `merged` has it; `read(path)` gives one, None where there is none.
+    """The merged parameter at `path`, see `merged`.
 
-    NumPy arrays, or JAX's with a `matmul` of theirs.
+    `read(path)` returns a parameter, or None if it does not exist. Arrays are NumPy's, or JAX's if
+    `matmul` is.
     """
     weight, a, b = (read(path + end) for end in ("", A, B))
     if a is None or b is None:

@@ -1,16 +1,18 @@
-"""Ways to hold the layers' weights, and their products with activations.
+"""Layouts of the layers' weights in memory, and products of activations with them.
 
-"stacked": one array [layers, inputs, outputs] per parameter, as the trainer has it; a scan walks
-through it. "apart": a dict of arrays per layer, each [outputs, inputs]; of experts [experts,
-outputs, inputs]. Where a product is a call of a library, as on CPUs and GPUs, a scan copies each
-layer's weights before it multiplies; and on CPUs a product of few rows takes half the time when the
-weights are its left side. TPUs have neither problem.
+"stacked": one array [layers, inputs, outputs] per parameter, as in the trainer; a scan runs over
+the layers.
 
-"turned", for TPUs: stacked, with the model's hidden dim last in every matrix, `Turned` where that
-is its inputs. A TPU's arrays are padded to 128 numbers in their last dim, and XLA lays an argument
-out so that little is lost: what heads or an MLP leave for a device is often no multiple of 128, the
-hidden dim, which no tensor group divides, nearly always is. Held in another order, a program begins
-with copies of all these matrices.
+"apart": a dict of arrays per layer, each [outputs, inputs], for experts [experts, outputs, inputs].
+On CPUs and GPUs products are calls of a library, and a scan copies each layer's weights before such
+a call. On CPUs, a product of few rows also takes half the time with the weights as its left side.
+Neither applies to TPUs.
+
+"turned", for TPUs: stacked, with the model's hidden dim last in every matrix; a matrix whose inputs
+are the hidden dim is marked as `Turned`. TPUs pad the last dim of an array to a multiple of 128,
+and XLA chooses the layout of arguments that wastes least. A device's shard of heads or of the MLP
+is often no multiple of 128, whereas the hidden dim, which tensor parallelism does not divide,
+nearly always is. In any other layout, a program starts by copying all these matrices.
 
 X rows (tokens), I inputs, O outputs.
 """
@@ -21,18 +23,20 @@ import jax
 import jax.numpy as jnp
 
 WEIGHTS = ("auto", "stacked", "turned", "apart")
-_FEW_ROWS = 256  # below it, weights as the left side win on CPUs
+_FEW_ROWS = 256  # below it, weights as the left side are faster on CPUs
 
 
 class Turned(NamedTuple):
-    """A matrix, or a stack of them, with its outputs before its inputs: [..., outputs, inputs]."""
+    """A matrix, or a stack of them, with outputs before inputs: [..., outputs, inputs]."""
 
     weight: Any  # an array, or Int8
 
 
-def way_of(weights: str, platform: str) -> str:
-    """How a sampler on `platform` holds layers, which "auto" leaves open. ValueError for an unknown
-    way."""
+def resolve_layout(weights: str, platform: str) -> str:
+    """Resolves "auto" to the layout of a sampler's weights on `platform`.
+
+    Raises ValueError unless `weights` is one of WEIGHTS.
+    """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
     if weights != "auto":
@@ -51,7 +55,7 @@ def by_output(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = Non
     outputs = weight.shape[:-inputs]
     matrix = weight.reshape(-1, x.shape[1])
     if len(x) < _FEW_ROWS:
-        # without the barrier XLA turns the product around again
+        # without the barrier XLA swaps the operands again
         y = jnp.einsum("OI,XI->OX", matrix, x, preferred_element_type=dtype)
         y = jax.lax.optimization_barrier(y).T
         return y.reshape(len(x), *outputs)
@@ -59,7 +63,7 @@ def by_output(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = Non
 
 
 def by_row(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = None) -> jax.Array:
-    """As `by_output`, in the order that XLA chooses."""
+    """As `by_output` with x [X, I], without a fixed order of operands: XLA chooses it."""
     matrix = weight.reshape(-1, x.shape[1])
     y = jnp.einsum("XI,OI->XO", x, matrix, preferred_element_type=dtype)
     return y.reshape(len(x), *weight.shape[:-inputs])

@@ -1,10 +1,10 @@
-"""FLOPs that a network's passes over a batch need: the numerator of model FLOPs utilisation.
+"""FLOPs of a network's passes over a batch: the numerator of model FLOPs utilisation.
 
-Chowdhery et al. 2022 (PaLM, arxiv.org/abs/2204.02311), appendix B: what the mathematics asks for
-and no more, so that recomputing, masking and padding do not count as use. Two FLOPs a weight and
-token forward, of matrices alone; four a pair of tokens that attention lets see each other, head and
-dim of it (half of what a full square has). Twice that backward: once for what went in, which only
-stops at the embeddings, once for the weights, which is left out where they are frozen.
+Chowdhery et al. 2022 (PaLM, arxiv.org/abs/2204.02311), appendix B. Only necessary operations count:
+recomputation, masked scores and padding do not. The forward pass takes two FLOPs per weight of a
+matrix and token, and four per (query, key) pair that attention allows, head and head dim (half of a
+full square). The backward pass takes twice that: once for the gradient of inputs, which stops only
+at the embeddings, once for the gradient of weights, which frozen weights do not need.
 """
 
 import dataclasses
@@ -17,22 +17,25 @@ from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A batch as it is stored, in numbers; a prompt that responses of a row share counts once."""
+    """Sizes of a packed batch; a prompt that responses of a row share counts once."""
 
-    tokens: int  # that go through the layers
-    scored: int  # whose log-probs are asked for: they need the vocabulary's matrix
-    pairs: int  # (token, token that it sees), itself included
+    tokens: int  # processed by the layers
+    scored: int  # with log-probs, which need the vocabulary's matrix
+    pairs: int  # (query, key) pairs that attention allows, a token with itself included
     near_pairs: int = 0  # the same in layers with a window
 
 
 def causal_pairs(length: int, window: int = 0) -> int:
-    """Pairs (token, token that it sees) of one sequence; `window` 0: all before it."""
+    """Number of (query, key) pairs of one causal sequence; `window` 0 stands for no window."""
     near = min(length, window) if window else length
     return near * (near + 1) // 2 + (length - near) * near
 
 
 def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
-    """2 (weights x tokens + head x scored) + 4 heads x dims x pairs, summed over the layers."""
+    """FLOPs of a forward pass, summed over the layers.
+
+    2 (weights x tokens + head x scored) + 4 heads x dims x pairs.
+    """
     frozen, adapters, head = _weights(network)
     return 2.0 * ((frozen + adapters) * work.tokens + head * work.scored) + _attention(
         network, work
@@ -40,7 +43,7 @@ def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
 
 
 def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
-    """Forward and backward: three times the forward; of weights frozen beside adapters twice.
+    """FLOPs of a forward and backward pass: three times the forward pass, for frozen weights twice.
 
     Without adapters 6 (weights x tokens + head x scored) + 12 heads x dims x pairs.
     """
@@ -55,9 +58,9 @@ def _decoder(network: DecoderConfig | ScalarModel) -> DecoderConfig:
 
 
 def _weights(network: DecoderConfig | ScalarModel) -> tuple[float, float, int]:
-    """(weights that a token meets without adapters, those of adapters, the vocabulary's matrix).
+    """Weights applied to a token: (without adapters, of adapters, of the vocabulary's matrix).
 
-    Of experts a token meets those it goes through. A scalar head is one column, and not counted.
+    Only the experts chosen for a token count. A scalar head is one column and does not count.
     """
     c = _decoder(network)
     own, adapters = float(c.num_layers * c.hidden_size * c.num_experts), 0.0  # the router

@@ -1,21 +1,22 @@
-"""Mixtures of experts: a router chooses for each token the MLPs that it goes through.
+"""Mixtures of experts: a router chooses the MLPs that process each token.
 
     p = softmax(x router),    y = sum over the k experts with the largest p of p_i MLP_i(x),
 
-the p of the chosen scaled to sum to 1 or not, as in Mixtral (Jiang et al. 2024, sec. 2.1,
-arxiv.org/abs/2401.04088) and Qwen3 (Yang et al. 2025, sec. 2, arxiv.org/abs/2505.09388). No expert
-has a capacity, so that no token is dropped and none depends on its neighbours. Pairs of a token and
-an expert are sorted by expert (grouped_product.py), on every device those of its own tokens; over
-the tensor axis each device has a part of every expert. Over the expert axis each has some of the
-experts: it gets the tokens of all devices of its group, computes what its experts add to them, and
-the sums go back to where the tokens are.
+with the p of the chosen scaled to sum to 1 or not, as in Mixtral (Jiang et al. 2024, sec. 2.1,
+arxiv.org/abs/2401.04088) and Qwen3 (Yang et al. 2025, sec. 2, arxiv.org/abs/2505.09388). Experts
+have no capacity limit, so no token is dropped and none depends on its neighbours.
+
+Every device sorts the (token, expert) pairs of its own tokens by expert (grouped_matmul.py). The
+tensor axis divides every expert. The expert axis divides the experts among the devices of a group:
+each gathers the tokens of the whole group, computes the outputs of its own experts, and the sums
+are scattered back to the tokens' devices.
 
 B batch, T tokens, X = B T, D hidden, E experts, K experts of a token, M = X K pairs, F mlp.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +34,25 @@ _TOKENS = ("batch", "length", "activation")
 
 
 def best(probability_BTE: jax.Array, count: int) -> jax.Array:
-    """The `count` most probable experts of each token, int32 [B, T, count]; of equals the first."""
+    """The `count` most probable experts of each token, int32 [B, T, count]; ties: the first."""
 
     def of_device(probability):
         return jax.lax.top_k(probability, count)[1]
 
-    # by devices: XLA would gather the tokens of all ranks before it looks for the largest
+    # per device: XLA would gather the tokens of all ranks before top_k
     return local(of_device, (jax.lax.stop_gradient(probability_BTE),), (_TOKENS,), _TOKENS)
 
 
 def recorded_dtype(num_experts: int) -> np.dtype:
-    """What the numbers of chosen experts are kept as, with room for -1, which stands for none."""
+    """Smallest dtype for recorded expert indices, with room for -1, which stands for none."""
     return np.dtype(np.int8 if num_experts <= 128 else np.int16)
 
 
 def recording(num_experts: int, count: int) -> Route:
-    """The router's own choice of `count` experts; the layer's output is that choice, [B, T, count]
-    in `recorded_dtype`."""
+    """Route that takes the router's `count` best experts and records them.
+
+    The layer output is the record, [B, T, count] in `recorded_dtype`.
+    """
     dtype = recorded_dtype(num_experts)
 
     def route(probability, extra):
@@ -60,16 +63,19 @@ def recording(num_experts: int, count: int) -> Route:
 
 
 def replayed(own_BTK: jax.Array, recorded_BTK: jax.Array) -> jax.Array:
-    """The recorded experts of each token, int32 [B, T, K]; its own where nothing is recorded (-1).
+    """The recorded experts of each token, int32 [B, T, K]; the router's own if none are recorded.
 
-    Only which experts it goes through comes from the record: `mixture` weighs them by its router,
-    which so gets its gradient. Rollout routing replay: Ma et al. 2025 (arxiv.org/abs/2510.11370).
+    -1 stands for no record. `mixture` still weighs the experts by the router's probabilities, so
+    the router gets its gradient. Rollout routing replay: Ma et al. 2025 (arxiv.org/abs/2510.11370).
     """
     return jnp.where(recorded_BTK[..., :1] >= 0, recorded_BTK.astype(jnp.int32), own_BTK)
 
 
 def replay(count: int) -> Route:
-    """What the layer's input has recorded, [B, T, count], see `replayed`; no layer output."""
+    """Route that takes the experts recorded in the layer input, [B, T, count]; see `replayed`.
+
+    It has no layer output.
+    """
 
     def route(probability, recorded):
         return replayed(best(probability, count), recorded), None
@@ -81,7 +87,7 @@ def chosen_probability(
     probability_BTE: jax.Array, expert_BTK: jax.Array, *, norm_topk: bool
 ) -> jax.Array:
     """Probabilities of the chosen experts, float32 [B, T, K]; with `norm_topk` they sum to 1."""
-    # a comparison instead of a gather, whose gradient would be a scatter
+    # a comparison instead of a gather, the gradient of which would be a scatter
     iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, probability_BTE.shape[-1]), 3)
     weight = jnp.where(expert_BTK[..., None] == iota, probability_BTE[:, :, None], 0.0).sum(-1)
     return weight / weight.sum(-1, keepdims=True) if norm_topk else weight
@@ -97,24 +103,28 @@ def mixture(
     route: Route | None = None,
     extra: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """The mixture's output [B, T, D] in the dtype of `h`, and the output of `route` (None without).
+    """The mixture's output [B, T, D] in the dtype of `h_BTD`, and the layer output of `route`.
+
+    Raises ValueError if a mesh divides the experts and its devices do not divide B.
 
     Args:
-      w: a layer's router [D, E], and gate, up [E, D, F] and down [E, F, D]; `turned`: the latter
-        with their last two dims in the other order, as a sampler has layers apart.
+      w: a layer's router [D, E], gate and up [E, D, F] and down [E, F, D].
       experts_per_token: K.
       norm_topk: whether the chosen probabilities are scaled to sum to 1.
-      route: chooses the experts of each token by their probabilities and `extra`, the layer's
-        input; default `best`. The weights of what is chosen are the router's own in any case.
+      turned: whether the last two dims of gate, up and down are swapped (sampler layout "apart").
+      route: chooses the experts of each token from the router's probabilities and `extra`, the
+        layer input; default `best`, without a layer output. The router's probabilities weigh the
+        chosen experts in any case.
     """
     across = mesh_axes("experts")
-    if across and h_BTD.shape[0] % width("batch"):  # else whole on each, and counted several times
+    # an undivided batch would be whole on each device, and its sum would count several times
+    if across and h_BTD.shape[0] % width("batch"):
         raise ValueError(
             f"a batch of {h_BTD.shape[0]} is not divisible by the {width('batch')} devices that "
             "share the experts and rows"
         )
-    # The router in the dtype that a sampler has it in: from float32 weights the trainer would
-    # choose other experts than the sampler did. Products and softmax are in float32.
+    # The router is cast to the sampler's dtype: with float32 weights the trainer would choose
+    # other experts than the sampler did. Products and softmax are in float32.
     router = constrain(w["router"].astype(h_BTD.dtype), "activation", "activation")
     logits = jnp.einsum("BTD,DE->BTE", h_BTD, router, preferred_element_type=jnp.float32)
     probability = constrain(jax.nn.softmax(logits, axis=-1), *_TOKENS)
@@ -124,14 +134,15 @@ def mixture(
         expert, seen = route(probability, extra)
     weight = chosen_probability(probability, expert, norm_topk=norm_topk)
     into, out_of = ("activation", "mlp"), ("mlp", "activation")
-    weights = {
-        name: _matrices(w[name], h_BTD.dtype, dims, turned)
+    weights = [
+        _cast_with_dims(w[name], h_BTD.dtype, dims, turned)
         for name, dims in (("gate", into), ("up", into), ("down", out_of))
-    }
+    ]
+    matrices, axes = (ExpertMatrices(*each) for each in zip(*weights, strict=True))
     y = local(
         functools.partial(expert_mlps, turned=turned, ragged=platform() == "tpu", across=across),
-        (h_BTD, weight, expert, *(x for x, _ in weights.values())),
-        (_TOKENS, _TOKENS, _TOKENS, *(axes for _, axes in weights.values())),
+        (h_BTD, weight, expert, matrices),
+        (_TOKENS, _TOKENS, _TOKENS, axes),
         _TOKENS,
         summed="mlp",
         shape=h_BTD.shape,
@@ -139,14 +150,22 @@ def mixture(
     return y, seen
 
 
-def _matrices(
+class ExpertMatrices(NamedTuple):
+    """Matrices of a layer's experts, in the activations' dtype or int8; shapes as in `mixture`."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+def _cast_with_dims(
     weight: jax.Array | Int8, dtype: Any, dims: tuple[str, str], turned: bool
 ) -> tuple[jax.Array | Int8, Any]:
-    """Experts' matrices as the products take them, and the logical dims of that."""
+    """Experts' matrices in the dtype of the products, and their logical dims."""
     axes = ("experts", *(reversed(dims) if turned else dims))
     if isinstance(weight, Int8):
         return weight, Int8(axes, ("experts", dims[1]))
-    # before devices exchange their parts of it
+    # cast before devices exchange their shards of it
     return weight.astype(dtype), axes
 
 
@@ -154,9 +173,7 @@ def expert_mlps(
     h_BTD: jax.Array,
     weight_BTK: jax.Array,
     expert_BTK: jax.Array,
-    gate: jax.Array | Int8,
-    up: jax.Array | Int8,
-    down: jax.Array | Int8,
+    matrices: ExpertMatrices,
     *,
     turned: bool,
     ragged: bool,
@@ -164,10 +181,15 @@ def expert_mlps(
 ) -> jax.Array:
     """Weighted sum of the chosen experts' outputs on one device, [B, T, D].
 
-    Matrices as in `mixture`, in the dtype of `h` or int8; weights float32 and experts int32
-    [B, T, K]. `ragged`: by `jax.lax.ragged_dot`. `across`: mesh axes over which experts are
-    divided; matrices are those of this device's own then, and results those of all.
+    Args:
+      weight_BTK: weights of the chosen experts, float32.
+      expert_BTK: indices of the chosen experts, int32.
+      matrices: of all experts, or with `across` of this device's experts.
+      turned: as in `mixture`.
+      ragged: use `jax.lax.ragged_dot` instead of blocks.
+      across: mesh axes over which experts are divided; the result sums over all experts.
     """
+    gate, up, down = matrices
     experts = (gate.values if isinstance(gate, Int8) else gate).shape[0]
     if across:
         h_BTD, weight_BTK, expert_BTK = (
@@ -176,7 +198,7 @@ def expert_mlps(
         )
         expert_BTK = expert_BTK - jax.lax.axis_index(across) * experts
         is_own = (expert_BTK >= 0) & (expert_BTK < experts)
-        expert_BTK = jnp.where(is_own, expert_BTK, experts)  # others' come last, in no group
+        expert_BTK = jnp.where(is_own, expert_BTK, experts)  # sorted last, outside all groups
     count, size = expert_BTK.shape[-1], h_BTD.shape[-1]
     expert_M = expert_BTK.reshape(-1)
     order = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
@@ -188,21 +210,21 @@ def expert_mlps(
     once = h_BTD.reshape(-1, 1, size)
     x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
     x = _permuted(x, order, inverse)
-    if across:  # rows of no group may come out as anything, and so may their gradients
+    if across:  # the product leaves rows outside all groups undefined, and their gradients, too
         x = jnp.where((jnp.arange(len(x), dtype=jnp.int32) < sizes.sum())[:, None], x, 0)
-    with share(devices):  # there is room for all pairs of the group
+    with share(devices):  # the arrays have room for all pairs of the group of devices
         y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
     y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
     if across:
         y = jnp.where(is_own[..., None], y, 0)
-    # in float32: the sum of some experts' shares, rounded once
+    # summed in float32 and rounded once
     y = jnp.sum(weight_BTK[..., None] * y.astype(jnp.float32), axis=2).astype(h_BTD.dtype)
     return jax.lax.psum_scatter(y, across, scatter_dimension=0, tiled=True) if across else y
 
 
 @jax.custom_vjp
 def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] of rows; the gradient is taken by `inverse`, not by a scatter."""
+    """Rows x[order], with a gradient by `inverse` instead of a scatter."""
     return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 

@@ -1,6 +1,6 @@
-"""A network's parameters: each declared once, made and placed on a mesh.
+"""Declaration, initialization and placement of a network's parameters.
 
-What a path means and which shape it has says DecoderConfig.
+DecoderConfig documents the paths and shapes.
 """
 
 import dataclasses
@@ -21,24 +21,26 @@ from distflow_jax.parallel.rules import sharding
 Network = DecoderConfig | ScalarModel
 
 
-EXPERT_PATHS = ("layers/gate", "layers/up", "layers/down")  # that a mixture has once per expert
+EXPERT_PATHS = ("layers/gate", "layers/up", "layers/down")  # once per expert in a mixture
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape, logical dims, standard deviation at birth (None: ones) of one parameter, and over
-    which of its dims products sum; of an embedding, those as the head. Norms and biases have none;
-    nor has a router, for a sampler keeps it as it is: rounded, it would choose other experts.
+    """Declaration of one parameter.
+
+    `inputs` are the dims that products sum over, for an embedding those of its use as the head.
+    Norms and biases have none. Routers have none either, because samplers quantise only parameters
+    with inputs, and a quantised router would choose other experts.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    stddev: float | None
+    axes: tuple[str, ...]  # logical dims
+    stddev: float | None  # of initial values; None: ones
     inputs: tuple[int, ...] = ()
 
 
 def param_specs(network: Network) -> dict[str, ParamSpec]:
-    """Every parameter of the network by its path."""
+    """Declarations of all parameters by their paths."""
     if isinstance(network, ScalarModel):
         trunk = {f"trunk/{path}": spec for path, spec in _decoder_specs(network.trunk).items()}
         size = network.trunk.hidden_size
@@ -47,12 +49,15 @@ def param_specs(network: Network) -> dict[str, ParamSpec]:
 
 
 def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
-    """Projections back into the residual stream start smaller by sqrt(2 layers), as in GPT-2
-    (Radford et al. 2019, sec. 2.3)."""
+    """Declarations of a decoder's parameters.
+
+    The initial values of projections back into the residual stream are smaller by sqrt(2 layers),
+    as in GPT-2 (Radford et al. 2019, sec. 2.3).
+    """
     std, back = 0.02, 0.02 / (2 * c.num_layers) ** 0.5
     layers, n, k, h = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
     d, f = c.hidden_size, c.mlp_size
-    unit = 0.0 if c.norm_offset else None  # at birth a norm multiplies with 1
+    unit = 0.0 if c.norm_offset else None  # initially a norm multiplies by 1
     norm = ParamSpec((layers, d), ("layers", "activation"), unit)
     specs = {
         "embed/embedding": ParamSpec((c.vocab_size, d), ("vocab", "embedding"), std, (1,)),
@@ -104,15 +109,18 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
 
 
 def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
-    """A and B of a projection [layers, ...]. B A = 0 at birth (Hu et al. 2021, sec. 4.1); A with
-    the spread that PEFT gives it, of a uniform distribution in +-1 / sqrt(inputs)."""
+    """A and B of a projection [layers, ...].
 
-    def part(dims):
+    Initially B A = 0 (Hu et al. 2021, sec. 4.1). A has the standard deviation of PEFT, that of a
+    uniform distribution in +-1 / sqrt(inputs).
+    """
+
+    def select(dims):
         return tuple(base.shape[d] for d in dims), tuple(base.axes[d] for d in dims)
 
-    inputs, input_axes = part(base.inputs)
-    outputs, output_axes = part([d for d in range(1, len(base.shape)) if d not in base.inputs])
-    layers, layer_axes = part((0,))
+    inputs, input_axes = select(base.inputs)
+    outputs, output_axes = select([d for d in range(1, len(base.shape)) if d not in base.inputs])
+    layers, layer_axes = select((0,))
     spread = (3 * math.prod(inputs)) ** -0.5
     return (
         ParamSpec(
@@ -123,7 +131,7 @@ def _adapter_specs(base: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
 
 
 def _per_expert(spec: ParamSpec, experts: int) -> ParamSpec:
-    """The same matrices once per expert, in a dim after that of layers."""
+    """The spec with a dim of experts after that of layers."""
     layers, *rest = spec.shape
     return ParamSpec(
         (layers, experts, *rest),
@@ -134,7 +142,10 @@ def _per_expert(spec: ParamSpec, experts: int) -> ParamSpec:
 
 
 def param_shardings(config: Network, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Nested dict of NamedShardings, one per parameter. ValueError where a size does not divide."""
+    """Nested dict of NamedShardings, one per parameter.
+
+    Raises ValueError if a mesh axis does not divide a dim.
+    """
     specs = param_specs(config)
     return unflatten_dict({p: sharding(mesh, s.axes, s.shape) for p, s in specs.items()}, sep="/")
 
@@ -148,12 +159,11 @@ def abstract_params(config: Network) -> dict[str, Any]:
 
 
 def init_params(config: Network, seed: int, shardings: dict[str, Any]) -> dict[str, Any]:
-    """Random parameters, the same values whatever the mesh and the number of processes.
+    """Random parameters; values do not depend on the mesh or the number of processes.
 
-    Drawn on the host, one array at a time: the compiled form took 6 CPU-seconds to compile, at the
-    start of every test and first experiment.
+    Drawn on the host, one array at a time. A jitted initializer took 6 CPU-seconds to compile at
+    the start of every test and first experiment.
     """
-
     return place_params(config, _random_arrays(param_specs(config), seed), shardings)
 
 
@@ -170,19 +180,19 @@ def _random_arrays(specs: dict[str, ParamSpec], seed: int) -> Iterator[tuple[str
 def place_params(config: Network, arrays: Any, shardings: dict[str, Any]) -> dict[str, Any]:
     """Puts (path, host array) pairs on the devices, one array at a time.
 
-    Every process passes the same full arrays and keeps its own shards only. Raises ValueError where
-    the paths are not exactly those of the network.
+    Every process passes the same full arrays and keeps only its own shards. Raises ValueError if
+    paths or shapes are not exactly those of the network.
     """
     specs, layout = param_specs(config), flatten_dict(shardings, sep="/")
     placed = {}
     for path, value in arrays:
         if path not in specs or tuple(value.shape) != specs[path].shape:
             wanted = specs[path].shape if path in specs else "no such parameter"
-            raise ValueError(f"weights for {path} have shape {value.shape}, want {wanted}")
+            raise ValueError(f"weights for {path} have shape {value.shape}, expected {wanted}")
         placed[path] = _placed(np.asarray(value, np.float32), layout[path])
     missing = sorted(set(specs) - set(placed))
     if missing:
-        raise ValueError(f"weights set nothing for {missing}")
+        raise ValueError(f"weights lack the parameters {missing}")
     return unflatten_dict(placed, sep="/")
 
 
@@ -191,22 +201,22 @@ def _placed(value: np.ndarray, layout: jax.sharding.NamedSharding) -> jax.Array:
 
 
 def with_scalar_head(params: dict[str, Any]) -> dict[str, Any]:
-    """A decoder's parameters as a scalar model's, which lack its head: see `completed`."""
+    """A decoder's parameters as those of a scalar model without its head; see `completed`."""
     return {"trunk": {k: v for k, v in params.items() if k != "head"}}
 
 
 def completed(
     params: dict[str, Any], network: Network, seed: int, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
-    """Parameters that lie on `mesh`, and fresh ones for what they lack: a head, adapters.
+    """Adds freshly initialized parameters for those that `params`, on `mesh`, lacks.
 
-    What is there is used as it is, not copied.
+    Such are a scalar model's head and adapters. Existing arrays are not copied.
     """
-    there = flatten_dict(params, sep="/")
-    missing = {p: spec for p, spec in param_specs(network).items() if p not in there}
+    existing = flatten_dict(params, sep="/")
+    missing = {p: spec for p, spec in param_specs(network).items() if p not in existing}
     layout = flatten_dict(param_shardings(network, mesh), sep="/")
     placed = {p: _placed(x, layout[p]) for p, x in _random_arrays(missing, seed)}
-    return unflatten_dict(there | placed, sep="/")
+    return unflatten_dict(existing | placed, sep="/")
 
 
 def num_params(config: Network) -> int:
@@ -215,7 +225,7 @@ def num_params(config: Network) -> int:
 
 
 def num_active_params(config: Network) -> int:
-    """Number of parameters that one token meets: of the experts, those that it goes through."""
+    """Number of parameters that process one token: of the experts, only the chosen ones."""
     decoder = config.trunk if isinstance(config, ScalarModel) else config
     if not decoder.num_experts:
         return num_params(config)

@@ -1,17 +1,17 @@
-"""What the backward pass finds of a layer's forward pass, and what it computes again, by name.
+"""Rematerialisation policies: the results of a layer that the backward pass keeps or recomputes.
 
-A layer names the results that cost most to compute again (jax.ad_checkpoint.checkpoint_name); a
-policy says which of them stay in memory. Per token and layer, D hidden, N heads, K key/value heads,
-H head dim, F mlp:
+A layer names the results that are most expensive to recompute (jax.ad_checkpoint.checkpoint_name);
+a policy says which of them stay in memory. Numbers kept per token and layer, with D hidden, N
+heads, K key/value heads, H head dim, F mlp:
 
     none       everything: about 4 D + 4 N H + 4 K H + 4 F, and the scores of masked attention
-    dots       products with weights, and attention's results: D + 2 N H + 2 K H + 2 F more or less;
-               norms, rotations, activations and masked attention's scores are computed again
-    attention  queries, keys, values and attention's results: D + 2 N H + 2 K H; the mlp is computed
-               again
-    full       the layer's input: D; all of it is computed again, a third more work
+    dots       products with weights, and attention's results: about D + 2 N H + 2 K H + 2 F; norms,
+               rotations, activations and masked attention's scores are recomputed
+    attention  queries, keys, values and attention's results: D + 2 N H + 2 K H; the MLP is
+               recomputed
+    full       the layer's input: D; all else is recomputed, which adds a third to the work
 
-A mixture's experts are computed again under each but none.
+All policies but none recompute a mixture's experts.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 # names of results
-PROJECTION = "projection"  # queries, keys, values as products give them
-ATTENTION = "attention"  # what attention gives, and of tiles their log-sum-exps
-OUTPUT = "output"  # the product that goes back into the residual stream after attention
-MLP = "mlp"  # the products before the activation
+PROJECTION = "projection"  # results of the query, key and value products
+ATTENTION = "attention"  # results of attention, with log-sum-exps if computed by tiles
+OUTPUT = "output"  # result of the product from attention back into the residual stream
+MLP = "mlp"  # results of the products before the activation
 
 _KEPT = {
     "full": (),
@@ -35,13 +35,13 @@ REMATS = ("none", *_KEPT)
 
 
 def check_remat(remat: str) -> None:
-    """ValueError for what is no policy."""
+    """Raises ValueError unless `remat` is one of REMATS."""
     if remat not in REMATS:
         raise ValueError(f"training.remat must be one of {', '.join(REMATS)}, got {remat!r}")
 
 
 def rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`layer`, the body of a scan, whose gradient keeps what the policy says.
+    """`layer`, the body of a scan, with a gradient that keeps only the results that `remat` names.
 
     Raises ValueError for an unknown policy.
     """
@@ -49,10 +49,10 @@ def rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     if remat == "none":
         return layer
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
-    # a scan's body runs for itself: nothing outside it could be merged with what runs again
+    # prevent_cse is not needed: common subexpressions are not merged across a scan's body
     return jax.checkpoint(layer, prevent_cse=False, policy=policy)
 
 
 def named(name: str, x: jax.Array) -> jax.Array:
-    """`x`, which policies know by `name`; nothing else changes."""
+    """Returns x, of any shape, marked with the `name` that policies refer to."""
     return checkpoint_name(x, name)

@@ -15,30 +15,36 @@ from distflow_jax.models.decoder_config import Llama3Scaling, RopeScaling, YarnS
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0
 ) -> np.ndarray:
-    """Angular frequency of each pair, float32 [H / 2]: theta^(-2i/H), scaled per wavelength.
+    """Angular frequency theta^(-2i/H) of each pair, float32 [H / 2], scaled by wavelength.
 
-    Su et al. 2021 (arxiv.org/abs/2104.09864). `factor` stretches all wavelengths alike (Chen et al.
-    2023, arxiv.org/abs/2306.15595).
+    Su et al. 2021 (arxiv.org/abs/2104.09864). `factor` stretches all wavelengths equally (Chen et
+    al. 2023, arxiv.org/abs/2306.15595).
     """
     freq = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
-        of_kind = _llama3_share if isinstance(scaling, Llama3Scaling) else _yarn_share
-        share = of_kind(scaling, freq, theta)  # 0: stretched in full, 1: untouched
+        unscaled = _llama3_unscaled if isinstance(scaling, Llama3Scaling) else _yarn_unscaled
+        share = unscaled(scaling, freq, theta)
         freq = (1 - share) * freq / scaling.factor + share * freq
     return (freq / factor).astype(np.float32)
 
 
-def _llama3_share(scaling: Llama3Scaling, freq: np.ndarray, theta: float) -> np.ndarray:
-    """As released with Llama 3.1: wavelengths above original/low are stretched, below original/high
-    left alone, linear in the turns over the original length in between."""
+def _llama3_unscaled(scaling: Llama3Scaling, freq: np.ndarray, theta: float) -> np.ndarray:
+    """Unscaled share of each frequency [H / 2] as released with Llama 3.1, 0 to 1.
+
+    0 for wavelengths above original/low, 1 below original/high, linear in the turns over the
+    original length in between.
+    """
     wavelength = 2 * np.pi / freq
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return np.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
 
 
-def _yarn_share(scaling: YarnScaling, freq: np.ndarray, theta: float) -> np.ndarray:
-    """As released with YaRN (github.com/jquesnelle/yarn): linear in the number of the pair, between
-    those that turn beta_fast and beta_slow times over the original length."""
+def _yarn_unscaled(scaling: YarnScaling, freq: np.ndarray, theta: float) -> np.ndarray:
+    """Unscaled share of each frequency [H / 2] as released with YaRN, 1 to 0.
+
+    Linear in the index of the pair, between the pairs that turn beta_fast and beta_slow times over
+    the original length (github.com/jquesnelle/yarn).
+    """
     half, original = len(freq), scaling.original_max_position
 
     def pair(turns: float) -> float:
@@ -55,8 +61,10 @@ def _yarn_share(scaling: YarnScaling, freq: np.ndarray, theta: float) -> np.ndar
 def rotary_tables(
     position_BT: jax.Array, frequencies: np.ndarray, scale: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines, and sines with the sign that each half of a pair takes: float32 [B, T, 2, H / 2].
-    Both times `scale`, see YarnScaling.table_scale."""
+    """Cosines and signed sines of both halves of all pairs, float32 [B, T, 2, H / 2] each.
+
+    Both are multiplied by `scale`, see YarnScaling.table_scale.
+    """
     angle = position_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scale != 1.0:
@@ -65,9 +73,12 @@ def rotary_tables(
 
 
 def rotate(x_BTNH: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of every head; computed in float32, dtype kept."""
+    """Rotates the pairs (i, i + H/2) of every head by rotary_tables, [B, T, N, H].
+
+    Computed in float32; the result has the dtype of `x_BTNH`.
+    """
     cos, sin = (t[:, :, None] for t in tables)
     halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:3], 2, -1)
-    # halves that change places by `rev`: XLA:CPU takes ten times as long to concatenate them
+    # halves are swapped by `rev`: to concatenate them takes XLA:CPU ten times as long
     out = halves * cos + jax.lax.rev(halves, (3,)) * sin
     return out.reshape(x_BTNH.shape).astype(x_BTNH.dtype)

@@ -1,4 +1,4 @@
-"""The form in which a sampler holds weights: how they lie, and in which numbers."""
+"""Layout and number format of a sampler's weights."""
 
 import dataclasses
 import functools
@@ -12,66 +12,73 @@ from jax.sharding import Mesh
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8, quantise
-from distflow_jax.models.matmul_layouts import Turned, way_of
+from distflow_jax.models.matmul_layouts import Turned, resolve_layout
 from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.parallel.rules import sharding
 
-# matrices that have the hidden dim first; that XLA holds keys' and values' in order anyway
+# matrices with the hidden dim first; XLA keeps those of keys and values in order anyway
 _TURNED = {"head", *(f"layers/{name}" for name in ("query", "gate", "up"))}
 
 
 class HeldWeights:
-    """Layers stacked, turned or apart (layer_weights.py), as they come or as int8 with a scale for
-    each output (int8.py), which norms, biases and routers never are.
+    """Conversion of trained parameters to a sampler's layout and number format.
 
-    `weights` is one of layer_weights.WEIGHTS, for a sampler on `platform`; `dtype`: "auto" (as they
-    come) or "int8".
+    `weights` is one of matmul_layouts.WEIGHTS, for a sampler on `platform`. `dtype` is "auto" (the
+    parameters' own) or "int8", with a scale for each output (int8.py); norms, biases and routers
+    are never quantised.
     """
 
     def __init__(self, model: DecoderConfig, platform: str, weights: str, dtype: str = "auto"):
-        way = way_of(weights, platform)
-        apart = way == "apart"
+        layout = resolve_layout(weights, platform)
+        apart = layout == "apart"
         self._forms = {
             path: _Form(
                 spec,
                 int8=dtype == "int8" and bool(spec.inputs),
                 turned=apart and path != "embed/embedding",
-                marked=way == "turned" and path in _TURNED and "experts" not in spec.axes,
+                marked=layout == "turned" and path in _TURNED and "experts" not in spec.axes,
                 by_layer=apart and path.startswith("layers/"),
             )
             for path, spec in param_specs(model).items()
         }
 
     def hold(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Some of the parameters in this form; traceable. Layers come stacked, any number of them;
-        apart they become a list of dicts."""
+        """Converts all or some of the parameters; traceable.
+
+        `params` has stacked layers, any number of them; "apart" makes them a list of dicts.
+        """
         return _collected(
             {p: self._forms[p].hold(x) for p, x in flatten_dict(params, sep="/").items()}
         )
 
     def hold_placed(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Parameters in this form where they lie, an array at a time. `params` may be emptied."""
-        mesh, held = params["final_norm"].sharding.mesh, {}
+        """Converts parameters on their own mesh, one at a time, removing each from `params`."""
+        mesh, converted = params["final_norm"].sharding.mesh, {}
         for path, form in self._forms.items():
             *groups, name = path.split("/")
             group = functools.reduce(dict.__getitem__, groups, params)
-            held[path] = _program(form, mesh)(group.pop(name))
-        return _collected(held)
+            converted[path] = _program(form, mesh)(group.pop(name))
+        return _collected(converted)
 
     def specs(self, mesh: Mesh, dtype: str) -> dict[str, Any]:
-        """All parameters in this form on a mesh, as ShapeDtypeStructs with shardings. `dtype`: of
-        what is not rounded."""
+        """ShapeDtypeStructs with shardings of all converted parameters on a mesh.
+
+        `dtype` is that of parameters that are not quantised.
+        """
         return _collected({p: form.spec(mesh, dtype) for p, form in self._forms.items()})
 
     def layouts(self, mesh: Mesh) -> dict[str, Any]:
-        """The shardings of all parameters in this form on a mesh."""
+        """Shardings of all converted parameters on a mesh."""
         return jax.tree.map(lambda spec: spec.sharding, self.specs(mesh, "float32"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """That of one parameter. `turned`: outputs in front of inputs; `marked`: so, and it says so;
-    `by_layer`: a list."""
+    """Layout of one parameter.
+
+    `turned`: outputs before inputs. `marked`: the same, and wrapped in Turned. `by_layer`: a list
+    with one array per layer.
+    """
 
     param: ParamSpec
     int8: bool
@@ -104,7 +111,7 @@ class _Form:
 
     @property
     def _own(self) -> ParamSpec:
-        """Of a layer, where it is on its own."""
+        """Spec of one array: of a single layer if the layers are apart."""
         spec = self.param
         if not self.by_layer:
             return spec
@@ -137,7 +144,7 @@ def _program(form: _Form, mesh: Mesh) -> Callable[[jax.Array], Any]:
 
 
 def _collected(flat: dict[str, Any]) -> dict[str, Any]:
-    """{path: array} -> nested dicts; of lists, one for each layer, a list of dicts."""
+    """{path: array} -> nested dicts; lists, one entry per layer, become one list of dicts."""
     lists = {path: x for path, x in flat.items() if isinstance(x, list)}
     tree = unflatten_dict({path: x for path, x in flat.items() if path not in lists}, sep="/")
     if lists:

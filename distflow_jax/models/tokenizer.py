@@ -1,7 +1,7 @@
-"""Text <-> token ids, and conversations -> text by the model's own chat template.
+"""Tokenizer: text <-> token ids, and conversations -> text by the model's own chat template.
 
-Built from a Hugging Face folder, from GGUF metadata, or byte-level for random models; all three
-are a `tokenizers` tokenizer with the ids that generation needs beside it.
+Made from a Hugging Face folder, from GGUF metadata, or byte-level for random models. All three are
+a `tokenizers` tokenizer with the ids that generation needs.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ CHATML = (
 )
 BYTE_LEVEL_SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
-# Tokens that end a turn. Those that the chat template writes end a response, like the end token.
+# Tokens that end a turn; those in the chat template end a response, like the end token.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
 _LLAMA3_WORDS = (
@@ -37,7 +37,7 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# GGUF's `tokenizer.ggml.pre` -> how text is cut before the byte-pair merges.
+# GGUF's `tokenizer.ggml.pre` -> pre-tokenizer, which splits text before the byte-pair merges.
 _GGUF_PRE = {
     "default": "gpt-2",
     "gpt-2": "gpt-2",
@@ -59,9 +59,8 @@ _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 class Tokenizer:
     """A tokenizer with its chat template. Immutable; can be pickled.
 
-    `vocab_size` is one more than the largest id that may have a meaning. `stop_ids` end a response:
-    the end token, then the ends of a chat turn. `pad_id` may equal one of them, so padding is told
-    by masks, never by the id.
+    `vocab_size` is one more than the largest id in use. `stop_ids` end a response: the end token,
+    then the ends of a chat turn. `pad_id` may equal one of these, so masks mark padding, not ids.
     """
 
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
@@ -70,36 +69,40 @@ class Tokenizer:
     bos_id: int | None
     stop_ids: tuple[int, ...]
     chat_template: str | None = dataclasses.field(default=None, repr=False)
-    # what a template may write: {"bos_token": "<s>", "eos_token": ...}
+    # variables of the chat template: {"bos_token": "<s>", "eos_token": ...}
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
     def from_folder(cls, path: str | Path, *, most: int | None = None) -> "Tokenizer":
-        """From a Hugging Face folder: tokenizer.json and what lies beside it.
+        """Reads tokenizer.json of a Hugging Face folder and the settings beside it.
 
-        `most`: added tokens with ids from there on are none, and what spells them is plain text.
+        Added tokens with ids of `most` or above are dropped; their spelling is then plain text.
+        Raises FileNotFoundError without tokenizer.json, ValueError for invalid files.
         """
         return _from_folder(Path(path), most)
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
-        """From GGUF metadata of a byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2")."""
+        """Reads GGUF metadata of a byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2").
+
+        Raises ValueError for any other kind and for invalid metadata.
+        """
         return _from_gguf(fields)
 
     @classmethod
     def byte_level(cls, vocab_size: int) -> "Tokenizer":
-        """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; ids above mean nothing."""
+        """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; higher ids are unused."""
         return _byte_level(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """Text -> int32 [T]. Special tokens come only from their spelling in the text."""
+        """Text -> ids, int32 [T]; special tokens only where the text spells them."""
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Ids -> text. Ids that mean nothing give "", bytes that are no UTF-8 give U+FFFD."""
-        known = np.asarray(ids, np.int64).ravel()
-        known = known[(known >= 0) & (known < self.vocab_size)]
-        return self.backend.decode(known.tolist(), skip_special_tokens=skip_special)
+        """Ids -> text; unused ids give "", bytes that are not UTF-8 give U+FFFD."""
+        used = np.asarray(ids, np.int64).ravel()
+        used = used[(used >= 0) & (used < self.vocab_size)]
+        return self.backend.decode(used.tolist(), skip_special_tokens=skip_special)
 
     def render(
         self,
@@ -108,15 +111,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text that the model sees: a string as it is, messages through the chat template.
+        """The model's input text: a string unchanged, messages through the chat template.
 
-        `tools`: JSON schemas of functions, for a template that tells the model of them.
+        `tools`: JSON schemas of functions, for templates that list them in the prompt. Raises
+        ValueError for messages without a chat template, and for messages that it rejects.
         """
         if isinstance(prompt, str):
             return prompt
         if self.chat_template is None:
             raise ValueError(
-                "the model has no chat template: give prompts as strings, not as messages, or take "
+                "the model has no chat template: use prompts that are strings, not messages, or "
                 "an instruction-tuned model"
             )
         messages = [_checked_message(index, message) for index, message in enumerate(prompt)]
@@ -129,18 +133,18 @@ class Tokenizer:
                 **self.special_tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:  # "text" + a content that is no string
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
+            raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def encode_prompt(self, prompt: str | Messages) -> tuple[str, np.ndarray]:
-        """(text as the model sees it, its ids int32 [T])."""
+        """The model's input text (see render) and its ids, int32 [T]."""
         text = self.render(prompt)
         return text, self.encode(text)
 
     def encode_answer(self, prompt: str | Messages, answer: str | Messages) -> np.ndarray:
-        """Ids of an answer that was written beforehand, as the model would have sampled it.
+        """Ids of a reference answer, as the model would have sampled it, int32 [T].
 
-        int32 [T]; the last one is the end of the turn, by the chat template, or for a prompt that
-        is plain text the end token. Of an answer in messages the last one's content counts.
+        The last id ends the turn: by the chat template, or for a plain-text prompt by the end
+        token. An answer in messages is the content of the last one.
         """
         text = answer if isinstance(answer, str) else answer[-1]["content"]
         if isinstance(prompt, str):
@@ -148,22 +152,22 @@ class Tokenizer:
         start = self.render(prompt)
         turn = {"role": "assistant", "content": text}
         whole = self.render([*prompt, turn], add_generation_prompt=False)
-        if not whole.startswith(start):  # a template that writes the turn in another way
+        if not whole.startswith(start):  # the template renders a generation prompt differently
             return np.append(self.encode(text), np.int32(self._turn_end()))
         ids = self.encode(whole[len(start) :])
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if not len(ends):
             return np.append(ids, np.int32(self._turn_end()))
-        return ids[: ends[-1] + 1]  # what a template writes after the turn is not sampled
+        return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
 
     def _turn_end(self) -> int:
-        """The stop id that the chat template writes; where it writes none, the last."""
+        """The stop id in the chat template; without one there, the last stop id."""
         spelled = {self.backend.id_to_token(end): end for end in self.stop_ids}
         written = [end for token, end in spelled.items() if token and token in self.chat_template]
         return written[-1] if written else self.stop_ids[-1]
 
     def is_chat(self, text: str) -> bool:
-        """Whether a rendered prompt is a conversation in the chat template, up to the answer."""
+        """Whether a rendered prompt is a chat conversation that ends where the answer begins."""
         if self.chat_template is None:
             return False
         message = [{"role": "user", "content": "."}]
@@ -171,10 +175,10 @@ class Tokenizer:
         return text.endswith(self.render(message).removeprefix(asked))
 
     def encode_turn(self, text: str, *, role: str = "user") -> np.ndarray:
-        """Ids of somebody else's turn after one that the model ended itself, int32 [T].
+        """Ids of a turn of `role` that follows the model's own, int32 [T].
 
-        They go behind the sampled end token: what the template writes after that, the turn, and the
-        beginning of the model's next one. ValueError if the template cannot have such a turn.
+        They are appended to the sampled end token: the template's text after it, the turn, and the
+        start of the model's next turn. Raises ValueError if the template cannot render such a turn.
         """
         question, answer = ({"role": r, "content": "."} for r in ("user", "assistant"))
         start = self.render([question])
@@ -183,8 +187,8 @@ class Tokenizer:
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if not whole.startswith(start) or not len(ends):
             raise ValueError(
-                f"the chat template has no end of an answer before a turn of {role!r}: let the "
-                "environment give token ids, or a prompt that is plain text"
+                f"the chat template has no end of an answer before a turn of {role!r}: return "
+                "token ids from the environment, or use plain-text prompts"
             )
         return ids[ends[0] + 1 :]
 
@@ -193,7 +197,7 @@ def _from_folder(path: Path, most: int | None) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{path} has no tokenizer.json: save the tokenizer in Hugging Face's fast form"
+            f"{path} has no tokenizer.json: save the model's fast tokenizer there"
         )
     try:
         if most is None:
@@ -201,7 +205,7 @@ def _from_folder(path: Path, most: int | None) -> Tokenizer:
         else:
             backend = tokenizers.Tokenizer.from_str(_without_added(file.read_text("utf-8"), most))
     except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{file} is not readable: {error}") from error
+        raise ValueError(f"{file} cannot be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     special = {}
@@ -227,7 +231,7 @@ def _from_folder(path: Path, most: int | None) -> Tokenizer:
 
 
 def _without_added(text: str, most: int) -> str:
-    """A tokenizer.json without the added tokens whose ids are `most` and more."""
+    """A tokenizer.json without the added tokens with ids of `most` or above."""
     content = json.loads(text)
     added = content.get("added_tokens") or []
     content["added_tokens"] = [token for token in added if token["id"] < most]
@@ -238,12 +242,14 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2'): take the "
-            "model from a Hugging Face folder with tokenizer.json"
+            f"GGUF tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2'): use the "
+            "model's Hugging Face folder with tokenizer.json"
         )
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in _GGUF_PRE:
-        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not known, only {sorted(_GGUF_PRE)}")
+        raise ValueError(
+            f"GGUF pre-tokenizer {pre!r} is not supported, only {', '.join(sorted(_GGUF_PRE))}"
+        )
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
         if key not in fields:
             raise ValueError(f"GGUF metadata lacks {key}")
@@ -253,7 +259,7 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=[tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]],
-            # Llama 3 takes a whole word that is in the vocabulary before it tries merges.
+            # Llama 3 looks a whole word up in the vocabulary before it applies merges.
             ignore_merges=style == "llama3",
         )
     except Exception as error:  # the package raises nothing narrower
@@ -269,7 +275,7 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         for token, kind in zip(tokens, types, strict=False)
         if kind in (_GGUF_CONTROL, _GGUF_USER_DEFINED)
     ]
-    # Both kinds in the order of their ids: add_tokens keeps `special` of each.
+    # both kinds in one call, in the order of their ids; add_tokens respects `special` of each
     backend.add_tokens(added)
     special = {}
     for name, key in (
@@ -283,7 +289,7 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
             special[name] = tokens[index]
     stop = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     if style == "qwen2":
-        # the metadata name one end; generation_config.json, of which they are made, has both
+        # the metadata has one end token; generation_config.json, its source, has both
         stop.append("<|endoftext|>")
     return _assemble(
         backend, special, stop, fields.get("tokenizer.chat_template"), origin="GGUF metadata"
@@ -305,7 +311,7 @@ def _byte_level(vocab_size: int) -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte (Radford et al. 2019)."""
+    """The printable character of byte-level BPE for each byte (Radford et al. 2019)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -334,12 +340,12 @@ def _assemble(
     *,
     origin: str,
 ) -> Tokenizer:
-    """Resolve the special tokens to ids. `stop` holds spellings and ids; None is left out."""
+    """Resolves special tokens to ids; `stop` holds spellings and ids, and None is skipped."""
     stop = [backend.token_to_id(end) if isinstance(end, str) else end for end in stop]
     stop += [backend.token_to_id(end) for end in _TURN_ENDS if template and end in template]
     stop_ids = tuple(dict.fromkeys(end for end in stop if end is not None))
     if not stop_ids:
-        raise ValueError(f"the tokenizer of {origin} names no end token: set eos_token")
+        raise ValueError(f"the tokenizer of {origin} has no end token: set eos_token")
     ids = {name: backend.token_to_id(token) for name, token in special.items()}
     pad_id = ids.get("pad_token")
     return Tokenizer(
@@ -370,7 +376,7 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
-    """The template in Hugging Face's dialect. Sandboxed: it comes with the model, from anyone."""
+    """Compiles a template in Hugging Face's dialect, sandboxed: models are untrusted input."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )

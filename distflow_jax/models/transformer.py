@@ -1,8 +1,9 @@
-"""The decoder: layers stacked and scanned, attention passed in.
+"""The decoder: a scan over stacked layers, with the attention function as an argument.
+
+One network serves training (packed rows), prefill and decode. They differ in the attention function
+and its layer outputs, never in the layers. parameters.py declares its parameters.
 
 B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary, E experts.
-One network serves training (packed rows), prefill and decode: they differ in the attention function
-and in what it keeps, never in the layers. Its parameters: parameters.py.
 """
 
 import dataclasses
@@ -26,17 +27,18 @@ from distflow_jax.parallel.circular_pipeline import Body
 from distflow_jax.parallel.pipeline import scan_layers
 from distflow_jax.parallel.rules import constrain
 
-# (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Of a model with a sliding
-# window there is one argument more: the layer's, int32, UNLIMITED where it sees all.
+# (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Models with a sliding
+# window pass one argument more: the layer's window, int32, UNLIMITED for layers without one.
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 def rms_norm(
     x: jax.Array, scale: jax.Array, eps: float, *, offset: bool = False, factor: float = 1.0
 ) -> jax.Array:
-    """x / rms(x) * scale, in float32. Zhang & Sennrich 2019 (arxiv.org/abs/1910.07467).
+    """RMS norm x / rms(x) * scale over the last dim of x [..., D], with scale [D].
 
-    `offset`: by 1 + scale; `factor`: times that, before the result is rounded to the dtype of `x`.
+    Computed in float32 and rounded to the dtype of `x`. `offset` multiplies by 1 + scale instead,
+    `factor` by a further constant. Zhang & Sennrich 2019 (arxiv.org/abs/1910.07467).
     """
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -50,7 +52,7 @@ def rms_norm(
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _QKV = ("query", "key", "value")
-Weights = dict[str, Any]  # of a layer, by the names in DecoderConfig's docstring
+Weights = dict[str, Any]  # of one layer, by the names in DecoderConfig's docstring
 
 
 class Table(nnx.Module):
@@ -75,8 +77,8 @@ def _declare(specs: dict[str, ParamSpec], rngs: nnx.Rngs, owner: nnx.Module) -> 
 class Decoder(nnx.Module):
     """The network as a Flax NNX module: `Decoder(config, rngs=nnx.Rngs(0))`.
 
-    Parameters are float32 and named as in DecoderConfig's docstring. Stages hold them as a nested
-    dict of arrays (`params_of`) and bind them back with `bind`.
+    Parameters are float32 and named as in DecoderConfig's docstring. `params_of` returns them as a
+    nested dict of arrays, `bind` makes a module of such a dict.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -84,11 +86,11 @@ class Decoder(nnx.Module):
         _declare(param_specs(config), rngs, self)
 
     def hidden(self, *args: Any, **options: Any) -> tuple[jax.Array, Any]:
-        """`hidden_states` of the module's parameters: (tokens, positions, attend), options."""
+        """`hidden_states` with the module's parameters; takes its arguments from tokens_BT on."""
         return hidden_states(self.config, params_of(self), *args, **options)
 
     def head_weight(self, dtype: Any = jnp.float32) -> jax.Array:
-        """Output projection [V, D]: the embedding itself where tied."""
+        """Output projection [V, D]; the embedding itself if tied."""
         return head_weight(self.config, params_of(self), dtype)
 
 
@@ -106,16 +108,21 @@ def hidden_states(
     microbatches: int = 0,
     repeats: int = 1,
 ) -> tuple[jax.Array, Any]:
-    """Final hidden states [B, T, D] (normed, in `dtype`) and the attention's layer outputs.
+    """Final hidden states [B, T, D] (normed, in `dtype`) and the stacked layer outputs.
 
-    `params`: nested dict, its layers stacked, or a list of them apart (layer_weights.py).
-    `layer_inputs`: pytree with a leading layer dim, handed to `attend` layer by layer. `remat`:
-    what the backward pass computes again instead of finding it in memory, see remat.py. `route`:
-    chooses the experts in place of `moe.best`; layer outputs are then a pair, the attention's and
-    what `route` gave beside its choice. Where the mesh has stages (parallel/pipeline.py), `attend`
-    and `route` are `jax.tree_util.Partial`s of arrays with rows in front, layer inputs have rows
-    behind the layers, layer outputs are sums over rows, and `microbatches` is the number of those
-    that go through the stages one by one, `repeats` times.
+    On a mesh with a pipeline axis (parallel/pipeline.py), `attend` and `route` must be
+    `jax.tree_util.Partial`s of arrays with rows as their first dim, layer inputs have rows as their
+    second dim, and layer outputs are sums over rows.
+
+    Args:
+      params: nested dict; its layers stacked, or apart as a list (matmul_layouts.py).
+      attend: attention function, see Attend.
+      layer_inputs: pytree with layers as first dim; each layer's slice goes to `attend`.
+      remat: the results that the backward pass recomputes, see remat.py.
+      route: chooses the experts instead of `moe.best`; a layer output is then the pair of
+        attention's and `route`'s.
+      microbatches: number of micro-batches that pass the pipeline stages one after another.
+      repeats: number of times that a micro-batch passes all pipeline stages.
     """
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     if c.embed_scale:
@@ -153,7 +160,7 @@ def hidden_states(
 
 
 def layer_windows(c: DecoderConfig) -> jax.Array | None:
-    """How many tokens each layer sees, int32 [layers]; None where no layer has a window."""
+    """Sliding window of each layer in tokens, int32 [layers]; None for models without one."""
     if not c.sliding_window:
         return None
     sizes = [c.sliding_window if windowed else UNLIMITED for windowed in c.windowed]
@@ -164,7 +171,7 @@ Tables = tuple[jax.Array, jax.Array]  # rope.rotary_tables
 
 
 def _rotations(c: DecoderConfig, position_BT: jax.Array) -> tuple[Tables, Tables | None]:
-    """Of layers that see all, and of those with a window."""
+    """Rotary tables of layers without a window, and of those with one."""
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_factor)
     scale = c.rope_scaling.table_scale if isinstance(c.rope_scaling, YarnScaling) else 1.0
     tables = rope.rotary_tables(position_BT, frequencies, scale)
@@ -176,21 +183,20 @@ def _rotations(c: DecoderConfig, position_BT: jax.Array) -> tuple[Tables, Tables
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer, the body of the scan over them: what is the same for all."""
+    """A layer, the body of the scan; its fields are the same for all layers."""
 
     config: DecoderConfig
     attend: Attend
-    rotations: tuple[Tables, Tables | None]  # of the positions: see _rotations
-    apart: bool  # whether weights are those of a layer apart
+    rotations: tuple[Tables, Tables | None]  # see _rotations
+    apart: bool  # whether weights have the layout "apart", see matmul_layouts.py
     route: Route | None
 
     def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer of `inputs` ((weights, window), layer input); its
-        output.
+        """The residual stream [B, T, D] after the layer, and the layer output.
 
-        Devices that share products share the stream's tokens, too: each keeps and norms a part of
-        them, gathers all before a product, and gets its part of the sum behind it (sequence
-        parallelism, Korthikanti et al. 2022, arxiv.org/abs/2205.05198).
+        `inputs` is ((weights, window), layer input). Devices of a tensor group divide the stream's
+        tokens: each norms its own shard, gathers all tokens before a product, and gets its shard of
+        the sum after it (sequence parallelism, Korthikanti et al. 2022, arxiv.org/abs/2205.05198).
         """
         (w, window), extra = inputs
         c = self.config
@@ -220,14 +226,17 @@ class _Layer:
         return constrain(x + h, "batch", "stream", "activation"), kept
 
     def norm(self, x: jax.Array, scale: jax.Array, factor: float = 1.0) -> jax.Array:
-        """`rms_norm` as the model has it."""
+        """`rms_norm` of x [..., D] by scale [D], with the model's settings."""
         c = self.config
         return rms_norm(x, scale, c.norm_eps, offset=c.norm_offset, factor=factor)
 
     def attention(
         self, h_BTD: jax.Array, w: Weights, extra: Any, window: jax.Array | None
     ) -> tuple[jax.Array, Any]:
-        """What attention adds to the residual stream, and what `attend` keeps."""
+        """Attention's contribution to the residual stream, [B, T, D], and `attend`'s layer output.
+
+        `window` is an int32 scalar, `extra` the layer input.
+        """
         c, h = self.config, _flat(h_BTD)
         q, k, v = (named(PROJECTION, self.project(h, w, name)) for name in _QKV)
         if c.attention_bias:
@@ -237,7 +246,7 @@ class _Layer:
             )
         q, k, v = (_unflat(x, h_BTD) for x in (q, k, v))
         if c.qk_norm:
-            # attention itself multiplies scores with 1 / sqrt(head_dim)
+            # attention itself multiplies scores by 1 / sqrt(head_dim)
             factor = (c.head_dim / c.query_scalar) ** 0.5 if c.query_scalar else 1.0
             q = self.norm(q, w["query_norm"], factor)
             k = self.norm(k, w["key_norm"])
@@ -252,7 +261,7 @@ class _Layer:
         return _unflat(named(OUTPUT, self.project(out, w, "output", inputs=2)), h_BTD), kept
 
     def mlp(self, h_BTD: jax.Array, w: Weights) -> jax.Array:
-        """The gated MLP, [B, T, D]: see config.ACTIVATIONS."""
+        """The gated MLP, [B, T, D]; see decoder_config.ACTIVATIONS."""
         h = _flat(h_BTD)
         gate, up = (named(MLP, self.project(h, w, name)) for name in ("gate", "up"))
         h = _unflat(_ACTIVATIONS[self.config.activation](gate) * up, h_BTD)
@@ -260,7 +269,7 @@ class _Layer:
         return _unflat(self.project(h, w, "down"), h_BTD)
 
     def project(self, x: jax.Array, w: Weights, name: str, inputs: int = 1) -> jax.Array:
-        """x [X, I] times a weight of the layer, and its adapter where it has one."""
+        """x [X, I] times a weight of the layer and its adapter, if any: [X, *outputs]."""
         product = functools.partial(times, by_output if self.apart else by_input)
         if isinstance(w[name], Turned):
             y = times(by_row, x, w[name].weight, inputs=inputs)
@@ -273,8 +282,8 @@ class _Layer:
         return y + adapters.scale * product(low, w[name + lora.B])
 
 
-# Each pins the layout on both sides, of the cotangent too: a product whose result is asked for in
-# parts of the tokens makes XLA gather its operands over the data ranks instead.
+# Both pin the layout before and after, also that of the cotangent. If a product's result is wanted
+# with divided tokens, XLA otherwise gathers the product's operands over the data ranks.
 def _gather(x_BTD: jax.Array) -> jax.Array:
     x_BTD = constrain(x_BTD, "batch", "stream", "activation")
     return constrain(x_BTD, "batch", "length", "activation")
@@ -285,8 +294,8 @@ def _share(x_BTD: jax.Array) -> jax.Array:
     return constrain(x_BTD, "batch", "stream", "activation")
 
 
-# X = B T: a weight gradient that sums over two dims makes XLA:CPU transpose the activations inside
-# the fusion that computes them, which takes longer than the products themselves
+# X = B T. If a weight gradient sums over two dims, XLA:CPU transposes the activations inside the
+# fusion that computes them, which takes longer than the products themselves.
 def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
@@ -298,7 +307,7 @@ def _unflat(x: jax.Array, like: jax.Array) -> jax.Array:
 def head_weight(
     c: DecoderConfig, params: dict[str, Any], dtype: Any = jnp.float32
 ) -> jax.Array | Int8:
-    """Output projection [V, D]: the embedding itself where tied. In `dtype`, or int8 as it is."""
+    """Output projection [V, D] in `dtype` or int8; the embedding itself if tied."""
     if c.tie_embeddings:
         return _gathered(params["embed"]["embedding"], dtype)
     head = params["head"]
@@ -308,15 +317,15 @@ def head_weight(
 
 
 def _gathered(table: jax.Array | Int8, dtype: Any) -> jax.Array | Int8:
-    if isinstance(table, Int8):  # a sampler's: no data rank has a part of it only
+    if isinstance(table, Int8):  # only samplers use int8, and they do not divide it over data ranks
         return table
-    # Gathered here, over the data ranks. Left to choose, XLA gathers the tokens of all ranks
-    # for the lookup, and the head once per chunk of the loop over the vocabulary's logits.
+    # Gathered over the data ranks here. Otherwise XLA gathers the tokens of all ranks for the
+    # lookup, and the head once per chunk in the loop over the vocabulary's logits.
     return constrain(table.astype(dtype), "vocab", "activation")
 
 
 def head_logits(c: DecoderConfig, params: dict[str, Any], hidden_XD: jax.Array) -> jax.Array:
-    """Next-token logits float32 [X, V] of final hidden states."""
+    """Next-token logits float32 [X, V] of final hidden states [X, D]."""
     weight = head_weight(c, params, hidden_XD.dtype)
     product = by_output if isinstance(params["layers"], list) else by_row
     return times(product, hidden_XD, weight, dtype=jnp.float32)
@@ -328,7 +337,7 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
 
 
 def bind(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
-    """The module with these arrays as its parameters (no copy; works while tracing)."""
+    """A module with these arrays as its parameters, without copies; traceable."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from distflow_jax.dag.residency import residency
+from distflow_jax.dag.residency import plan_residency
 from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
@@ -105,8 +105,9 @@ def _changes(
             lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
         )
     if config.training.offload == "none" and planned.machine.platform != "cpu":
-        offloaded = plan_memory(planned, programs, costs, residency(planned.plan, planned.samplers))
-        yield Change("training.offload='idle'", offloaded.fullest.total)
+        residencies = plan_residency(planned.plan, planned.samplers)
+        waiting = plan_memory(planned, programs, costs, residencies)
+        yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)
     twice = 2 * sizes.mesh.fsdp
     yield change(

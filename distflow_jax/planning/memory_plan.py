@@ -141,7 +141,7 @@ def plan_memory(
       costs: of these programs; temporaries are unknown for programs that were not compiled.
       residencies: by node; None: those of the plan.
     """
-    residencies = planned.stays if residencies is None else residencies
+    residencies = planned.residencies if residencies is None else residencies
     items = _items(planned, programs)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
@@ -209,9 +209,9 @@ def _there(
     if not found:
         return there, there
     # items of the next node are prefetched while these nodes run
-    meanwhile = frozenset().union(*(s.uses | s.replaces | s.fetch_ahead for s in found))
+    meanwhile = frozenset().union(*(s.uses | s.replaces | s.prefetch for s in found))
     last = found[-1]
-    return meanwhile, ((last.uses | last.replaces) - last.put_away) | last.fetch_ahead
+    return meanwhile, ((last.uses | last.replaces) - last.evict) | last.prefetch
 
 
 def _trained(unit: Unit) -> set[str]:

@@ -16,7 +16,7 @@ from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import held_weights
-from distflow_jax.runtime.build import make_engine, make_sync
+from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.training.state import TrainState
 
 # "Used 17.5G of 15.75G hbm", or "(16.29G) exceeds available HBM (15.75G)"
@@ -41,7 +41,8 @@ def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) ->
     local = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, planned.devices)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     runs = []
-    for traced, times in make_sync(planned, local).programs(params):
+    sync = make_sync(planned.source, planned.config, planned.sizes, planned.devices)
+    for traced, times in sync.programs(params):
         with reporting_size(UPDATE_WEIGHTS):
             compiled = traced.lower().compile()
         costs = costs_of(traced, compiled, dict(mesh.shape), pod.numbers(mesh))
@@ -66,7 +67,7 @@ def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     pod = pod.slice_of(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
     weights = held_weights(engine.model, engine.config, engine.mesh)
-    traced = engine.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
+    traced = engine.programs.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
     with reporting_size(name):
         compiled = traced.lower().compile()
     return costs_of(traced, compiled, dict(engine.mesh.shape), pod.numbers(engine.mesh))

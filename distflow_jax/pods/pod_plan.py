@@ -9,10 +9,11 @@ import jax
 
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.planning.field_specs import num_bytes
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.unit_programs import Program, num_bytes
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
     TooLarge,

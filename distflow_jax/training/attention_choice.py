@@ -1,39 +1,39 @@
-"""How the trainer attends over packed rows: who computes it, by the setting, sizes and platform."""
+"""Choice of the trainer's attention over packed rows, by setting, sizes and platform."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from distflow_jax.models.kernels import flash_gpu, flash_tpu
 
-# sides of tiles: below, a CPU's products are too short; above, too much of a tile is masked
+# tile sides on a CPU: below, matrix products are too short; above, too much of a tile is masked
 _BLOCKS = range(32, 129)
 _BLOCKS_OF_SEQUENCE = 5  # the shorter the sequences, the more of a large tile is masked
 
 
 class AttentionSizes(NamedTuple):
-    """What attention is computed of, on one device."""
+    """Sizes of the attention that one device computes."""
 
     row_tokens: int
     longest: int  # tokens of a sequence at most
     rows: int  # at a time
-    heads: int  # of queries per key/value head
+    heads: int  # query heads per key/value head
     head_dim: int
     dtype: str
-    row_chunks: int = 1  # into how many a row is cut for the devices that share it: a tile is in one
-    parts: int = 1  # of a row, of which a device has one
+    row_chunks: int = 1  # chunks of a row on the mesh; a tile lies within one of them
+    context_shards: int = 1  # shards of a row, one of them per device
 
 
 class RowAttention(NamedTuple):
-    """What a run attends by."""
+    """The attention of a run."""
 
     name: str  # masked, blocks or kernel
     block: int  # ForwardConfig.attention_block: tokens of a tile's side, 0: no tiles
     by: str  # ForwardConfig.attention_by
-    why: str  # for people
+    why: str  # the reason, as text for the report
 
 
 class _Kernel(NamedTuple):
-    sides: tuple[int, ...]  # of tiles, the best first
+    sides: tuple[int, ...]  # tile sides, the best first
     check: Callable[..., None]
 
 
@@ -44,9 +44,9 @@ _KERNELS = {
 
 
 def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAttention:
-    """What training.attention stands for: masked, blocks, kernel or auto.
+    """Resolves training.attention: masked, blocks, kernel or auto.
 
-    Raises ValueError where blocks or kernel are asked for and do not fit.
+    Raises ValueError if blocks or kernel are set and do not fit the sizes or the platform.
     """
     masked = RowAttention("masked", 0, "loops", "all scores of a row at once")
     if attention == "masked":
@@ -55,7 +55,7 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     try:
         if not loops:
             return _by_kernel(platform, sizes)
-        block = block_size(sizes.row_tokens, longest=sizes.longest, pieces=sizes.row_chunks)
+        block = block_size(sizes.row_tokens, longest=sizes.longest, row_chunks=sizes.row_chunks)
     except ValueError as error:
         if attention == "auto":
             return masked._replace(why=f"{masked.why}; {error}")
@@ -67,23 +67,25 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     )
 
 
-def block_size(row_tokens: int, *, longest: int, pieces: int = 1) -> int:
-    """Tokens of a tile's side on a CPU, by the `longest` sequence; a tile ends within one of the
-    `pieces` of a row. Raises ValueError where none fits."""
+def block_size(row_tokens: int, *, longest: int, row_chunks: int = 1) -> int:
+    """Side of a tile on a CPU in tokens, chosen by the `longest` sequence.
+
+    A tile lies within one of the `row_chunks` chunks of a row. Raises ValueError if no side fits.
+    """
     best = min(max(longest // _BLOCKS_OF_SEQUENCE, _BLOCKS[0]), _BLOCKS[-1])
-    fits = [n for n in _BLOCKS if row_tokens % (pieces * n) == 0]
+    fits = [n for n in _BLOCKS if row_tokens % (row_chunks * n) == 0]
     if fits:
         return min(fits, key=lambda n: abs(n - best))
-    unit = pieces * best
-    near = -(-row_tokens // unit) * unit  # up: sequences that fit still do
+    unit = row_chunks * best
+    near = -(-row_tokens // unit) * unit  # rounded up: sequences that fit now fit then, too
     raise ValueError(
-        f"blocks need {_rows(pieces)} that {_BLOCKS[0]} to {_BLOCKS[-1]} tokens divide, got "
-        f"training.row_tokens={row_tokens}; use {near}"
+        f"blocks need {_rows(row_chunks)} divisible by a tile of {_BLOCKS[0]} to {_BLOCKS[-1]} "
+        f"tokens, got training.row_tokens={row_tokens}; use {near}"
     )
 
 
-def _rows(pieces: int) -> str:
-    return "rows" if pieces == 1 else f"rows in {pieces} pieces (2 x mesh.context)"
+def _rows(row_chunks: int) -> str:
+    return "rows" if row_chunks == 1 else f"rows of {row_chunks} chunks (2 x mesh.context) each"
 
 
 def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
@@ -96,7 +98,7 @@ def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
     if not fits:
         unit = sizes.row_chunks * min(sides)
         raise ValueError(
-            f"the kernel needs {_rows(sizes.row_chunks)} that {min(sides)} tokens divide, got "
+            f"the kernel needs {_rows(sizes.row_chunks)} divisible by {min(sides)} tokens, got "
             f"training.row_tokens={sizes.row_tokens}; use {-(-sizes.row_tokens // unit) * unit}"
         )
     refused = []
@@ -105,7 +107,7 @@ def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
             check(
                 side=side,
                 rows=sizes.rows,
-                blocks=sizes.row_tokens // sizes.parts // side,
+                blocks=sizes.row_tokens // sizes.context_shards // side,
                 key_blocks=sizes.row_tokens // side,
                 heads=sizes.heads,
                 head_dim=sizes.head_dim,

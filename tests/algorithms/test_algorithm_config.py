@@ -28,7 +28,7 @@ def test_aggregation_is_the_loss_s_own_unless_given():
     for name in ("gspo", "sapo", "gmpo"):
         assert AlgorithmConfig(policy_loss=name).loss_aggregation == "seq-mean-token-mean"
         AlgorithmConfig(policy_loss=name, aggregation="seq-mean-token-mean")
-        with pytest.raises(ValueError, match=f"{name}'.*'token-mean'; take that out"):
+        with pytest.raises(ValueError, match=f"{name}'.*'token-mean'; remove that setting"):
             AlgorithmConfig(policy_loss=name, aggregation="token-mean")
 
 
@@ -56,7 +56,7 @@ REFUSED = [
     ({"token_budget": 100}, "token_budget=100 and algorithm.aggregation='token-mean'"),
     ({"aggregation": "fixed-budget"}, "token_budget=0 and algorithm.aggregation='fixed-budget'"),
     ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect without a positive kl_coef"),
-    ({"kl_coef": 0.1, "kl_estimator": "abs"}, "'abs' has not the gradient of a KL"),
+    ({"kl_coef": 0.1, "kl_estimator": "abs"}, "'abs' does not have the gradient of a KL"),
     ({"kl_coef": -0.1}, "kl_coef must not be negative"),
     ({"kl_in_reward": True}, "kl_in_reward=True has no effect without a positive kl_coef"),
     ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target=0.1 has no effect without kl_in_reward"),

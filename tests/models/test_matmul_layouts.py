@@ -8,7 +8,7 @@ from support.tiny_model import TINY, mesh_of, random_params
 
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.matmul_layouts import Turned, by_input, by_output, by_row, way_of
+from distflow_jax.models.matmul_layouts import Turned, by_input, by_output, by_row, resolve_layout
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.transformer import head_weight, hidden_states
@@ -80,10 +80,11 @@ def test_the_network_is_the_same(config, axes):
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_who_holds_them_how():
-    assert [way_of("auto", platform) for platform in ("cpu", "gpu", "tpu")] == [
+def test_auto_depends_on_the_platform():
+    assert [resolve_layout("auto", platform) for platform in ("cpu", "gpu", "tpu")] == [
         "apart", "apart", "turned"
     ]  # fmt: skip
-    assert way_of("stacked", "tpu") == "stacked" and way_of("apart", "tpu") == "apart"
+    assert resolve_layout("stacked", "tpu") == "stacked"
+    assert resolve_layout("apart", "tpu") == "apart"
     with pytest.raises(ValueError, match="one of auto, stacked, turned, apart, got 'x'"):
-        way_of("x", "cpu")
+        resolve_layout("x", "cpu")

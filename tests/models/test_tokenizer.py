@@ -161,8 +161,8 @@ def test_llama3_cuts_numbers_in_threes():
     ("change", "message"),
     [
         ({"ggml__model": "llama"}, "GGUF tokenizer 'llama' is not supported"),
-        ({"ggml__pre": "klingon"}, "pre-tokenizer 'klingon' is not known"),
-        ({"ggml__eos_token_id": None}, "names no end token"),
+        ({"ggml__pre": "klingon"}, "pre-tokenizer 'klingon' is not supported"),
+        ({"ggml__eos_token_id": None}, "has no end token"),
         ({"ggml__tokens": None}, "lacks tokenizer.ggml.tokens"),
         ({"ggml__merges": ["z z"]}, "no valid tokenizer: .*`z` out of vocabulary"),
     ],
@@ -222,14 +222,14 @@ def test_template_errors_are_the_users(tmp_path):
         return Tokenizer.from_folder(hf_folder(tmp_path, settings)).render(CHAT)
 
     assert len(render("{{ strftime_now('%Y') }}")) == 4
-    with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
+    with pytest.raises(ValueError, match="rejects the messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="template is not valid"):
         render("{% if %}")
-    with pytest.raises(ValueError, match="refuses the messages"):
+    with pytest.raises(ValueError, match="rejects the messages"):
         render("{{ messages[0].content + 1 }}")
     # the template comes with the model, from anyone: no way out of it into Python
-    with pytest.raises(ValueError, match="refuses the messages"):
+    with pytest.raises(ValueError, match="rejects the messages"):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
 
 
@@ -241,7 +241,7 @@ def test_folder_refusals(tmp_path):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json is not readable"):
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -109,9 +109,9 @@ def test_place_params_puts_every_shard_in_its_place():
     placed = flatten_dict(place_params(TINY, arrays.items(), shardings), sep="/")
     for path, value in arrays.items():
         np.testing.assert_array_equal(placed[path], value)
-    with pytest.raises(ValueError, match="set nothing for.*final_norm"):
+    with pytest.raises(ValueError, match="lack the parameters .*final_norm"):
         place_params(TINY, [x for x in arrays.items() if x[0] != "final_norm"], shardings)
-    with pytest.raises(ValueError, match=r"final_norm have shape \(3,\), want \(64,\)"):
+    with pytest.raises(ValueError, match=r"final_norm have shape \(3,\), expected \(64,\)"):
         place_params(TINY, [("final_norm", np.zeros(3))], shardings)
 
 

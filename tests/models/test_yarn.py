@@ -99,7 +99,7 @@ def test_the_model_cards_words_are_what_is_written():
     ("change", "message"),
     [
         ({"factor": None, "original_max_position_embeddings": None}, "yarn .* lacks factor"),
-        ({"factor": 0.5}, "factor and original_max_position from 1 on, got .*factor=0.5"),
+        ({"factor": 0.5}, "factor and original_max_position of at least 1, got .*factor=0.5"),
         ({"beta_slow": 64.0}, "beta_fast > beta_slow > 0, got .*beta_slow=64.0"),
         ({"attention_factor": 0.0}, "attention_factor > 0, got .*attention_factor=0.0"),
     ],
@@ -159,8 +159,8 @@ def test_a_config_that_cannot_is_told_in_one_line(tmp_path):
         open_model(SOURCE, yarn_factor=4.0, yarn_positions=65)
     for model, message in (
         ({"yarn_factor": 0.5}, "config.model: model.yarn_factor must be at least 1, got 0.5"),
-        ({"yarn_positions": 8}, "model.yarn_positions=8 beside model.yarn_factor=1 says nothing"),
-        ({"yarn_factor": 2.0, "yarn_positions": -1}, "model.yarn_positions=-1 beside"),
+        ({"yarn_positions": 8}, "model.yarn_positions=8 with model.yarn_factor=1 has no effect"),
+        ({"yarn_factor": 2.0, "yarn_positions": -1}, "model.yarn_positions=-1 with"),
     ):
         with pytest.raises(ValueError, match=message):
             from_config_dict(Config, {"model": model})

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.row_places import spread
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
@@ -29,7 +30,6 @@ from distflow_jax.parallel.mesh import (
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
 from distflow_jax.resharding.weight_sync import WeightSync
-from tests.resharding.test_rows_all_to_all import spread
 
 MINIS, ROWS = 2, 10
 SIZES = [(4, 1), (2, 2), (1, 4)]  # of a part of four devices
@@ -207,7 +207,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
         got.extend(coordinator._values[source, field]) if field == "sum" else None
     )
     runners = {unit.name: make_runner(unit, stages) for unit in built.units}
-    run_step(built, 1, runners, {}, coordinator, Spans())
+    run_step(built, 1, runners, {}, coordinator, Spans().span)
     # all three were issued before the first had ended, and what it gave crossed whole
     assert order[:4] == [("rollout", False), ("first", False), ("second", False), ("third", False)]
     for values in got:

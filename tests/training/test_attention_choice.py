@@ -1,4 +1,4 @@
-"""Who computes the trainer's attention, by the setting, the sizes and the platform."""
+"""The trainer's choice of attention, by the setting, the sizes and the platform."""
 
 import re
 
@@ -30,10 +30,10 @@ def test_side_of_a_tile_of_loops(attention, tokens, platform, longest, side):
     assert (found.name, found.block, found.by) == ("blocks" if side else "masked", side, "loops")
 
 
-def test_tiles_end_within_a_piece():
-    for tokens, pieces, side in ((1024, 1, 64), (1024, 8, 64), (640, 16, 40), (256, 16, 0)):
-        found = chosen("auto", "cpu", row_tokens=tokens, longest=320, row_chunks=pieces)
-        assert found.block == side, (tokens, pieces)
+def test_tiles_end_within_a_chunk():
+    for tokens, chunks, side in ((1024, 1, 64), (1024, 8, 64), (640, 16, 40), (256, 16, 0)):
+        found = chosen("auto", "cpu", row_tokens=tokens, longest=320, row_chunks=chunks)
+        assert found.block == side, (tokens, chunks)
 
 
 def test_a_kernel_where_sizes_fit():
@@ -41,14 +41,15 @@ def test_a_kernel_where_sizes_fit():
     assert chosen("kernel", "tpu", dtype="float32", head_dim=64)[:3] == ("kernel", 128, "tpu")
     # 65,536 tokens have 262,144 tiles of 128 x 128: a scalar memory holds a quarter of these
     assert chosen("auto", "tpu", row_tokens=2**16, rows=1).block == 256
-    assert chosen("auto", "tpu", row_tokens=2**16, rows=1, parts=4, row_chunks=8).block == 128
+    long_row = dict(row_tokens=2**16, rows=1, context_shards=4, row_chunks=8)
+    assert chosen("auto", "tpu", **long_row).block == 128
 
 
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        (dict(row_tokens=320), "rows that 128 tokens divide, got training.row_tokens=320; use 384"),
-        (dict(row_tokens=1024, row_chunks=16), "rows in 16 pieces .*row_tokens=1024; use 2048"),
+        (dict(row_tokens=320), "rows divisible by 128 tokens, got .*row_tokens=320; use 384"),
+        (dict(row_tokens=1024, row_chunks=16), "rows of 16 chunks .*row_tokens=1024; use 2048"),
         (dict(head_dim=40), "a head dim that is a multiple of 16, got 40"),
         (dict(row_tokens=2**17), "2 rows of 1024 x 1024 may hold 2097152: use fewer rows"),
         (dict(heads=64), "bytes of 64 query heads x 128 tokens with a head dim of 128, and"),
@@ -65,7 +66,7 @@ def test_where_none_fits_auto_says_why_and_kernel_is_refused(sizes, reason):
 def test_what_is_asked_for_and_cannot_be():
     with pytest.raises(ValueError, match="row_tokens=262; use 320, or attention='masked'"):
         chosen("blocks", "cpu", row_tokens=262, longest=320)
-    message = r"blocks need rows in 16 pieces \(2 x mesh.context\) .*row_tokens=256; use 1024"
+    message = r"blocks need rows of 16 chunks \(2 x mesh.context\) .*row_tokens=256; use 1024"
     with pytest.raises(ValueError, match=message):
         chosen("blocks", "gpu", row_tokens=256, longest=320, row_chunks=16)
     with pytest.raises(

@@ -1,1 +1,1 @@
-"""One file per family of models: translation of its config, and its tables of tensor names."""
+"""Model families, one module each: translation of configs and tables of tensor names."""

@@ -1,1 +1,1 @@
-"""Kernels for accelerators, each beside the plain jax.numpy form that states what it computes."""
+"""Attention kernels for TPUs and GPUs, each with a jax.numpy reference implementation."""

@@ -1,1 +1,1 @@
-"""Weights in: sources, file formats, and the check that names and shapes fit."""
+"""Weight files: sources, formats, and checks of tensor names and shapes."""
