@@ -42,7 +42,7 @@ DIVISIONS = {
 
 
 def get_config(choice: str = "v5p-64,8k") -> ConfigDict:
-    """2 prompts per chip and step (at 8k), 8 responses each, one update, KL to the first model."""
+    """2 prompts x 8 responses per chip and step (at 8k), one update, KL to the initial model."""
     return to_config_dict(
         grpo("hf:Qwen/Qwen2.5-7B-Instruct", choice, DIVISIONS, positions=32_768, yarn_factor=4.0)
     )
