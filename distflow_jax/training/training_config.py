@@ -67,9 +67,8 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
         if self.pipeline_repeats > 1 and self.remat == "none":
             raise ValueError(
-                f"training.pipeline_repeats={self.pipeline_repeats} does not work with "
-                "training.remat='none', which would keep the weights of every tick; use "
-                "training.remat='dots'"
+                f"training.pipeline_repeats={self.pipeline_repeats} needs training.remat other "
+                "than 'none', which would keep the weights of every tick; use training.remat='dots'"
             )
         if self.row_sequences > self.row_tokens // 2:
             raise ValueError(
