@@ -10,23 +10,27 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile
+DURATIONS := --durations=40 --durations-min=5
 INPUTS := requirements.txt pyproject.toml $(wildcard third_party/seqio/*.toml third_party/seqio/seqio/*.py)
 
-.PHONY: train test test-all test-soak lint clean setup setup-dev
+.PHONY: train test test-nightly test-soak lint clean setup setup-dev
 
 # large pages: an update's temporaries are mapped anew each time, 4 KiB a time a tenth of it on a CPU
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: $(VENV)/installed
 	$(BIN)/python scripts/train.py --config=$(CONFIG) --workdir=$(WORKDIR)
 
+# what every change has to pass
 test: $(VENV)/installed-dev
-	$(PYTEST) $(SPREAD)
+	$(PYTEST) $(SPREAD) $(DURATIONS)
 
-test-all: $(VENV)/installed-dev
-	$(PYTEST) $(SPREAD) -m "not soak and not gpu and not tpu"
+# what `make test` leaves out: CONTRIBUTING.md lists it
+test-nightly: $(VENV)/installed-dev
+	$(PYTEST) $(SPREAD) --durations=0 --durations-min=1 -m "slow and not soak and not gpu and not tpu"
 
+# faults at random moments, for hours
 test-soak: $(VENV)/installed-dev
-	$(PYTEST) -m soak
+	$(PYTEST) --durations=0 --durations-min=1 -m soak
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import CACHE_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
@@ -70,7 +70,7 @@ def sampled(
     prompts = [
         Prompt(i, i, ids, text, "questions", "", {}) for i, (text, ids) in enumerate(asked(source))
     ]
-    requests = [GroupRequest(prompt, 1, config.max_response) for prompt in prompts]
+    requests = [GroupRequest(prompt, SamplingParams(1, config.max_response)) for prompt in prompts]
     params = engine.load_params(params)
     return run_requests(engine, params, engine.init_decode_state(), requests)[1]
 

@@ -31,9 +31,10 @@ from distflow_jax.data.loader import DataConfig
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
+from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
-from distflow_jax.planning.unit_programs import FieldSpecs, Program, trace_plan
+from distflow_jax.planning.unit_programs import Program, trace_plan
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.runtime.build import trace
@@ -110,7 +111,7 @@ def machinery(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
         coordinator.begin(columns)
         _ = coordinator.shares  # the packing of a step is not the graph's cost
         start, dispatch[0] = time.perf_counter(), 0.0
-        run_step(made, step, runners, {}, coordinator, spans)
+        run_step(made, step, runners, {}, coordinator, spans.span)
         walls.append(time.perf_counter() - start)
         dispatched.append(dispatch[0])
         spans.take()

@@ -23,7 +23,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 MEASURED_SECONDS = 0.5  # of a ceiling, each time
@@ -224,7 +224,7 @@ class Engine:
             # in the order given, as if nobody knew how long each will be
             place = float(len(ids) - i)
             prompt = Prompt(i, i, row, "", "random", "", {}, expected_length=place)
-            requests.append(GroupRequest(prompt, n, limit))
+            requests.append(GroupRequest(prompt, SamplingParams(n, limit)))
         self.state, responses, _ = run_requests(self.engine, self.params, self.state, requests)
         assert [len(r.tokens) for r in responses] == list(limits)
         return sum(len(r.tokens) for r in responses)

@@ -42,7 +42,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import States, models_of
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
-from distflow_jax.runtime import build as machinery_lib
+from distflow_jax.runtime import build as runtime_lib
 from distflow_jax.stages.stage_context import Stage
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig
@@ -159,8 +159,8 @@ def blocking(runner: Runner) -> Runner:
 
 def build(
     args: argparse.Namespace,
-) -> tuple[plan_run.Setup, machinery_lib.Runtime, dict[str, Any]]:
-    """A run's machinery and first states, with the reward and the end ids of this benchmark."""
+) -> tuple[plan_run.PreparedRun, runtime_lib.Runtime, dict[str, Any]]:
+    """A run's runtime and first states, with the reward and the end ids of this benchmark."""
     config, machine = make_config(args), Machine.current()
     source = open_model(config.model.source)
     vocab = source.config.vocab_size
@@ -171,7 +171,7 @@ def build(
     sizes = derive_sizes(config, source.config, machine, graph)
     plan = plan_run.make_plan(config, graph, sizes)
     # neither loader nor reward pool: prompts and scores are made here
-    setup = plan_run.Setup(
+    prepared = plan_run.PreparedRun(
         config=config,
         graph=graph,
         machine=machine,
@@ -185,17 +185,17 @@ def build(
         rewards=None,
         environments=None,
     )
-    machinery = machinery_lib.build(setup, Spans())
-    machinery.compile()
+    runtime = runtime_lib.build(prepared, Spans())
+    runtime.compile()
     (reward,) = (unit for unit in plan.units if unit.name == "reward")
-    machinery.runners["reward"] = make_runner(reward, {"reward": share_of_lower_half(vocab)})
-    machinery.runners = {name: blocking(runner) for name, runner in machinery.runners.items()}
-    states = States(setup.models, source, config, machinery.meshes).initial({})
-    engine = machinery.engine
-    weights = machinery.sync(states["actor"].params)
+    runtime.runners["reward"] = make_runner(reward, {"reward": share_of_lower_half(vocab)})
+    runtime.runners = {name: blocking(runner) for name, runner in runtime.runners.items()}
+    states = States(prepared.models, source, config, runtime.meshes).initial({})
+    engine = runtime.engine
+    weights = runtime.sync(states["actor"].params)
     states["rollout"] = SamplerState(weights, 0, engine.init_decode_state())
     engine.compile(weights)
-    return setup, machinery, states
+    return prepared, runtime, states
 
 
 def random_prompts(args: argparse.Namespace, vocab: int) -> Iterator[list[Prompt]]:
@@ -208,19 +208,21 @@ def random_prompts(args: argparse.Namespace, vocab: int) -> Iterator[list[Prompt
 
 def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Runs the steps; yields seconds by phase, CPU seconds, response tokens and compilations."""
-    setup, machinery, states = build(args)
-    compilations, spans, coordinator = Compilations(), Spans(), machinery.coordinator
-    stop_ids = setup.source.tokenizer.stop_ids
-    prompts = random_prompts(args, setup.source.config.vocab_size)
+    prepared, runtime, states = build(args)
+    compilations, spans, coordinator = Compilations(), Spans(), runtime.coordinator
+    stop_ids = prepared.source.tokenizer.stop_ids
+    prompts = random_prompts(args, prepared.source.config.vocab_size)
     for step, batch in enumerate(prompts, start=1):
         if args.paced:
             wait_for_turn()
         wall, cpu = time.perf_counter(), time.process_time()
         if states["rollout"].version != step - 1:
             params = states["actor"].params
-            states["rollout"] = update_weights(states["rollout"], machinery.sync, params, step - 1)
+            states["rollout"] = update_weights(states["rollout"], runtime.sync, params, step - 1)
         coordinator.begin(given_columns(batch, args.samples))
-        states, metrics = run_step(setup.plan, step, machinery.runners, states, coordinator, spans)
+        states, metrics = run_step(
+            prepared.plan, step, runtime.runners, states, coordinator, spans.span
+        )
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record = {"step": step, "step_s": time.perf_counter() - wall}
         record |= {"cpu_s": time.process_time() - cpu, "compilations": compilations.take()}

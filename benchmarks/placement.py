@@ -92,38 +92,38 @@ class Side:
     def __init__(self, overrides: list[str]):
         config = from_config_dict(Config, override(tiny.get_config(), COMMON + overrides))
         self.config, self.watch, self.step = config, Watch(), 0
-        self.setup = prepare(config)
-        self.machinery = build(self.setup, _NoSpans())
-        self.machinery.compile()
-        offload = self.machinery.offload
-        states = States(self.setup.models, self.setup.source, config, self.machinery.meshes)
+        self.prepared = prepare(config)
+        self.runtime = build(self.prepared, _NoSpans())
+        self.runtime.compile()
+        offload = self.runtime.offload
+        states = States(self.prepared.models, self.prepared.source, config, self.runtime.meshes)
         self.states = states.initial({}, offload.adopt)
-        engine = self.machinery.engine
+        engine = self.runtime.engine
         with offload.staying(UPDATE_WEIGHTS, self.states):
-            weights = self.machinery.sync(self.states["actor"].params)
+            weights = self.runtime.sync(self.states["actor"].params)
             self.states["rollout"] = SamplerState(weights, 0, engine.init_decode_state())
             engine.compile(weights)
 
     def take_step(self, memory: bool) -> tuple[float, float]:
         """Seconds of a step, and of its part after the rollout."""
-        prompts = next(self.setup.loader)
-        offload = self.machinery.offload
+        prompts = next(self.prepared.loader)
+        offload = self.runtime.offload
         self.watch = Watch(others=self.watch.others, most=self.watch.most)
         spans = self.watch if memory else _Started(self.watch)
         start = time.perf_counter()
         with offload.staying(UPDATE_WEIGHTS, self.states):
             self.states["rollout"] = update_weights(
-                self.states["rollout"], self.machinery.sync, self.states["actor"].params, self.step
+                self.states["rollout"], self.runtime.sync, self.states["actor"].params, self.step
             )
         self.step += 1
-        self.machinery.coordinator.begin(given_columns(prompts, self.config.rollout.num_samples))
+        self.runtime.coordinator.begin(given_columns(prompts, self.config.rollout.num_samples))
         self.states, metrics = run_step(
-            self.setup.plan,
+            self.prepared.plan,
             self.step,
-            self.machinery.runners,
+            self.runtime.runners,
             self.states,
-            self.machinery.coordinator,
-            spans,
+            self.runtime.coordinator,
+            spans.span,
         )
         offload.update(self.states)
         jax.device_get(metrics)
@@ -194,7 +194,7 @@ def main() -> None:
             f"({ratios[1]:.2f}x), most in memory {side.memory()}",
             flush=True,
         )
-        side.setup.rewards.close()
+        side.prepared.rewards.close()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.requests import SamplingParams
 
 
 def arguments() -> argparse.Namespace:
@@ -59,8 +60,10 @@ class Steps:
         engine, state = self._engine, self._engine.init_decode_state()
         limit, calls = engine.config.max_response, engine.config.tokens_per_call
         for slot, (_, ids) in enumerate(self._asked):
-            (prefix,) = engine.prefill_row(self._params, [ids])
-            state = engine.insert(prefix, state, slot, SlotRequest(slot, 0, limit))
+            (prefix,) = engine.prompts.row(self._params, [ids])
+            state = engine.insert(
+                prefix, state, slot, SlotRequest(slot, 0, SamplingParams(1, limit))
+            )
         for call in range(limit // calls):
             start = time.perf_counter()
             state, result = engine.generate(self._params, state)

@@ -1,8 +1,7 @@
 """Reinforcement-learning post-training of language models in JAX, without a central node.
 
-In a notebook `import distflow_jax as df` is enough: see distflow_jax/notebook.py, whose functions
-are also here. They are loaded when one of them is first used, so that importing the package costs
-nothing; a watchdog and reward workers do it too.
+In a notebook, `import distflow_jax as df` gives the functions of distflow_jax/notebook.py. They are
+loaded at first use: watchdogs and reward workers import the package too, and must start fast.
 """
 
 import importlib

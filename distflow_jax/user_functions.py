@@ -1,6 +1,6 @@
 """Functions that a user names: "module:function" or "path/to/file.py:function".
 
-Imports nothing but the standard library: workers that must start fast use it too.
+Imports only the standard library, since workers that must start fast use it too.
 """
 
 import importlib
@@ -21,14 +21,14 @@ _MAX_LISTED = 8  # functions named in an error
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """The function called `spec`; `what` says in errors what it was wanted for.
+    """Loads the function `spec`; `what` is its purpose, the first words of error messages.
 
-    The part after the colon may be dotted ("module:Class.method").
+    The name after the colon may be dotted ("module:Class.method").
 
     Raises:
-      FileNotFoundError: no such file; the nearest is named.
-      ValueError: no such module or function (the nearest is named), not callable, or importing it
-        raised (what, and in which line).
+      FileNotFoundError: no such file; the message names the nearest.
+      ValueError: no such module or function (the message names the nearest), not callable, or
+        importing it raised (the message has the error, file and line).
     """
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
@@ -74,7 +74,7 @@ def _load_file(path: str, what: str) -> ModuleType:
 
 
 def _module_name(file: pathlib.Path) -> str:
-    """The file's stem, or a longer name where a module of another file has that one already."""
+    """The file's stem, or a longer name if a module of another file has that name already."""
     other = sys.modules.get(file.stem)
     if other is None or getattr(other, "__file__", None) == str(file):
         return file.stem

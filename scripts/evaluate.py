@@ -1,11 +1,11 @@
-"""Evaluates a model, or what a run has trained, on a data set; writes JSON.
+"""Evaluates a model, or a run's trained weights, on a data set; writes JSON.
 
 Examples:
   python scripts/evaluate.py --config=configs/grpo_smollm2.py --out=base.json
   python scripts/evaluate.py --config=configs/grpo_smollm2.py --run=runs/first --out=trained.json \\
       --config.eval.num_samples=8 --config.eval.temperature=1.0
 
-The data set is config.eval.dataset; the JSON holds mean@N (accuracy where scores are 0 or 1), its
+The data set is config.eval.dataset. The JSON holds mean@N (accuracy if scores are 0 or 1), its
 standard error, best@N, maj@N, and every response.
 """
 
@@ -29,25 +29,27 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+from distflow_jax.stages.stage_context import own_part
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
-OUT = flags.DEFINE_string("out", "", "JSON file to write; empty: print the numbers only.")
+RUN = flags.DEFINE_string("run", "", "Folder of a run: use its newest weights.")
+OUT = flags.DEFINE_string("out", "", "JSON file to write; empty: only print the metrics.")
 define_job_flags()
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> int:
-    """Samples, scores, and reports."""
+    """Samples responses, scores them, prints and writes the metrics."""
     config = from_config_dict(Config, CONFIG.value)
     if not config.eval.dataset:
-        raise ValueError("config.eval.dataset is empty: name a data set, e.g. a .jsonl file")
+        raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
     processes.initialize(find_job())
     if OUT.value:
         check_out(pathlib.Path(OUT.value))
     source = open_model(config.model.source, **config.model.options())
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
+    hosts = sizes.sampler_hosts
     prompts = load_eval_prompts(config, source, sizes, machine)
     with RewardPool(config.reward) as rewards:
         rewards.check(trial_request(prompts[0]))
@@ -59,12 +61,9 @@ def main(argv: list[str]) -> int:
             source.tokenizer,
             rewards,
             prompts,
-            config.eval,
-            limit=config.rollout.max_response_length,
-            member=processes.process_index() % sizes.sampler_hosts,
-            hosts=sizes.sampler_hosts,
+            config.eval.sampling_params(config.rollout.max_response_length),
+            own=own_part(len(prompts), processes.process_index() % hosts, hosts),
             environments=environments,
-            rollout=config.rollout,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)
     for name, value in metrics.items():
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_out(path: pathlib.Path) -> None:
-    """Raises ValueError where the report could not be written, before the work for it is done."""
+    """Raises ValueError, before any sampling, if the report cannot be written to `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder: one that a run has trained, or a model source as it is.
+"""Writes a run's trained model, or a model source as it is, as a Hugging Face folder.
 
 Examples:
   python scripts/export.py --workdir=runs/first --out=exports/first
@@ -8,10 +8,10 @@ Examples:
   python scripts/export.py --workdir=runs/lora --adapter --out=exports/adapter
 
 The folder holds safetensors, config.json, generation_config.json and the tokenizer with its chat
-template; transformers and --config.model.source read it. It takes its name when it is
-complete. A critic or reward model becomes a sequence classifier with one label. A model that was
-trained with lora.rank goes out merged, or its adapters alone, in PEFT's format, with --adapter.
-Needs no accelerator; in memory is one parameter at a time.
+template, for transformers and --config.model.source. It gets its name when it is complete. A critic
+or reward model becomes a sequence classifier with one label. Adapters of a model trained with
+lora.rank are merged; --adapter writes only the adapters, in PEFT's format. No accelerator is
+needed; one parameter at a time is in memory.
 """
 
 import pathlib
@@ -28,23 +28,23 @@ from distflow_jax.models.weights.safetensors_writer import DTYPES, parse_size
 from distflow_jax.programs.units import format_decimal
 
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
-STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; without it the newest.", 0)
-MODEL = flags.DEFINE_string("model", "", "Which model of the run; empty: actor, or the only one.")
+STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; empty: the newest.", 0)
+MODEL = flags.DEFINE_string("model", "", "Model of the run; empty: actor, or the only one.")
 SOURCE = flags.DEFINE_string(
-    "source", "", "A model source to export as it is; with --workdir: where the run's lies now."
+    "source", "", "Model source to export as it is; with --workdir: source of its initial model."
 )
-OUT = flags.DEFINE_string("out", None, "Folder to write; its parents are made.")
-DTYPE = flags.DEFINE_enum("dtype", "float32", list(DTYPES), "What the weights are written as.")
-SHARD = flags.DEFINE_string("max_shard_size", "5GB", "Most bytes of one file: 5GB, 500MB, 2GiB.")
-OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace the folder that is there.")
-ADAPTER = flags.DEFINE_boolean("adapter", False, "Write the adapters alone, as PEFT reads them.")
+OUT = flags.DEFINE_string("out", None, "Folder to write; parent folders are created.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", list(DTYPES), "Type of the written weights.")
+SHARD = flags.DEFINE_string("max_shard_size", "5GB", "Largest file size: 5GB, 500MB, 2GiB.")
+OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace an existing folder.")
+ADAPTER = flags.DEFINE_boolean("adapter", False, "Write only the adapters, in PEFT's format.")
 flags.mark_flag_as_required("out")
 
 
 def main(argv: list[str]) -> int:
-    """Finds the model, writes it, says what was written."""
+    """Finds the model, writes it, prints a summary."""
     start = time.monotonic()
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for somebody else
+    jax.config.update("jax_platforms", "cpu")  # accelerators may be in use by other processes
     max_shard_bytes = parse_size(SHARD.value)
     out = pathlib.Path(OUT.value)
     if WORKDIR.value:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     elif not SOURCE.value:
         raise ValueError("give --workdir, the folder of a run, or --source, a model source")
     elif STEP.value is not None or MODEL.value or ADAPTER.value:
-        raise ValueError("--step, --model and --adapter choose from a run: give its --workdir")
+        raise ValueError("--step, --model and --adapter need a run: give its --workdir")
     else:
         export, what = source_export(SOURCE.value), SOURCE.value
     written = write_hf_folder(
@@ -89,7 +89,7 @@ def _report(written: Written, what: str, seconds: float) -> None:
             "became 0"
         )
     if lost.not_finite:
-        print(f"warning: {lost.not_finite} values were not finite before")
+        print(f"warning: {lost.not_finite} values were not finite before the conversion")
     print(
         f"wrote {what} to {OUT.value}: {format_decimal(written.num_params, '')} parameters in "
         f"{len(written.files)} files, {format_decimal(sum(written.files.values()))}, "

@@ -1,11 +1,11 @@
-"""Answers a prompt, or every line of a file.
+"""Generates responses to a prompt, or to every line of a file.
 
 Examples:
   python scripts/generate.py --config=configs/grpo_smollm2.py --prompt="What is 12 + 35?"
   python scripts/generate.py --config=configs/grpo_smollm2.py --run=runs/first --file=questions.txt
 
-Each prompt goes through the model's chat template as a user's message, unless --raw. Where the
-config names an environment (rollout.environment), the answer is in turns with it.
+Each prompt is a user's message in the model's chat template, unless --raw. If the config names an
+environment (rollout.environment), responses are generated in turns with it.
 """
 
 import pathlib
@@ -18,25 +18,25 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.command_line import run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.plan_run import open_environments
-from distflow_jax.rollout.sampler import respond
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.standalone_sampler import open_answerer
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-RUN = flags.DEFINE_string("run", "", "Folder of a run: its newest weights instead of the source's.")
+RUN = flags.DEFINE_string("run", "", "Folder of a run: use its newest weights.")
 PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
-FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
+FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.")
 RAW = flags.DEFINE_boolean("raw", False, "Continue the text itself, without the chat template.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Responses to each prompt.", 1)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.", 0.0)
-TOP_P = flags.DEFINE_float("top_p", 1.0, "1: off.", 0.0, 1.0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Probability mass to sample from; 1: all.", 0.0, 1.0)
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> int:
-    """Reads the prompts, answers them, prints."""
+    """Reads the prompts, samples responses, prints them."""
     config = from_config_dict(Config, CONFIG.value)
     texts = _prompts()
     if config.rollout.num_samples < SAMPLES.value:
@@ -57,20 +57,12 @@ def main(argv: list[str]) -> int:
         prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
     environments = open_environments(config, source, prompts[0])
     model = open_answerer(config, source, RUN.value)
-    limits = TurnLimits.of(config.rollout, config.rollout.max_response_length)
-    sampling = {
-        "num_samples": SAMPLES.value,
-        "temperature": TEMPERATURE.value,
-        "top_p": TOP_P.value,
-    }
-    engine, state = model.engine, model.state
-    if environments is None:
-        _, responses, _ = respond(engine, state, prompts, limit=limits.response, **sampling)
-    else:
-        _, episodes, _ = respond_in_turns(engine, state, prompts, environments, limits, **sampling)
-        responses = [episode.response for episode in episodes]
-    for response in responses:
-        if len(responses) > 1:
+    sampling = SamplingParams(
+        SAMPLES.value, config.rollout.max_response_length, TEMPERATURE.value, top_p=TOP_P.value
+    )
+    _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)
+    for response in (episode.response for episode in episodes):
+        if len(episodes) > 1:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")
         print(source.tokenizer.decode(response.tokens))
     return 0
@@ -84,7 +76,7 @@ def _prompts() -> list[str]:
     lines = pathlib.Path(FILE.value).read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()]
     if not texts:
-        raise ValueError(f"{FILE.value} holds no prompt")
+        raise ValueError(f"{FILE.value} contains no prompt: write one per line")
     return texts
 
 

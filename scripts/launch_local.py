@@ -3,10 +3,10 @@
 python scripts/launch_local.py --processes=2 --devices_per_process=4 -- \\
     scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/two
 
-Each line of output is marked with its process, as in "[p0] ...". When one process fails, or on
-SIGINT or SIGTERM, all are asked to stop with that signal (SIGTERM after a failure) and killed after
-the grace time; a second signal kills at once. The exit code is that of the first process to fail;
-75 means: stopped with a checkpoint, start me again.
+Each line of output begins with its process, as in "[p0] ...". When one process fails, all others
+get SIGTERM; SIGINT and SIGTERM are passed on to all. After the grace time processes are killed; a
+second signal kills at once. The exit code is that of the first process that failed; 75 means that
+a checkpoint was saved, and the same command resumes the run.
 """
 
 import argparse
@@ -22,12 +22,12 @@ import time
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 POLL_SECONDS = 0.05
 STOPPED_WITH_CHECKPOINT = 75  # EX_TEMPFAIL
-# Nothing to wait for after a crash: a checkpoint needs all processes.
+# short after a crash: without all processes no checkpoint can be written
 CRASH_GRACE_SECONDS = 5.0
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags before `--`, the program and its flags after it."""
+    """Parses the flags before `--`, and the program with its flags after it."""
     summary, example, details = __doc__.split("\n\n")
     parser = argparse.ArgumentParser(
         description=summary + "\n\n" + details,
@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--devices_per_process",
         type=int,
         default=1,
-        help="CPU devices that each process pretends to have (default 1)",
+        help="CPU devices of each process (default 1)",
     )
     parser.add_argument(
         "--grace_seconds",
@@ -55,19 +55,19 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
+    """A free TCP port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def child_environment(index: int, processes: int, devices: int, port: int) -> dict[str, str]:
-    """This process's environment, plus the job's variables and the device count on CPU."""
+    """This process's environment with the job's variables and the number of CPU devices."""
     environment = dict(os.environ)
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if not flag.startswith(DEVICE_COUNT_FLAG)]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{DEVICE_COUNT_FLAG}={devices}"])
-    # Processes on one machine would all claim its accelerators; CPU devices can be had per process.
+    # every process would claim the machine's accelerators; CPU devices are per process
     environment.setdefault("JAX_PLATFORMS", "cpu")
     environment["DISTFLOW_COORDINATOR"] = f"127.0.0.1:{port}"
     environment["DISTFLOW_NUM_PROCESSES"] = str(processes)
@@ -79,10 +79,10 @@ def child_environment(index: int, processes: int, devices: int, port: int) -> di
 def forward_lines(
     process: subprocess.Popen, index: int, lock: threading.Lock, signals: queue.SimpleQueue
 ) -> None:
-    """Copies one process's output to ours, line by line, with its mark in front.
+    """Copies one process's output to stdout, line by line, after the process's number.
 
-    If nobody reads ours any more (`| head`), asks for a stop, and goes on reading: a process whose
-    output nobody takes would block.
+    If stdout is closed (`| head`), requests a stop and goes on reading, since a process blocks when
+    its output is not read.
     """
     for line in process.stdout:
         with lock:
@@ -95,12 +95,12 @@ def forward_lines(
 
 
 def exit_code(returncode: int) -> int:
-    """A shell's view of a return code: 128 + n for a process that signal n ended."""
+    """A return code as shells report it: 128 + n for a process that signal n ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def send(process: subprocess.Popen, number: int, *, group: bool = False) -> None:
-    """Signals one child, or all that is left of the group it leads."""
+    """Sends a signal to a child process, or to all that remain of its process group."""
     try:
         if group:
             os.killpg(process.pid, number)
@@ -113,12 +113,12 @@ def send(process: subprocess.Popen, number: int, *, group: bool = False) -> None
 def wait_for_all(
     processes: list[subprocess.Popen], signals: queue.SimpleQueue, grace_seconds: float
 ) -> int:
-    """Returns when all have ended: 0, or the exit code of the first that failed.
+    """Waits for all processes; returns 0, or the exit code of the first that failed.
 
-    `signals` delivers the numbers of signals sent to us; a second one kills without waiting.
+    `signals` has the numbers of received signals; a second one kills without waiting.
     """
     first_failure = 0
-    kill_time = None  # set once we have asked them to stop
+    kill_time = None  # set when the processes got a signal to stop
     while True:
         running = [process for process in processes if process.poll() is None]
         failed = [process for process in processes if process.poll()]
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                # A group of its own: Ctrl-C reaches it through us, and we can end all of it.
+                # its own group: Ctrl-C reaches it only through this process, which can kill it all
                 start_new_session=True,
             )
             processes.append(process)
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
         return wait_for_all(processes, signals, options.grace_seconds)
     finally:
         for process in processes:
-            send(process, signal.SIGKILL, group=True)  # reward workers and the like
+            send(process, signal.SIGKILL, group=True)  # with its reward workers
             process.wait()
         for reader in readers:
             reader.join(timeout=5)

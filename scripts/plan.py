@@ -1,4 +1,4 @@
-"""Shows what a run would do: order, reads and writes, layouts, sizes, programs. Trains nothing.
+"""Prints a run's plan: order, reads and writes, layouts, sizes, programs. Trains nothing.
 
 Examples:
   python scripts/plan.py --config=configs/grpo_smollm2.py --config.algorithm.kl_coef=0.04
@@ -6,15 +6,15 @@ Examples:
   python scripts/plan.py --config=configs/tiny.py --topology=v5e:4x4 --out=plan
   python scripts/plan.py --config=configs/tiny.py --topology=gpu:2x8 --sweep
 
-Every program of a device segment is compiled, which tells what it costs: FLOPs, bytes, memory.
---nocompile traces them only. --topology compiles for a pod that need not be there, and estimates
-seconds: see docs/scaling.md; --only=actor_train compiles one program of several. --out writes
-plan.txt, plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; of a pod its memory
-and seconds, pod.svg, too. --sweep looks for the fastest layout of the pod that fits, whatever
-config.mesh says, and prints its flags; --out then writes sweep.txt and sweep.json.
+Every program of a device segment is compiled for its costs: FLOPs, bytes, memory. --nocompile only
+traces them. --topology compiles for a pod that need not exist, and estimates seconds: see
+docs/scaling.md; --only=actor_train compiles one program of several. --out writes plan.txt,
+plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod also pod.svg, its
+memory and seconds. --sweep searches the fastest layout of the pod that fits, whatever config.mesh
+says, and prints its flags; --out then writes sweep.txt and sweep.json.
 
-Exit code 0: a run would start. 2: it would not, as its devices have too little memory, or for a
-mistake that you can mend, said in one line.
+Exit code 0 means that a run would start; 2 means that its devices have too little memory, or a user
+error. The one-line message names the fix.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import plan_memory
@@ -44,7 +45,6 @@ from distflow_jax.planning.program_table import (
     fields_on_meshes,
     to_tree,
 )
-from distflow_jax.planning.unit_programs import Value
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep
@@ -58,30 +58,30 @@ from distflow_jax.runtime.build import trace
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 DEVICES = flags.DEFINE_integer(
-    "devices", 0, "Plan for so many devices, whatever this machine has; 0: this machine's.", 0
+    "devices", 0, "Number of devices to plan for; 0: those of this machine.", 0
 )
 TOPOLOGY = flags.DEFINE_string(
     "topology", "", "Plan for a pod: v5p:8x8x16, v5e:16x16, v6e:16x16, gpu:64x8 (h100, h200)."
 )
 MEAN_RESPONSE = flags.DEFINE_integer(
-    "mean_response", 0, "Tokens of a mean response, for --topology's estimate; 0: the longest.", 0
+    "mean_response", 0, "Mean tokens of a response, for --topology's estimate; 0: the longest.", 0
 )
-SWEEP = flags.DEFINE_boolean("sweep", False, "Look for the fastest layout of --topology that fits.")
+SWEEP = flags.DEFINE_boolean("sweep", False, "Search the fastest layout of --topology that fits.")
 SWEEP_COMPILE = flags.DEFINE_integer(
-    "sweep_compile", 3, "Compile at most so many of --sweep's best layouts; 0: formulas alone.", 0
+    "sweep_compile", 3, "Number of --sweep's best layouts to compile; 0: only formulas.", 0
 )
 ONLY = flags.DEFINE_list(
-    "only", [], "Of --topology's programs compile these alone: actor_train,decode; empty: all."
+    "only", [], "Programs of --topology to compile, such as actor_train,decode; empty: all."
 )
 PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that --devices are divided over.", 1)
-COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs, for their memory and bytes.")
-MERMAID = flags.DEFINE_boolean("mermaid", False, "Print the plan as a Mermaid flowchart, too.")
+COMPILE = flags.DEFINE_boolean("compile", True, "Compile the programs for their costs.")
+MERMAID = flags.DEFINE_boolean("mermaid", False, "Also print the plan as a Mermaid flowchart.")
 OUT = flags.DEFINE_string("out", "", "Folder for the plan's text and pictures; empty: none.")
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> int:
-    """Checks the config as a run does, prints the plan and its programs, and draws it."""
+    """Checks the config as a run does; prints the plan and its programs, and draws it."""
     config = from_config_dict(Config, CONFIG.value)
     if TOPOLOGY.value and DEVICES.value:
         raise ValueError(
@@ -89,14 +89,12 @@ def main(argv: list[str]) -> int:
             "out"
         )
     if SWEEP.value and not TOPOLOGY.value:
-        raise ValueError(
-            "--sweep needs the pod to look at: give --topology, v5p:4x4x4 for instance"
-        )
+        raise ValueError("--sweep needs a pod: give --topology, such as v5p:4x4x4")
     pod = open_topology(TOPOLOGY.value) if TOPOLOGY.value else None
     if ONLY.value and (SWEEP.value or not (pod and pod.compiles and COMPILE.value)):
         raise ValueError(
-            f"--only={','.join(ONLY.value)} chooses what is compiled of one plan for a TPU's "
-            "--topology: leave it out"
+            f"--only={','.join(ONLY.value)} chooses programs to compile for one TPU --topology: "
+            "leave it out"
         )
     machine = pod.machine if pod else wanted_machine()
     chosen = config_flags.get_override_values(flags.FLAGS["config"])
@@ -111,7 +109,7 @@ def main(argv: list[str]) -> int:
     text, fields, costs, memory, missing = planned.text(), [], {}, None, ""
     if jax.device_count() != machine.devices or machine.processes != jax.process_count():
         here = f"{jax.device_count()} devices in {jax.process_count()} process"
-        text += f"\nprograms are traced where the devices are: this is a machine of {here}\n"
+        text += f"\nprograms are not traced: this machine has {here}\n"
     else:
         programs = trace(planned)
         fields = fields_on_meshes(planned.plan, programs)
@@ -135,7 +133,7 @@ def main(argv: list[str]) -> int:
 
 
 def plan_pod(pod: Pod, planned: RunPlan) -> int:
-    """Compiles the plan for a pod and shows what it takes there."""
+    """Compiles the plan for a pod; prints its memory and seconds."""
     found = plan_on(
         pod,
         planned,
@@ -158,7 +156,7 @@ def plan_pod(pod: Pod, planned: RunPlan) -> int:
 
 
 def sweep_pod(pod: Pod, config: Config, chosen: Collection[str]) -> int:
-    """Looks for the fastest layout on a pod that fits, and shows which it is."""
+    """Searches the fastest layout on a pod that fits, and prints it."""
     found = sweep(
         pod,
         config,
@@ -182,7 +180,7 @@ def sweep_pod(pod: Pod, config: Config, chosen: Collection[str]) -> int:
 
 
 def wanted_machine() -> Machine:
-    """The machine to plan for; on CPU this process gets as many devices as that has."""
+    """The machine to plan for; on CPU this process gets the same number of devices."""
     if not DEVICES.value:
         return Machine.current()
     if DEVICES.value % PROCESSES.value:
@@ -191,12 +189,12 @@ def wanted_machine() -> Machine:
         )
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", DEVICES.value)
-    of_host = DEVICES.value // PROCESSES.value
+    per_host = DEVICES.value // PROCESSES.value
     return dataclasses.replace(
         Machine.current(),
         processes=PROCESSES.value,
         devices=DEVICES.value,
-        local_devices=of_host,
+        local_devices=per_host,
     )
 
 
@@ -209,7 +207,7 @@ def write_files(
 ) -> None:
     """Writes plan.txt, plan.json, plan.mmd and plan.svg.
 
-    `tree`: what plan.json has beside the plan; `sizes`: bytes of fields, for the picture.
+    `tree`: further entries of plan.json; `sizes`: bytes of fields, for the picture.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawing = draw(plan, sizes=sizes)

@@ -1,4 +1,4 @@
-"""Makes report.html of a run's folder anew, whether the run has ended, goes on, or was killed.
+"""Writes report.html of a run's folder again, for a finished, running or killed run.
 
 Example:
   python scripts/report.py --workdir=runs/first
@@ -18,7 +18,7 @@ flags.mark_flag_as_required("workdir")
 
 
 def main(argv: list[str]) -> int:
-    """Reads the folder and writes the page."""
+    """Reads the folder and writes the report."""
     folder = pathlib.Path(WORKDIR.value)
     if not folder.is_dir():
         raise ValueError(f"--workdir {str(folder)!r} does not exist; name the folder of a run")

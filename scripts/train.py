@@ -1,11 +1,11 @@
-"""Trains a model by reinforcement learning, or goes on with a run.
+"""Trains a model by reinforcement learning, or resumes a run.
 
 Example:
   python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/first \\
       --config.training.optimizer.lr=2e-6
 
-Exit code 0: done. 75: stopped by SIGTERM with a checkpoint, start again to go on. 2: a mistake that
-you can mend, said in one line.
+Exit code 0: done. 75: stopped by SIGTERM with a checkpoint; the same command resumes the run. 2: a
+user error; the one-line message names the fix.
 """
 
 from absl import flags
@@ -18,16 +18,16 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.parallel import processes
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; the same one resumes it.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; an existing run is resumed.")
 PROFILE_STEPS = flags.DEFINE_string(
-    "profile_steps", None, "3:5 profiles steps 3 to 5; short for --config.observe.profile_steps."
+    "profile_steps", None, "Steps to profile, 3:5; short for --config.observe.profile_steps."
 )
 define_job_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(argv: list[str]) -> int:
-    """Joins the job, if there is one, and trains."""
+    """Joins a job of several processes, if there is one, and trains."""
     if PROFILE_STEPS.value is not None:
         CONFIG.value.observe.profile_steps = PROFILE_STEPS.value
     config = from_config_dict(Config, CONFIG.value)

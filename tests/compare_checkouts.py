@@ -65,20 +65,25 @@ def train(
         raise SystemExit(f"{checkout}: {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without times."""
+def metrics(folder: pathlib.Path, first: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl from step `first` on, without times."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMES)}
+        for row in rows
+        if row["step"] >= first
+    ]
 
 
-def responses(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of samples/STEP.jsonl, without the uid."""
+def responses(folder: pathlib.Path, first: int) -> dict[str, list[dict[str, Any]]]:
+    """The records of samples/ from step `first` on, without the uid."""
     return {
         path.name: [
             {name: value for name, value in json.loads(line).items() if name != "uid"}
             for line in path.read_text().splitlines()
         ]
         for path in sorted((folder / "samples").glob("*.jsonl"))
+        if int(path.stem.split("-")[-1]) >= first
     }
 
 
@@ -93,9 +98,9 @@ def arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
         return reader.restore(newest, args=ocp.args.PyTreeRestore(restore_args=restore))
 
 
-def differences(old: pathlib.Path, new: pathlib.Path) -> Iterator[str]:
-    """One line for each kind of result in which two run folders differ."""
-    before, after = metrics(old), metrics(new)
+def differences(old: pathlib.Path, new: pathlib.Path, first: int) -> Iterator[str]:
+    """One line for each kind of result from step `first` on in which two run folders differ."""
+    before, after = metrics(old, first), metrics(new, first)
     if len(before) != len(after):
         yield f"metrics.jsonl: {len(before)} and {len(after)} rows"
     for a, b in zip(before, after, strict=False):
@@ -104,7 +109,7 @@ def differences(old: pathlib.Path, new: pathlib.Path) -> Iterator[str]:
             values = f"{a.get(names[0])} -> {b.get(names[0])}"
             yield f"step {a['step']}: {names[0]} {values} ({len(names)} differ)"
             break
-    before, after = responses(old), responses(new)
+    before, after = responses(old, first), responses(new, first)
     if unequal := [name for name in before | after if before.get(name) != after.get(name)]:
         yield f"samples/{unequal[0]}"
     before, after = arrays(old), arrays(new)
@@ -140,7 +145,7 @@ def main() -> int:
             if options.resume:
                 train(options.old, new, older | {"training.steps": 2}, processes)
             train(options.new, new, settings, processes)
-            found = list(differences(old, new))
+            found = list(differences(old, new, 3 if options.resume else 0))
             print(case, processes, "; ".join(found) or "equal", flush=True)
             failed += bool(found)
     return 1 if failed else 0

@@ -3,7 +3,12 @@
 import os
 import tempfile
 
-from support import haste
+import pytest
+
+# Asserts of helpers show their values, as those of tests do: before the first import of one.
+pytest.register_assert_rewrite("support")
+
+from support import haste  # noqa: E402
 
 # Before the first import of jax: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,7 +22,6 @@ os.environ["XLA_FLAGS"] = haste.environment(devices=8)["XLA_FLAGS"]
 import functools  # noqa: E402
 
 import jax  # noqa: E402
-import pytest  # noqa: E402
 
 from distflow_jax.models import block_attention  # noqa: E402
 from distflow_jax.models.weights import source  # noqa: E402

@@ -21,7 +21,7 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -194,7 +194,8 @@ def _sampler(device: jax.Device, params: Any, dtype: str) -> dict[float, list[Re
         for temperature in _TEMPERATURES:
             requests = [
                 GroupRequest(
-                    Prompt(i, i, tokens, "", "random", "", {}), _SAMPLES, _RESPONSE, temperature
+                    Prompt(i, i, tokens, "", "random", "", {}),
+                    SamplingParams(_SAMPLES, _RESPONSE, temperature),
                 )
                 for i, tokens in enumerate(prompts)
             ]

@@ -29,13 +29,13 @@ def beside_prediction(
     """
     pod, measured = present_pod(chip), times.take()
     found = []
-    for name, program in run.machinery.programs.items():
+    for name, program in run.runtime.programs.items():
         cost = compile_program(program, pod)
-        share = times.rows[name] / run.setup.sizes.packing.rows[program.unit.layout]
-        share /= run.setup.sizes.mesh.ranks
+        share = times.rows[name] / run.prepared.sizes.packing.rows[program.unit.layout]
+        share /= run.prepared.sizes.mesh.ranks
         one = _of_program(pod, cost, program.mesh.size)
         found.append(_row(name, one, statistics.median(measured[name]), share))
-    cost = compile_sync(run.setup, run.machinery.programs, pod)
+    cost = compile_sync(run.prepared, run.runtime.programs, pod)
     seconds = statistics.median(step["timing_s/update_weights"] for step in steps)
     found.append(_row(UPDATE_WEIGHTS, _of_program(pod, cost, pod.size), seconds))
     sampling = _sampling(run, pod, steps)
@@ -67,23 +67,23 @@ def _of_program(pod: Pod, cost: Costs, devices: int) -> Estimate:
 
 def _sampling(run: Run, pod: Pod, steps: Sequence[Mapping[str, float]]) -> GenerationEstimate:
     """Of responses as long as those that came, the longest of a step by the mean over steps."""
-    setup = run.setup
-    ranks = pod.size // setup.sizes.rollout_tensor
-    samples = setup.config.rollout.num_samples
+    prepared = run.prepared
+    ranks = pod.size // prepared.sizes.rollout_tensor
+    samples = prepared.config.rollout.num_samples
 
     def mean(name: str) -> float:
         return statistics.fmean(step[name] for step in steps)
 
     load = Load(
-        responses=-(-setup.config.data.prompts_per_step * samples // ranks),
-        slots=setup.sizes.engine.slots // ranks,
+        responses=-(-prepared.config.data.prompts_per_step * samples // ranks),
+        slots=prepared.sizes.engine.slots // ranks,
         prompt=round(mean("prompt_length/mean")),
         mean=mean("response_length/mean"),
         longest=round(mean("response_length/max")),
         group=samples,
     )
-    model, engine = setup.source.config, setup.sizes.engine
-    return estimate_generation(pod, model, engine, setup.sizes.rollout_tensor, load)
+    model, engine = prepared.source.config, prepared.sizes.engine
+    return estimate_generation(pod, model, engine, prepared.sizes.rollout_tensor, load)
 
 
 def describe(segments: Sequence[Mapping[str, Any]]) -> str:

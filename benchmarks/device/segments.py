@@ -51,11 +51,11 @@ class SegmentTimes:
         return found
 
     def _timed(self, name: str, runner: Runner) -> Runner:
-        program = self._run.machinery.programs.get(name)
+        program = self._run.runtime.programs.get(name)
 
         def follow(states, values):
             self.rows[name] = _filled(values)
-            devices, key = program.mesh.local_devices, f"{self._run.step}/{name}"
+            devices, key = program.mesh.local_devices, f"{self._run.state.step}/{name}"
             # states are donated to the next program that wants them
             return self._times.follow(
                 key, devices, lambda: runner(states, values), lambda found: found[1:]
@@ -64,7 +64,7 @@ class SegmentTimes:
         def clock(states, values):
             started = time.perf_counter()
             found = runner(states, values)
-            self._host[f"{self._run.step}/{name}"] = time.perf_counter() - started
+            self._host[f"{self._run.state.step}/{name}"] = time.perf_counter() - started
             return found
 
         return clock if program is None else follow
@@ -78,11 +78,11 @@ def run_timed(
     What a run prints is in stdout.txt of its new `folder`. Raises ValueError or FileNotFoundError
     for what does not fit.
     """
-    setup = prepare(config)
+    prepared = prepare(config)
     folder.mkdir(parents=True)
     said = (folder / "stdout.txt").open("w", encoding="utf-8")
-    with contextlib.closing(setup.rewards), said, contextlib.redirect_stdout(said):
-        run = Run(setup, folder, Nowhere(), Watchdog(config.health, 1))
+    with contextlib.closing(prepared.rewards), said, contextlib.redirect_stdout(said):
+        run = Run(prepared, folder, Nowhere(), Watchdog(config.health, 1))
         times = SegmentTimes(run)
         run.loop(threading.Event())
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 1]

@@ -1,1 +1,1 @@
-"""Checkpoints."""
+"""Checkpoints, and the export of trained weights."""

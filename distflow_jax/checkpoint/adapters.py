@@ -1,4 +1,4 @@
-"""Which models of a checkpoint have low-rank adapters, and of what kind."""
+"""Low-rank adapters of the models in a checkpoint."""
 
 import json
 import pathlib
@@ -9,10 +9,10 @@ from distflow_jax.models.lora import is_adapter
 
 
 def adapters_of(table: ArrayTable, key: str, workdir: pathlib.Path) -> LoraConfig | None:
-    """The adapters of the model `key` in a checkpoint of `workdir`; None where it has none.
+    """The adapters of the model `key` in a checkpoint of `workdir`; None if it has none.
 
-    `table` is Checkpointer.contents'. How they are scaled stands in the run's config.json: raises
-    FileNotFoundError or ValueError where that cannot be read.
+    `table` is that of Checkpointer.contents. The adapters' scale is read from the run's
+    config.json; raises FileNotFoundError or ValueError if that fails.
     """
     start = f"{key}.params."
     if not any(name.startswith(start) and is_adapter(name) for name in table):
@@ -20,11 +20,11 @@ def adapters_of(table: ArrayTable, key: str, workdir: pathlib.Path) -> LoraConfi
     path = workdir / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"model {key!r} of {workdir} has adapters, and {path}, which says how they are scaled, "
-            "is not there"
+            f"model {key!r} of {workdir} has adapters, but {path}, which holds their scale, does "
+            "not exist"
         )
     try:
-        given = json.loads(path.read_text("utf-8"))["lora"]
-        return LoraConfig(int(given["rank"]), float(given["alpha"]), tuple(given["targets"]))
+        saved = json.loads(path.read_text("utf-8"))["lora"]
+        return LoraConfig(int(saved["rank"]), float(saved["alpha"]), tuple(saved["targets"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} says nothing of the adapters of {key!r}: {error}") from error
+        raise ValueError(f"{path} does not describe the adapters of {key!r}: {error}") from error

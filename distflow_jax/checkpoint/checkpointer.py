@@ -1,11 +1,11 @@
 """Checkpoints of a run: arrays and a JSON record per step, written by Orbax in the background.
 
     FOLDER/STEP/             a finished checkpoint, readable on any mesh and number of processes
-    FOLDER/STEP.*-tmp*       one that was being written when the run ended
-    FOLDER/STEP.unreadable   one that could not be read, set aside so that its step can be redone
+    FOLDER/STEP.*-tmp*       an unfinished one: the run ended while it was written
+    FOLDER/STEP.unreadable   a damaged one, renamed so that its step can be saved again
 
-Who only reads, from the folder of a live run for instance, changes nothing in it: what is left over
-is removed or set aside by the first save. The only file that knows Orbax.
+Reading changes nothing in the folder, so that a live run's checkpoints can be read: the first save
+removes unfinished checkpoints and renames damaged ones. This is the only module that uses Orbax.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from etils import epath
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
-SIZES_FILE = "sizes.json"  # {file: bytes}: tells damage at a glance, and by the file's name
+SIZES_FILE = "sizes.json"  # {file: bytes}: finds damaged files quickly, by name
 ArrayTable = dict[str, list]  # name -> [shape, dtype name]
 MAX_LISTED = 5  # differences named in an error
 
@@ -31,10 +31,10 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, and how many stay."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int = 10  # steps between checkpoints; the last step and SIGTERM write one too
-    keep: int = 2  # finished checkpoints that stay; from 2 on, one can be lost
+    keep: int = 2  # finished checkpoints to keep; with 2 or more, one may be damaged
 
     def __post_init__(self):
         if self.every < 1:
@@ -47,20 +47,20 @@ class Checkpointer:
     """Saves and restores the state of a run below `folder` (a path that all processes see).
 
     `save`, `restore`, `latest`, `wait` and `close` are collective: all processes call them in the
-    same order. Every process writes its own shards; the record is that of process 0.
+    same order. Every process writes its own shards; process 0 writes the record.
     """
 
     def __init__(self, folder: str | os.PathLike, config: CheckpointConfig):
         quiet_orbax()
-        # Orbax waits at barriers of this kind: compiled here instead of in mid-run
+        # Orbax uses barriers of this kind: compile them here instead of in the middle of the run
         processes.barrier("checkpointer")
         self._folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
-        self._saving: epath.Path | None = None  # the last one saved here; None: has only read
-        # The callback runs in process 0 before a checkpoint gets its final name.
+        self._saving: epath.Path | None = None  # the last checkpoint saved here; None: none yet
+        # the callback runs in process 0 before a checkpoint gets its final name
         self._writer = ocp.AsyncCheckpointer(
             _handler(options),
             async_options=ocp.AsyncOptions(
@@ -68,8 +68,8 @@ class Checkpointer:
             ),
             multiprocessing_options=options,
         )
-        # Reading is each process's own affair, without Orbax's barriers: a process that cannot read
-        # its share would leave the others waiting there. `restore` compares the outcomes itself.
+        # Each process reads by itself, without Orbax's barriers: a process that cannot read its
+        # shards would leave the others waiting there. `restore` compares the outcomes.
         me = processes.process_index()
         options = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"reader{me}"
@@ -77,14 +77,19 @@ class Checkpointer:
         self._reader = ocp.Checkpointer(_handler(options), multiprocessing_options=options)
 
     def save(self, step: int, arrays: Any, info: Mapping[str, Any]) -> None:
-        """Starts writing a checkpoint and returns once the arrays are copied to the host.
+        """Starts to write a checkpoint; returns once the arrays are copied to the host.
 
-        `arrays` is a pytree of jax.Arrays; they may be donated as soon as this returns. `info` is
-        of JSON values and equal on all processes. The checkpoint appears under its name when it is
-        complete, so a kill leaves the one before. Waits for the save before it, and raises what
-        went wrong there (a full disk). While it is being written, there is one more than `keep`.
+        A checkpoint gets its name when it is complete: a killed run has the one before. Waits for
+        the previous save and raises its error (a full disk). During the write there is one
+        checkpoint more than `keep`.
 
-        Raises ValueError if there is a checkpoint of this step already.
+        Args:
+          step: name of the checkpoint.
+          arrays: pytree of jax.Arrays of any shape, which may be donated after the call.
+          info: JSON values, equal on all processes.
+
+        Raises:
+          ValueError: there is a checkpoint of this step already.
         """
         if self._saving is None or self._unreadable:
             self._tidy_up()
@@ -102,22 +107,25 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Returns when the save under way is complete; after one, removes those beyond `keep`."""
+        """Waits for the save in flight; after one, removes the checkpoints beyond `keep`."""
         self._writer.wait_until_finished()
         if self._is_first and self._saving is not None:
             for step in self._steps_on_disk()[: -self._keep]:
                 (self._folder / str(step)).rmtree()
 
     def latest(self) -> int | None:
-        """Step of the newest finished checkpoint, None without one."""
+        """Step of the newest finished checkpoint; None without one."""
         steps = self._steps()
         return steps[-1] if steps else None
 
     def contents(self, step: int | None) -> tuple[int, ArrayTable]:
-        """(step, {array's name: [shape, dtype name]}) of a checkpoint, the newest one for None.
+        """(step, {array's name: [shape, dtype name]}) of a checkpoint; None is the newest.
 
-        Reads no array, and is this process's own affair. Raises FileNotFoundError, with the steps
-        that there are, if there is none, and ValueError if it cannot be read.
+        Reads no array. Not collective.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint; the message lists the existing steps.
+          ValueError: the checkpoint cannot be read.
         """
         steps = self._steps_on_disk()
         self._check_step(step, steps)
@@ -135,16 +143,22 @@ class Checkpointer:
     def restore(
         self, step: int | None, abstract: Any, *, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads one checkpoint: (step, arrays, info).
+        """Reads one checkpoint.
 
-        `abstract` is a pytree of jax.ShapeDtypeStruct with shardings; the arrays come back in its
-        structure and layout, whatever the layout they were saved in. With `step` None the newest
-        checkpoint is read, or, with a warning, the newest one that can be read; the next save
-        renames the unreadable ones to STEP.unreadable. With `partial` the checkpoint may hold more
-        than is asked for, and only that is read.
+        Args:
+          step: step of the checkpoint. None is the newest one that can be read, with a warning for
+            each newer one; the next save renames these to STEP.unreadable.
+          abstract: pytree of jax.ShapeDtypeStruct with shardings. Arrays are returned in its
+            structure and layout, whatever the layout in which they were saved.
+          partial: whether the checkpoint may hold more arrays than `abstract`.
 
-        Raises FileNotFoundError if there is none, and ValueError if the checkpoint holds other
-        arrays than `abstract` (another model or optimizer), or if none can be read.
+        Returns:
+          (step, arrays, info).
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          ValueError: the checkpoint holds other arrays than `abstract` (of another model or
+            optimizer), or none can be read.
         """
         steps = self._steps()
         self._check_step(step, steps)
@@ -178,13 +192,13 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Waits for the save under way and ends the background threads."""
+        """Waits for the save in flight and ends the background threads."""
         self.wait()
         self._writer.close()
         self._reader.close()
 
     def _steps(self) -> list[int]:
-        """Finished checkpoints as process 0 sees them, the same list on all processes."""
+        """Steps of finished checkpoints as process 0 sees them, equal on all processes."""
         text = ",".join(map(str, self._steps_on_disk())) if self._is_first else ""
         agreed = processes.all_gather_text(text)[0]
         return [int(word) for word in agreed.split(",") if word]
@@ -199,35 +213,39 @@ class Checkpointer:
             which = "checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"no {which} in {self._folder}; there are: {steps or 'none'}")
 
-    def _record(self, path: epath.Path) -> tuple[Any, str]:
-        """(record, why it cannot be read)."""
+    def _item(self, path: epath.Path, name: str, args: ocp.args.CheckpointArgs) -> tuple[Any, str]:
+        """(one of ITEMS, "") of a checkpoint, or (None, the reason why it cannot be read)."""
         try:
-            args = ocp.args.Composite(record=ocp.args.JsonRestore())
-            return self._reader.restore(path, args=args).record, ""
-        except Exception as error:  # as in _read
+            found = self._reader.restore(path, args=ocp.args.Composite(**{name: args}))[name]
+            return jax.block_until_ready(found), ""
+        # Broad on purpose: each layer below (Orbax, TensorStore, json, the file system) has its own
+        # exceptions for damaged data. The reason is reported, and fatal without another checkpoint.
+        except Exception as error:
             return None, _reason(error)
 
+    def _record(self, path: epath.Path) -> tuple[Any, str]:
+        """(record, "") of a checkpoint, or (None, the reason why it cannot be read)."""
+        record, failure = self._item(path, "record", ocp.args.JsonRestore())
+        if not failure and {"arrays", "info"} - set(record):
+            return None, "its record has no arrays or no info"
+        return record, failure
+
     def _read(self, path: epath.Path, abstract: Any, partial: bool) -> tuple[Any, str, str]:
-        """(arrays and info, how the arrays differ from `abstract`, why it cannot be read)."""
+        """((arrays, info), differences from `abstract`, reason why it cannot be read)."""
         flat = _flatten(abstract)
-        try:
-            record = self._reader.restore(
-                path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-            ).record
-            saved = record["arrays"]
-            if partial:
-                saved = {name: saved[name] for name in saved if name in flat}
-            mismatch = _differences(saved, _table(flat))
-            if mismatch:
-                return None, mismatch, ""
-            restored = self._reader.restore(
-                path, args=ocp.args.Composite(arrays=_restore_args(flat, partial))
-            ).arrays
-            leaves = jax.block_until_ready([restored[name] for name in flat])
-        # Broad on purpose: each layer below (Orbax, TensorStore, json, the file system) has its own
-        # exceptions for damaged data. The reason is reported, and fatal where nothing else is left.
-        except Exception as error:
-            return None, "", _reason(error)
+        record, failure = self._record(path)
+        if failure:
+            return None, "", failure
+        saved = record["arrays"]
+        if partial:
+            saved = {name: saved[name] for name in saved if name in flat}
+        mismatch = _differences(saved, _table(flat))
+        if mismatch:
+            return None, mismatch, ""
+        restored, failure = self._item(path, "arrays", _restore_args(flat, partial))
+        if failure:
+            return None, "", failure
+        leaves = [restored[name] for name in flat]
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return (arrays, record["info"]), "", ""
 
@@ -241,7 +259,7 @@ class Checkpointer:
                 )
 
     def _tidy_up(self) -> None:
-        """Before the first save: removes half-written checkpoints, sets unreadable ones aside."""
+        """Removes unfinished checkpoints and renames unreadable ones, before the first save."""
         if self._is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
@@ -253,11 +271,11 @@ class Checkpointer:
                     target.rmtree()
                 (self._folder / str(step)).rename(target)
         self._unreadable = set()
-        processes.all_gather_text("tidy")  # nobody saves a step whose name is still taken
+        processes.all_gather_text("tidy")  # a barrier: no process saves before names are free
 
 
 def quiet_orbax() -> None:
-    """Drops Orbax's DEBUG and INFO messages, which it logs through absl; warnings stay."""
+    """Drops the DEBUG and INFO messages that Orbax logs through absl, not its warnings."""
     logger = logging.getLogger("absl")
     if not any(isinstance(item, _OrbaxFilter) for item in logger.filters):
         logger.addFilter(_OrbaxFilter())
@@ -273,7 +291,7 @@ def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckp
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
         arrays=ocp.PyTreeCheckpointHandler(
             multiprocessing_options=options,
-            # Replicas that divide a save among themselves compile a slice per shape, in mid-run.
+            # replica-parallel saves would compile a slice per shape in the middle of the run
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
                 (
                     jax.Array,
@@ -297,7 +315,7 @@ def _restore_args(
 
 
 def _write_sizes(checkpoint: epath.Path) -> None:
-    """Lists the files of a checkpoint that is complete but may still have its temporary name."""
+    """Writes SIZES_FILE of a complete checkpoint, which may still have its temporary name."""
     folder = checkpoint
     if not folder.exists():
         (folder,) = checkpoint.parent.glob(f"{checkpoint.name}.orbax-checkpoint-tmp*")
@@ -318,7 +336,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _damage(checkpoint: epath.Path) -> str:
-    """The first file that is missing or has lost a part, "" if all are whole."""
+    """The first file that is missing or of another size; "" if the checkpoint is intact."""
     try:
         sizes = json.loads((checkpoint / SIZES_FILE).read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:
@@ -333,7 +351,7 @@ def _damage(checkpoint: epath.Path) -> str:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    """{"opt.0.mu.embed": leaf}: names survive changes of container types, which Orbax would not."""
+    """{"opt.0.mu.embed": leaf}: unlike Orbax's trees, names do not depend on container types."""
     leaves = jax.tree.leaves_with_path(tree)
     flat = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
     assert len(flat) == len(leaves), "two leaves of the tree share a name"
@@ -345,7 +363,7 @@ def _table(flat: Mapping[str, Any]) -> ArrayTable:
 
 
 def _differences(saved: ArrayTable, wanted: ArrayTable) -> str:
-    """One line of what differs, "" if nothing does."""
+    """The differences of two tables in one line; "" without any."""
     both = saved.keys() & wanted.keys()
     sections = {
         "only in the checkpoint": [n for n in saved if n not in both],

@@ -1,6 +1,6 @@
-"""What can be exported: a model of a run's checkpoint, or a model source as it is.
+"""Export of a model of a run's checkpoint, or of a model source as it is.
 
-Nothing here needs an accelerator: parameters are read on the CPU, one at a time.
+No accelerator is needed: parameters are read on the CPU, one at a time.
 """
 
 import contextlib
@@ -30,29 +30,27 @@ from distflow_jax.models.weights.hf_folder import Export
 from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model
 
-_POLICY = "actor"  # the model that is meant where none is named
+_POLICY = "actor"  # the default model
 _MAX_LISTED = 4  # parameters named in an error
-_STRETCH = ("yarn_factor", "yarn_positions")  # config.json's keys of `model`, and open_model's
+_YARN = ("yarn_factor", "yarn_positions")  # keys of `model` in config.json, and of open_model
 
 
 @dataclasses.dataclass(frozen=True)
 class RunExport:
-    """A model of a run, and which one it is."""
+    """A model of a run. `adapters`: those of a model trained with them, merged in `export`."""
 
     export: Export
-    model: str
+    model: str  # its state key
     step: int
-    adapters: Adapters | None = (
-        None  # of a model that was trained by them; `export` has them merged
-    )
+    adapters: Adapters | None = None
 
 
 def source_export(spec: str) -> Export:
-    """The model of a source. ValueError for a random one, whose weights are of no use elsewhere."""
+    """The model of a source. Raises ValueError for a random one, which has no weights yet."""
     source = open_model(spec)
     if source.params() is None:
         raise ValueError(
-            f"{spec} has no weights to export: they are drawn when a run begins; export the run"
+            f"{spec} has no weights to export: a run draws them at its start; export a run instead"
         )
     return Export(source.config, source.tokenizer, source.params, source.tokenizer_folder)
 
@@ -60,11 +58,17 @@ def source_export(spec: str) -> Export:
 def run_export(
     workdir: pathlib.Path, *, step: int | None = None, model: str = "", source: str = ""
 ) -> RunExport:
-    """A model of the checkpoint of `step`, by default the newest, in a run's folder.
+    """Finds a model in a run's folder; reads no weights yet.
 
-    `model` is the key of a trained model, by default "actor", or the only one that there is.
-    Network and tokenizer are those of the source that the run's config.json names, or `source`.
-    Raises FileNotFoundError or ValueError that names what there is; reads no weights yet.
+    Args:
+      workdir: the run's folder.
+      step: step of the checkpoint; None is the newest.
+      model: key of a trained model; "" is "actor", or the only one that there is.
+      source: source of network and tokenizer; "" is the one that the run's config.json names.
+
+    Raises:
+      FileNotFoundError, ValueError: no such run, checkpoint or model (the message names those that
+        exist), or the source has other shapes.
     """
     folder = workdir / "checkpoints"
     if not folder.is_dir():
@@ -96,10 +100,10 @@ def run_export(
 
 
 def _models_of(table: ArrayTable) -> dict[str, ArrayTable]:
-    """{model's key: {path of a parameter: [shape, dtype]}} of a checkpoint's arrays."""
+    """{model's key: {parameter's path: [shape, dtype]}} of a checkpoint's arrays."""
     models: dict[str, ArrayTable] = {}
     for name, entry in table.items():
-        # beside the parameters lie `KEY.opt_state...` and `KEY.count`
+        # other arrays are `KEY.opt_state...` and `KEY.count`
         if match := re.fullmatch(r"(?P<key>(?:(?!\.opt_state\.).)+?)\.params\.(?P<path>.+)", name):
             models.setdefault(match["key"], {})[match["path"].replace(".", "/")] = entry
     return models
@@ -117,31 +121,31 @@ def _chosen(model: str, models: Mapping[str, ArrayTable], where: str) -> str:
 
 
 def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
-    """The model that a run began with, stretched as it was there; `spec`: where it lies now."""
+    """The run's initial model, with the run's YaRN settings; `spec` overrides its source."""
     path = workdir / "config.json"
     if not path.is_file():
         if spec:
             return open_model(spec)
         raise FileNotFoundError(
-            f"{workdir} holds no config.json, which would name the model: give --source too"
+            f"{workdir} has no config.json, which would name the model: give --source too"
         )
     try:
         config = json.loads(path.read_text("utf-8"))["model"]
         named = config["source"]
-        options = {key: config[key] for key in _STRETCH if key in config}
+        options = {key: config[key] for key in _YARN if key in config}
         cache = config.get("cache_dir") or None
     except (ValueError, KeyError, TypeError) as error:
         if spec:
             return open_model(spec)
-        raise ValueError(f"{path} is no config of a run ({error}): give --source too") from error
+        raise ValueError(f"{path} is not a run's config ({error}): give --source too") from error
     if spec:
         return open_model(spec, **options)
     try:
         return open_model(named, cache_dir=cache, **options)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the model that {workdir} was trained from is not there: {error}. Say with --source "
-            "where it lies now"
+            f"the initial model of {workdir} was not found: {error}. Give its source now with "
+            "--source"
         ) from error
 
 
@@ -164,14 +168,14 @@ def _check_shapes(
         more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
         raise ValueError(
             f"{which} has another shape than {spec}: {'; '.join(differing[:_MAX_LISTED])}{more}. "
-            "Say with --source which model it was trained from"
+            "Give the source of its initial model with --source"
         )
 
 
 def _read(
     folder: pathlib.Path, step: int, key: str, network: Network
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(path, float32 array) of each parameter, read when it is asked for; adapters are merged."""
+    """(path, float32 array) of each parameter, read one at a time; adapters are merged."""
     lora = lora_of(network)
     with _reading(folder, step, key, network) as read:
         for path in param_specs(without_adapters(network)):
@@ -182,7 +186,7 @@ def _read(
 def _reading(
     folder: pathlib.Path, step: int, key: str, network: Network
 ) -> Iterator[Callable[[str], np.ndarray | None]]:
-    """path -> float32 array of the checkpoint, None where the network has no such parameter."""
+    """A function: path -> float32 array; None for a parameter that the network does not have."""
     checkpointer, specs = Checkpointer(folder, CheckpointConfig()), param_specs(network)
 
     def read(path):

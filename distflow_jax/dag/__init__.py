@@ -1,1 +1,1 @@
-"""What happens in which order: graph, planner, worker."""
+"""Graphs, the planner, plans, and the loop that walks a plan."""

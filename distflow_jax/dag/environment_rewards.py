@@ -1,6 +1,6 @@
-"""Rewards of environments in a graph: what gives scores reads what rollouts were given.
+"""Environment rewards in a graph: an edge from samplers to the nodes that compute scores.
 
-So no graph, built in or a user's, has to know whether its responses talk to an environment.
+Graphs, built in or a user's, are therefore the same with and without an environment.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ FIELD = "environment_reward"
 
 
 def with_environment_rewards(graph: Graph) -> Graph:
-    """The graph in which every sampler writes what environments gave, and every reward function's
-    node that reads a sampler's responses reads that too.
+    """Adds the environments' rewards to a graph.
 
-    Nodes that name the field themselves, or run functions of their own, stay as they are.
+    Every sampler writes them, and every node of a reward function that reads a sampler's responses
+    reads them too. Nodes that name the field themselves, or have a function, are unchanged.
     """
     samplers = [n for n in graph.nodes if _is(n, "ROLLOUT", "MODEL_INFERENCE")]
     field_of = {n.id: FIELD if len(samplers) == 1 else f"{n.id}_{FIELD}" for n in samplers}

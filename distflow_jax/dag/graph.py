@@ -252,12 +252,7 @@ class Graph:
             raise ValueError(
                 f"graph {self.name!r}: unknown data {self.data!r} ({hint(self.data, DATA)})"
             )
-        if not isinstance(self.settings, Mapping) or not all(
-            isinstance(key, str) for key in self.settings
-        ):
-            raise ValueError(
-                f"graph {self.name!r}: settings must be a map of config keys, got {self.settings!r}"
-            )
+        check_settings(self.name, self.settings)
         self._check_nodes()
         self._check_regions()
 
@@ -334,6 +329,12 @@ class Graph:
             for region in self.regions
         ]
         return dataclasses.replace(self, nodes=nodes, regions=regions)
+
+
+def check_settings(name: Any, settings: Any) -> None:
+    """Raises ValueError unless the settings of the graph `name` are a map with strings as keys."""
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"graph {name!r}: settings must be a map of config keys, got {settings!r}")
 
 
 def _without(node: Node, gone: Mapping[str, Iterable[str]]) -> Node:

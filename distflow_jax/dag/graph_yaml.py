@@ -4,55 +4,88 @@
     nodes:
     - {id: rollout, role: ROLLOUT, type: MODEL_INFERENCE, reads: [prompt], writes: [...]}
 
-A value that is `${section.key}` stands for that value of the run's config. `base: grpo` starts from
+A value `${section.key}` is replaced by that value of the run's config. `base: grpo` starts from
 another graph, a built-in one by its name or a file: nodes of the same id are replaced, others
-added; settings are merged; a region takes the place of the base's. A function in a file is looked
-for beside the graph's file first. docs/dag.md describes the language.
+added; settings are merged; a region replaces the base's. A function in a file is searched for
+beside the graph's file first. docs/dag.md describes the language.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from distflow_jax.dag.graph import Graph, Node, Region
+from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
 
 BUILT_IN = pathlib.Path(__file__).parents[2] / "configs" / "dags"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedGraph:
+    """A graph that was found and read. Its values may still be references to the config."""
+
+    settings: Mapping[str, Any]  # config values that belong to the algorithm, see Graph
+    build: Callable[[Any], Graph]  # from the config that references take their values from
+
+
 def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
-    """Reads a graph from YAML text, or from a file if it is given as a Path or as one line.
+    """Reads a graph from YAML text; a Path or a single line names a file.
 
-    `config` is what `${section.key}` refers to: a dataclass of dataclasses.
+    `config` is a dataclass of dataclasses, from which `${section.key}` takes its value.
 
-    Raises FileNotFoundError if there is no such file, ValueError on anything else.
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the text is no valid graph; the message names the file and the place.
+    """
+    return open_yaml(text_or_path, config).build(config)
+
+
+def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGraph:
+    """Reads the YAML, and that of its bases. References in `base` and in `settings` take their
+    values from `config`; those in nodes and regions wait for `build`.
+
+    Raises FileNotFoundError if there is no such file, ValueError on anything else, as `build` does.
     """
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
         path = pathlib.Path(text_or_path)
         if not path.is_file():
             raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
-        return _graph(path.read_text(encoding="utf-8"), str(path), path.parent, config)
-    return _graph(text_or_path, "graph", pathlib.Path(), config)
+        return _open(path.read_text(encoding="utf-8"), str(path), path.parent, config)
+    return _open(text_or_path, "graph", pathlib.Path(), config)
 
 
-def _graph(text: str, where: str, folder: pathlib.Path, config: Any) -> Graph:
-    try:
-        tree = _resolved(yaml.load(text, _Loader), config)
+def _open(text: str, where: str, folder: pathlib.Path, config: Any) -> OpenedGraph:
+    with _errors_of(where):
+        tree = yaml.load(text, _Loader)
         if not isinstance(tree, Mapping):
             raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
-        base, tree = tree.get("base"), _with_files(tree, folder)
-        if base is None:
-            return _graph_from_tree(tree)
-        if not isinstance(base, str):
-            raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
-        tree = {key: value for key, value in tree.items() if key != "base"}
-        start = read_graph(_base_file(base, folder), config)
-        return _on_top(start, _graph_from_tree({"nodes": [], **tree}, whole=False))
+        base = _base(_substituted(tree.get("base"), config), folder, config)
+        settings = _substituted(tree.get("settings", {}), config)
+        check_settings(tree.get("name"), settings)
+
+    def build(config: Any) -> Graph:
+        with _errors_of(where):
+            whole = _with_files(_substituted(tree, config), folder)
+            if base is None:
+                return _graph_from_tree(whole)
+            del whole["base"]
+            changes = _graph_from_tree({"nodes": [], **whole}, whole=False)
+            return _on_top(base.build(config), changes)
+
+    return OpenedGraph({**(base.settings if base else {}), **settings}, build)
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Puts the file, and the line of a YAML error, before an error's message."""
+    try:
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -61,8 +94,16 @@ def _graph(text: str, where: str, folder: pathlib.Path, config: Any) -> Graph:
         raise ValueError(f"{where}: {error}") from error
 
 
+def _base(base: Any, folder: pathlib.Path, config: Any) -> OpenedGraph | None:
+    if base is None:
+        return None
+    if not isinstance(base, str):
+        raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
+    return open_yaml(_base_file(base, folder), config)
+
+
 def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """The tree with functions in files that lie beside it named by their whole path."""
+    """The tree with whole paths for functions in files beside the graph's file."""
     nodes = tree.get("nodes", [])
     if not isinstance(nodes, list):
         return dict(tree)
@@ -88,7 +129,7 @@ def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
-    """The base with what another file says in its place or beside it."""
+    """The base graph with another file's nodes, settings and regions on top."""
     new = {node.id: node for node in parts["nodes"]}
     kept = [new.pop(node.id, node) for node in base.nodes]
     return Graph(
@@ -100,17 +141,17 @@ def _on_top(base: Graph, parts: dict[str, Any]) -> Graph:
     )
 
 
-def _resolved(value: Any, config: Any) -> Any:
+def _substituted(value: Any, config: Any) -> Any:
     """The tree with the config's values in place of references to them."""
     if isinstance(value, Mapping):
-        return {key: _resolved(item, config) for key, item in value.items()}
+        return {key: _substituted(item, config) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolved(item, config) for item in value]
+        return [_substituted(item, config) for item in value]
     if not isinstance(value, str) or not (found := _REFERENCE.fullmatch(value)):
         return value
     for key in found[1].split("."):
         if config is None:
-            raise ValueError(f"{value}: there is no config to take it from")
+            raise ValueError(f"{value}: no config was given that has this value")
         names = [field.name for field in dataclasses.fields(config)]
         if key not in names:
             raise ValueError(f"{value}: the config has no {key!r} there ({hint(key, names)})")
@@ -122,7 +163,7 @@ def _resolved(value: Any, config: Any) -> Any:
 
 
 def _graph_from_tree(tree: Mapping[str, Any], whole: bool = True) -> Any:
-    """A graph; with `whole` false the arguments of one, where a base has the rest."""
+    """A graph; with `whole` false its arguments, which a base completes."""
     _check_keys("graph", tree, [field.name for field in dataclasses.fields(Graph)], 2)
     for key in ("nodes", "regions"):
         if not isinstance(tree.get(key, []), list):
@@ -154,7 +195,7 @@ def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, in which a key given twice is an error rather than a silent overwrite."""
+    """Safe YAML loader that raises on a repeated key instead of overwriting its value."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -172,7 +213,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads 1e-6 as a string, which no one who writes a learning rate means
+# YAML 1.1 parses 1e-6 as a string; here it is a float, as in a learning rate
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),

@@ -1,4 +1,4 @@
-"""The plan that every process walks: tasks in their order, what runs as one, and its text."""
+"""The plan that every process walks: ordered tasks, units, and their text."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from distflow_jax.layout import Edge, Layout
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A node in its place in the plan.
+    """A node in the order of a plan.
 
     `edges_in` has one edge per field that the node reads, `edges_out` one per reader of a field
-    that it writes. `frees` lists the (source, field) values that nobody needs after this task; a
-    source of None is the loader. `state_key` says which state the stage is handed: that of the
-    model instance, or the node's own small one.
+    that it writes. `frees` lists the (source, field) values whose last reader this task is; a
+    source of None is the loader. `state_key` names the state that the stage is called with: a
+    model's, or the node's own.
     """
 
     node: Node
@@ -45,10 +45,10 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Tasks that run as one: one task on the host, or a segment of tasks on a mesh.
+    """Tasks that run as one: a task on the host, or a segment of tasks on a mesh.
 
-    `inputs` has one edge for each value that comes from outside. `outputs` are the (source, field)
-    values that somebody outside reads; what only the unit itself reads never leaves it.
+    `inputs` has one edge for each value from outside the unit. `outputs` are the (source, field)
+    values with a reader outside; values read only inside the unit never leave it.
     """
 
     tasks: tuple[Task, ...]
@@ -58,7 +58,7 @@ class Unit:
 
     @classmethod
     def of(cls, tasks: tuple[Task, ...]) -> "Unit":
-        """The unit of these tasks, which follow each other in a plan."""
+        """The unit of these tasks, which are adjacent in a plan."""
         inside = {task.node.id for task in tasks}
         edges = [edge for task in tasks for edge in task.edges_in if edge.source not in inside]
         inputs = {(edge.source, edge.field): edge for edge in reversed(edges)}
@@ -77,27 +77,26 @@ class Unit:
 
     @property
     def layout(self) -> Layout:
-        """Where all of it runs."""
+        """The layout of all its tasks."""
         return self.tasks[0].layout
 
     @property
     def condition(self) -> When:
-        """The steps in which all of it runs."""
+        """The steps in which all its tasks run."""
         return self.tasks[0].node.condition
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Which states its stages are handed."""
+        """The keys of the states that its stages are called with."""
         return tuple(dict.fromkeys(task.state_key for task in self.tasks))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tasks in the order in which every process runs them, and the device tasks that are one
-    program.
+    """Tasks in the order in which every process runs them.
 
-    `given` are the fields that the loader gives, with the layout in which it gives them. The tasks
-    of `region`, where there is one, come first.
+    `segments` are the runs of device tasks that are one program each. `given` are the loader's
+    fields with their layouts. The tasks of `region`, if there is one, come first.
     """
 
     name: str
@@ -108,7 +107,7 @@ class Plan:
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
-        """All tasks, in order, those of a segment together."""
+        """All units, in order."""
         starts = {segment[0].node.id: segment for segment in self.segments}
         fused = {task.node.id for segment in self.segments for task in segment}
         return tuple(
@@ -118,7 +117,7 @@ class Plan:
         )
 
     def split(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """(units of the region, those after it). A region is of nodes on the host."""
+        """(units of the region, units after it). A region's nodes run on the host."""
         inside = len(self.region.nodes) if self.region else 0
         return self.units[:inside], self.units[inside:]
 
@@ -139,7 +138,7 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def describe(self) -> str:
-        """The plan as a table for people."""
+        """Returns the plan as tables: nodes, their reads with moves, and segments."""
         nodes = [("#", "depth", "node", "role", "type", "model", "layout", "writes")]
         reads = [("node", "reads", "from", "move")]
         for place, task in enumerate(self.tasks, 1):
@@ -173,7 +172,7 @@ def _describe_move(edge: Edge) -> str:
 
 
 def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Rows of words as text, the first one as a header."""
+    """Formats rows of words as a table; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,4 +1,4 @@
-"""The loop that walks one plan: get fields, run the unit, put fields, time it."""
+"""The loop that walks a plan: get fields, run the unit, put fields, time it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,36 +16,27 @@ Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, 
 # Unit.outputs, metrics
 Runner = Callable[[Mapping[str, Any], Sequence[Any]], tuple[dict[str, Any], Sequence[Any], Metrics]]
 
+# name -> timer of a `with` block, under that name
+Span = Callable[[str], AbstractContextManager[Any]]
+
 
 class Coordinator(Protocol):
-    """Keeps the fields of a step between their writer and their readers.
+    """The store of a step's fields between writer and readers.
 
-    A value is known by (source, field), so that a node may write a field anew while another still
-    reads the version before. What the loader gives has the source None.
+    A protocol because `coordinator/` stands above `dag/`, which cannot import its class.
+
+    A value's key is (source, field), so that a node may write a field again while another still
+    reads the version before. The source of the loader's fields is None.
     """
 
     def put(self, source: str | None, field: str, value: Any) -> None:
-        """Takes what `source` wrote."""
+        """Stores a value that `source` wrote."""
 
     def get(self, edge: Edge) -> Any:
-        """The value in the layout that the reader asks for."""
+        """The value in the layout of the edge's reader."""
 
     def free(self, source: str | None, field: str) -> None:
-        """Forgets the value: its last reader is done."""
-
-
-class Rounds(Protocol):
-    """Decides how often a region runs."""
-
-    def next(self) -> bool:
-        """Whether to run the region's nodes (again), with the next prompts."""
-
-
-class Spans(Protocol):
-    """Times what happens inside a `with` block."""
-
-    def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
-        """A span of this name."""
+        """Drops a value after its last reader."""
 
 
 def run_step(
@@ -54,33 +45,39 @@ def run_step(
     runners: Mapping[str, Runner],
     states: Mapping[str, Any],
     coordinator: Coordinator,
-    spans: Spans,
-    rounds: Rounds | None = None,
+    span: Span,
+    next_round: Callable[[], bool] | None = None,
     rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
-    """Runs every unit of the plan that this step (counted from 1) asks for.
+    """Runs the units of the plan that are active in this step.
 
-    `runners` are keyed by the unit's name, `states` by Task.state_key; a stage without a state is
-    handed None, and a state of None is not kept. Runners may donate what they are handed: use the
-    states returned, never those passed in. What the loader gives is put before, with the source
-    None.
+    Args:
+      plan: the plan.
+      step: the step's number, from 1.
+      runners: by the unit's name. They may donate the states that they are called with.
+      states: by Task.state_key, never used after the call. A stage without a state gets None, and
+        a state of None is not kept.
+      coordinator: store of fields; the loader's are put before the call, with the source None.
+      span: times the `with` block of each unit.
+      next_round: puts the next prompts, or returns false. The units of a region run as long as it
+        returns true; a plan without a region needs none. A metric of several rounds is their mean;
+        if its name ends in one of COUNTS, it is their sum.
+      rehearse: turns fields into empty ones. With it, device units that are not active run too, so
+        that nothing compiles when they become active. Those that train run on empty fields, which
+        change no weights; results of the others are not used.
 
-    The units of a region run as long as `rounds.next()` says so. Of several rounds a metric is the
-    mean, and where its name ends in one of COUNTS the sum.
-
-    With `rehearse`, which turns fields into empty ones, device units that this step does not ask
-    for run too, so that nothing compiles when their time comes: those that train on empty fields,
-    from which they learn nothing, the others for nothing.
+    Returns:
+      (states, metrics).
     """
     states = dict(states)
     inside, after = plan.split()
     per_round = []
-    while inside and rounds.next():
+    while inside and next_round():
         ran = {None}
-        per_round.append(_run(inside, step, runners, states, coordinator, spans, ran, None))
+        per_round.append(_run(inside, step, runners, states, coordinator, span, ran, None))
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
-    measured = _run(after, step, runners, states, coordinator, spans, ran, rehearse)
+    measured = _run(after, step, runners, states, coordinator, span, ran, rehearse)
     _merge(metrics, measured, "a node after the region")
     return states, metrics
 
@@ -91,21 +88,21 @@ def _run(
     runners: Mapping[str, Runner],
     states: dict[str, Any],
     coordinator: Coordinator,
-    spans: Spans,
+    span: Span,
     ran: set[str | None],
     rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> Metrics:
-    """Runs units one after the other; updates `states` and `ran`, whose values there may be."""
+    """Runs units in order; updates `states` and `ran`, the sources whose values exist."""
     metrics: Metrics = {}
     for unit in units:
         active, trains = unit.condition.active(step), unit.tasks[0].node.type == "MODEL_TRAIN"
         if active or (rehearse is not None and _can_rehearse(unit, ran)):
-            with spans.span(unit.name):
+            with span(unit.name):
                 values = [coordinator.get(edge) for edge in unit.inputs]
                 if not active and trains:
                     values = rehearse(values)
                 kept, written, measured = runners[unit.name](states, values)
-                del values  # what is freed below must not live on through this name
+                del values  # or values freed below would stay alive
                 for (source, field), value in zip(unit.outputs, written, strict=True):
                     coordinator.put(source, field, value)
             if active or trains:
@@ -120,15 +117,15 @@ def _run(
 
 
 def _can_rehearse(unit: Unit, ran: Collection[str | None]) -> bool:
-    """Whether a unit is one on devices whose inputs are there."""
+    """Whether a unit runs on devices and its inputs exist."""
     return unit.layout.kind == "mesh" and {edge.source for edge in unit.inputs} <= set(ran)
 
 
 def make_runner(unit: Unit, stages: Mapping[str, Stage]) -> Runner:
-    """The unit's stages, one after the other. `stages` are keyed by node id.
+    """The runner of a unit: its stages in order. `stages` are keyed by node id.
 
-    Can be traced where its stages can: then all of the unit is one program. States that did not
-    change and those that are None are left out of what it returns.
+    It can be traced if its stages can: the whole unit is then one program. It does not return
+    states that are None or unchanged.
     """
 
     def run(states, values):
@@ -168,8 +165,8 @@ def _check_written(task: Task, written: Mapping[str, Any]) -> None:
     extra = sorted(set(written) - set(task.node.writes))
     if missing or extra:
         raise ValueError(
-            f"node {task.node.id!r}: its stage did not write what the node declares: "
-            f"missing {missing}, not declared {extra}"
+            f"node {task.node.id!r}: its stage and its writes differ: missing {missing}, not "
+            f"declared {extra}"
         )
 
 
@@ -177,10 +174,11 @@ def _title(unit: Unit) -> str:
     return f"{'node' if len(unit.tasks) == 1 else 'one of the nodes'} {unit.name!r}"
 
 
-def _merge(metrics: Metrics, measured: Metrics, who: str) -> None:
+def _merge(metrics: Metrics, measured: Metrics, source: str) -> None:
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise ValueError(
-            f"{who}: reports metrics that an earlier node of this step reports: {twice}"
+            f"{source}: reports metrics that an earlier node of this step reports: {twice}; rename "
+            "them"
         )
     metrics.update(measured)

@@ -1,7 +1,7 @@
-"""From a graph and the layout of each role to the plan that every process walks.
+"""The planner: a graph and the layout of each role give the plan that every process walks.
 
-`plan` is a pure function. Its result does not depend on the order in which nodes are listed, nor
-on the hash seed: all processes compute it for themselves and compare digests at start.
+`plan` is a pure function. Its result depends neither on the order in which nodes are listed nor on
+the hash seed: each process computes the plan, and all compare digests at the start.
 """
 
 import collections
@@ -23,13 +23,18 @@ def plan(
     *,
     fuse: bool = True,
 ) -> Plan:
-    """Orders the nodes of a graph and decides how each field travels.
+    """Orders the nodes of a graph and chooses the move of each field.
 
-    `layouts` are keyed by role, by "role type" or by model instance: the instance wins, then the
-    type (a REWARD may be a function on the host, or a model). `given_fields` are what the
-    loader gives, on the host where no layout is named. Without `fuse` every device node is a
-    segment of its own. Raises ValueError, with the node and what to change, for whatever would make
-    the result depend on luck.
+    Args:
+      graph: the graph.
+      layouts: keyed by role, by "role type" or by model instance; the instance has precedence, then
+        the type (a REWARD may be a function on the host, or a model).
+      given_fields: the loader's fields, with their layouts; on the host if none are given.
+      fuse: whether adjacent device nodes form one segment. Without, each is a segment of its own.
+
+    Raises:
+      ValueError: the order of two nodes, or the value of a field, is ambiguous, or a layout is
+        missing or impossible. The message names the node and the change to make.
     """
     if not isinstance(given_fields, Mapping):
         given_fields = dict.fromkeys(given_fields, HOST)
@@ -46,7 +51,7 @@ def plan(
     order = sorted(graph.nodes, key=place)
     ancestors = _ancestors(order, deps)
     _check_region(order[: len(inside)], placed)
-    _check_parts(order, placed)
+    _check_submeshes(order, placed)
     _check_states(order, ancestors, placed)
     users = _Users.of(order)
     _check_writers(users, ancestors)
@@ -84,14 +89,14 @@ def plan(
 
 
 def _deps(graph: Graph, region: Region | None) -> dict[str, set[str]]:
-    """What each node waits for: its deps and, outside of the region, all of the region."""
+    """Deps of each node; nodes outside the region depend on all of the region."""
     inside = set(region.nodes) if region else set()
-    # a region decides which prompts there are: all others come after it
+    # a region decides the step's prompts: all other nodes follow it
     return {n.id: {*n.deps} if n.id in inside else {*n.deps, *inside} for n in graph.nodes}
 
 
 def _depths(deps: Mapping[str, Collection[str]]) -> dict[str, int]:
-    """The longest chain of deps above each node; there is no cycle."""
+    """The length of the longest chain of deps above each node. The graph has no cycle."""
     waiting = {name: len(above) for name, above in deps.items()}
     below: dict[str, list[str]] = {name: [] for name in deps}
     for name, above in deps.items():
@@ -109,7 +114,7 @@ def _depths(deps: Mapping[str, Collection[str]]) -> dict[str, int]:
 
 
 def _place(node: Node, depth: int, layout: Layout) -> tuple:
-    """Sort key. Device work before host work: it is issued without waiting, and runs meanwhile."""
+    """Sort key. Device work precedes host work, since it is dispatched asynchronously."""
     place = (
         depth,
         layout.kind == "host",
@@ -136,7 +141,7 @@ def _check_region(nodes: Iterable[Node], placed: Mapping[str, Layout]) -> None:
     for node in nodes:
         if placed[node.id].kind != "host":
             raise ValueError(
-                f"node {node.id!r}: runs on {placed[node.id]}, and a region is of nodes on the "
+                f"node {node.id!r}: runs on {placed[node.id]}, but nodes of a region run on the "
                 "host (ROLLOUT, REWARD COMPUTE), before responses are packed: take it out"
             )
 
@@ -144,8 +149,8 @@ def _check_region(nodes: Iterable[Node], placed: Mapping[str, Layout]) -> None:
 # -- layouts and states -----------------------------------------------------------------------
 
 
-def _check_parts(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
-    """Two nodes on meshes have the same devices, or none in common."""
+def _check_submeshes(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
+    """Raises ValueError unless two nodes on meshes have the same devices, or none in common."""
     first: dict[tuple[int, int] | None, Node] = {}  # on each submesh
     for node in order:
         layout = placed[node.id]
@@ -166,7 +171,7 @@ def _check_parts(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
 
 
 def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:
-    model = None if node.role == "ROLLOUT" else node.model  # whose weights it samples from
+    model = None if node.role == "ROLLOUT" else node.model  # a sampler's model is another node's
     for key in (model, f"{node.role} {node.type}", node.role):
         if key in layouts:
             return layouts[key]
@@ -178,20 +183,20 @@ def _layout_of(node: Node, layouts: Mapping[str, Layout]) -> Layout:
 
 
 def state_key(node: Node) -> str:
-    """Which state a node's stage is handed."""
+    """The key of the state that a node's stage is called with."""
     if node.role == "ROLLOUT" and node.type != "COMPUTE":
-        # not the model's own state: `model` says whose weights it samples from
+        # the sampler's state, not that of `model`, which names the policy that it samples from
         return f"rollout:{node.model}" if node.model else "rollout"
     if node.model is not None:
         return node.model
-    # a node that computes may be called as a model is: the rule "reward" beside a reward model
+    # a COMPUTE node may have a model's name: a reward function "reward" beside a reward model
     return f"node:{node.id}" if node.type == "COMPUTE" else node.role.lower()
 
 
 def _check_states(
     order: list[Node], ancestors: Mapping[str, set[str]], placed: Mapping[str, Layout]
 ) -> None:
-    """One state lies in one place, and who trains it is ordered against who uses it."""
+    """Raises ValueError unless a state has one layout, and its training an order with its uses."""
     by_key = collections.defaultdict(list)
     for node in order:
         by_key[state_key(node)].append(node)
@@ -200,7 +205,7 @@ def _check_states(
             for b in nodes[i + 1 :]:
                 if placed[a.id] != placed[b.id]:
                     raise ValueError(
-                        f"node {b.id!r}: model {key!r} would lie on {placed[b.id]}, but node "
+                        f"node {b.id!r}: uses model {key!r} on {placed[b.id]}, but node "
                         f"{a.id!r} has it on {placed[a.id]}: give {key!r} a layout of its own"
                     )
                 if "MODEL_TRAIN" in (a.type, b.type) and not _ordered(a, b, ancestors):
@@ -214,20 +219,20 @@ def _check_states(
 
 
 def _check_keep(order: Iterable[Node], users: "_Users", ancestors: Mapping[str, set[str]]) -> None:
-    """Who decides which responses there are is ordered against all others."""
+    """Raises ValueError unless a node that drops responses is ordered with all others."""
     for writer in users.writers.get(KEEP, ()):
         for node in order:
             if not _ordered(node, writer, ancestors):
                 raise ValueError(
-                    f"node {node.id!r}: node {writer.id!r} writes {KEEP!r}, which decides the "
-                    "responses there are, and no dep says which of the two comes first: add "
+                    f"node {node.id!r}: node {writer.id!r} writes {KEEP!r}, which drops responses, "
+                    "and no dep says which of the two comes first: add "
                     f"{writer.id!r} to the deps of {node.id!r}"
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Users:
-    """Who writes and who reads each field, in plan order."""
+    """The writers and readers of each field, in plan order."""
 
     writers: Mapping[str, list[Node]]
     readers: Mapping[str, list[Node]]
@@ -244,7 +249,7 @@ class _Users:
 
 
 def _check_writers(users: _Users, ancestors: Mapping[str, set[str]]) -> None:
-    """Whoever reads or writes a field is ordered against all others that write it."""
+    """Raises ValueError unless each writer of a field is ordered with its readers and writers."""
     for field, writers in users.writers.items():
         for writer in writers:
             for does, nodes in (("writes", writers), ("reads", users.readers[field])):
@@ -265,7 +270,7 @@ def _source_of(
     ancestors: Mapping[str, set[str]],
     given_fields: Collection[str],
 ) -> str | None:
-    """The last node upstream that writes the field; None if the loader gives it."""
+    """The last node upstream that writes the field; None for the loader."""
     above = ancestors[node.id]
     writers = [other for other in users.writers.get(field, ()) if other.id in above]
     if not writers and field in given_fields:
@@ -293,7 +298,7 @@ def _source_of(
 def _last_uses(
     order: list[Node], edges_in: Mapping[str, list[Edge]], given_fields: Collection[str]
 ) -> dict[str, tuple[tuple[str | None, str], ...]]:
-    """Per node, the values nobody needs after it. What nobody reads goes where it is written."""
+    """Per node, the values whose last use it is; unread values are freed by their writer."""
     last: dict[tuple[str | None, str], str] = {(None, f): order[0].id for f in given_fields}
     last |= {(node.id, field): node.id for node in order for field in node.writes.values()}
     for node in order:
@@ -310,9 +315,9 @@ def _last_uses(
 def _segments(tasks: Iterable[Task], fuse: bool) -> tuple[tuple[Task, ...], ...]:
     """Runs of adjacent device tasks that are traced into one program.
 
-    A segment ends where the layout or the steps in which a node runs change, and where the scope
-    widens. A node that trains is one of its own: it replaces its model's state, and two of them in
-    one program would need the memory of both.
+    A segment ends where the layout or the condition changes, and where the scope widens. A node
+    that trains is a segment of its own: it replaces its model's state, and two of them in one
+    program would need the memory of both.
     """
     segments: list[list[Task]] = []
     previous = None

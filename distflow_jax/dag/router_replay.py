@@ -1,7 +1,6 @@
-"""Router replay in a graph: what trains a policy reads which experts its sampler's tokens went
-through.
+"""Router replay in a graph: nodes that train a policy read the experts that its sampler chose.
 
-So no graph, built in or a user's, has to know whether its policy is a mixture.
+Graphs, built in or a user's, are therefore the same for dense models and mixtures of experts.
 """
 
 import dataclasses
@@ -11,22 +10,27 @@ from distflow_jax.layout import ROUTED_EXPERTS
 
 
 def with_router_replay(graph: Graph) -> Graph:
-    """The graph in which the sampler of the responses that are packed writes their routed experts,
-    and every node that trains its policy, or takes log-probs of it, reads them.
+    """Adds the field of routed experts to a graph.
 
-    A reference routes by itself, and so does every other model. Raises ValueError where a policy is
-    trained on responses that no sampler with its weights records, or none is trained.
+    The sampler of the packed responses writes it; every node that trains the sampler's policy, or
+    takes log-probs of it, reads it. References and all other models route by themselves.
+
+    Raises:
+      ValueError: no policy is trained, or one is trained on responses that no sampler with its
+        weights records.
     """
     samplers = [node for node in graph.nodes if _samples(node)]
     trained = [n for n in graph.nodes if _is_of_policy(n) and n.type == "MODEL_TRAIN"]
     if not trained:
-        raise ValueError("training.router_replay=True is for a policy, and none is trained")
+        raise ValueError(
+            "training.router_replay=True needs a graph that trains a policy; use False"
+        )
     for node in trained:
         if [_policy(sampler) for sampler in samplers] != [_policy(node)]:
             raise ValueError(
                 f"node {node.id!r}: training.router_replay=True needs 'response' from one node "
-                f"ROLLOUT MODEL_INFERENCE, without fn, of model {_policy(node)!r}: that is what "
-                f"records experts, and there is {_shown(samplers)}; use False"
+                f"ROLLOUT MODEL_INFERENCE, without fn, of model {_policy(node)!r}, which records "
+                f"experts, and there is {_shown(samplers)}; use False"
             )
     (sampler,) = samplers
     field = sampler.writes.get(ROUTED_EXPERTS, ROUTED_EXPERTS)
@@ -42,13 +46,13 @@ def with_router_replay(graph: Graph) -> Graph:
 
 
 def _samples(node: Node) -> bool:
-    """Whether it is a sampler whose responses become rows."""
+    """Whether a node is a sampler whose responses become rows."""
     kind = (node.role, node.type, node.fn)
     return kind == ("ROLLOUT", "MODEL_INFERENCE", None) and "response" in node.writes.values()
 
 
 def _is_of_policy(node: Node) -> bool:
-    """Whether it runs a policy's network over rows, as a default stage does."""
+    """Whether a node runs a policy's network over rows with a built-in stage."""
     return node.role == "ACTOR" and node.type != "COMPUTE" and node.fn is None
 
 

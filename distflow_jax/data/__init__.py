@@ -1,1 +1,1 @@
-"""Data sets, the loader, and the columns that a step begins with."""
+"""Data sets, the loader, and the columns of a step's first fields."""

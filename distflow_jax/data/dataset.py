@@ -1,4 +1,4 @@
-"""Opening a data set by its name in the config."""
+"""Data sets by their name in the config."""
 
 from distflow_jax.data import (
     files,
@@ -16,15 +16,16 @@ def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "")
     """Opens and checks a whole data set.
 
     Args:
-      spec: a `.jsonl`, `.json` (lines), `.parquet`, `.arrow` or `.feather` file, a folder or glob
-        pattern of such; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`; `task:arithmetic?digits=2&...`;
-        `reasoning_gym:NAME?...`.
-      system_prompt: a system message before every question of question/answer rows and tasks.
-      prompt_suffix: follows every such question, e.g. " Answer with just the number."
+      spec: a `.jsonl`, `.json` (lines), `.parquet`, `.arrow` or `.feather` file; a folder or glob
+        pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
+        `task:arithmetic?digits=2&...`; `reasoning_gym:NAME?...`.
+      system_prompt: system message before every question of question/answer rows and tasks.
+      prompt_suffix: text after every such question, e.g. " Answer with just the number."
 
     Raises:
-      FileNotFoundError: nothing there by that name.
-      ValueError: a row that does not fit the schema (file, row and column named), or a bad option.
+      FileNotFoundError: there is no such file or data set.
+      ValueError: a row does not fit the schema (the message names file, row and column), or an
+        option is wrong.
     """
     wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
     kind, colon, _ = spec.partition(":")

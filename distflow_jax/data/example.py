@@ -1,4 +1,4 @@
-"""One row of a data set as the rest of the program sees it, and what a data set must offer."""
+"""Example, one row of a data set, and the interface of data sets."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -8,13 +8,12 @@ Message = dict[str, str]  # {"role": "user", "content": "What is 2 + 3?"}
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One question with what is needed to score its answers.
+    """A prompt and the values that its reward function needs.
 
-    `prompt` is plain text, or chat messages that the tokenizer's chat template turns into text.
-    `ground_truth` is what the reward function compares with; its type is the reward function's
-    business. `extra_info` holds every column without a meaning of its own. `chosen` and `rejected`
-    are the two answers of a preference pair; a demonstration (TRL's `messages`, `completion`) has
-    `chosen` alone.
+    `prompt` is plain text, or chat messages for the tokenizer's chat template. `ground_truth` is
+    passed to the reward function, which decides its type. `extra_info` holds all columns without a
+    field of their own. `chosen` and `rejected` are the two answers of a preference pair; a
+    demonstration (TRL's `messages`, `completion`) has only `chosen`.
     """
 
     prompt: str | list[Message]
@@ -29,8 +28,8 @@ class Example:
 class Dataset(Protocol):
     """Random access to examples. Reading a row twice gives equal examples, from any thread.
 
-    `fingerprint` is told by the content: it changes when any row changes, and does not when a file
-    is moved. `name` is what messages call the data.
+    `fingerprint` depends on the content: it changes with any row, but not when a file is moved.
+    `name` names the data in messages.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Dataset(Protocol):
 
 
 def instruction(text: str, *, system_prompt: str = "", prompt_suffix: str = "") -> list[Message]:
-    """Chat messages that ask `text`, after the system prompt if there is one."""
+    """Chat messages with `text` as the user's question, after the system prompt if there is one."""
     messages = [{"role": "user", "content": text + prompt_suffix}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})

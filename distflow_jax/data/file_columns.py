@@ -10,7 +10,7 @@
 |                             | that is the assistant's    | `chosen` too                        |
 | question, answer            | a user's chat message      | the answer; after its `####` if any |
 
-Columns that mean nothing here go to `extra_info`, so that reward functions see them.
+All other columns go to `extra_info`, where reward functions find them.
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import Any
 from distflow_jax.data.example import Example, Message, instruction
 
 GROUND_TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
-# These have a place of their own in Example and are not repeated in extra_info.
+# They have a field of their own in Example and are not repeated in extra_info.
 CLAIMED_COLUMNS = {
     "prompt",
     "messages",
@@ -44,14 +44,17 @@ def example_from_row(
     system_prompt: str = "",
     prompt_suffix: str = "",
 ) -> Example:
-    """One row, checked.
+    """Converts and checks one row.
 
     Args:
       row: column name -> value; null columns count as absent.
       place: file and row number, the start of every error message.
-      data_source: what a row without that column gets.
-      system_prompt, prompt_suffix: added to question/answer rows; an error on others, whose prompts
-        are already written out.
+      data_source: value for rows without that column.
+      system_prompt, prompt_suffix: added to question/answer rows; an error for other rows, whose
+        prompts are complete.
+
+    Raises:
+      ValueError: the row does not fit the schema.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{place}: expected an object with columns, got {_shown(row)}")
@@ -83,7 +86,7 @@ def example_from_row(
     if written_out and (system_prompt or prompt_suffix):
         raise ValueError(
             f"{place}: data.system_prompt and data.prompt_suffix apply to question/answer rows "
-            "and tasks; these prompts are already written out, so leave both empty"
+            "and tasks; these prompts are complete, so leave both empty"
         )
     if "rejected" in row and "chosen" not in row:
         raise _bad(place, "chosen", "missing, although there is a 'rejected'")
@@ -103,7 +106,7 @@ def example_from_row(
 
 
 def final_answer(answer: Any, place: str) -> str:
-    """What a worked answer in GSM8K's style ends in, `#### 1,234` -> "1234"; others as given."""
+    """The final answer after GSM8K's `####`, `#### 1,234` -> "1234"; other answers unchanged."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return str(answer)
     answer = _text(answer, place, "answer")
@@ -142,7 +145,7 @@ def _extra_info(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | None]:
-    """A conversation -> what comes before its last assistant turn, and that turn's text."""
+    """(messages before the last assistant turn, that turn's text or None) of a conversation."""
     _prompt(messages, place, "messages")
     if isinstance(messages, str):
         raise _bad(place, "messages", "expected a list of messages, got text")

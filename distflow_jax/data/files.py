@@ -16,7 +16,7 @@ from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.did_you_mean import nearest
 
-CHECK_ROWS = 1024  # rows of a table that the schema check turns into Python objects at a time
+CHECK_ROWS = 1024  # rows of a table that the schema check converts at a time
 
 
 class Reader(Protocol):
@@ -25,17 +25,17 @@ class Reader(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, row: int) -> Any:
-        """Column name -> value, of one row."""
+        """One row, column name -> value."""
 
     def rows(self) -> Iterator[Any]:
         """All rows in order, faster than one by one."""
 
     def place(self, row: int) -> str:
-        """File and row as a person counts them: the start of an error message."""
+        """File and row number from 1: the start of an error message."""
 
 
 class JsonLinesReader:
-    """One JSON object per line; blank lines are skipped, though counted in messages."""
+    """A file with one JSON object per line; blank lines are skipped, but count in messages."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -47,7 +47,7 @@ class JsonLinesReader:
                     offsets.append(offset)
                     lines.append(line)
                 offset += len(text)
-        # Only where the lines begin is kept: the text of a large file stays on disk.
+        # only the lines' offsets are kept: the text of a large file stays on disk
         self._offsets = np.array(offsets, np.int64)
         self._lines = np.array(lines, np.int64)
 
@@ -55,7 +55,7 @@ class JsonLinesReader:
         return len(self._offsets)
 
     def row(self, row: int) -> Any:
-        """One line, read and parsed."""
+        """Reads and parses one line."""
         with open(self._path, "rb") as file:
             file.seek(self._offsets[row])
             return self._parse(row, file.readline())
@@ -73,7 +73,7 @@ class JsonLinesReader:
 
     def _parse(self, row: int, text: bytes) -> Any:
         try:
-            return json.loads(text.decode("utf-8-sig"))  # of bytes it would guess the encoding
+            return json.loads(text.decode("utf-8-sig"))  # loads(bytes) would guess the encoding
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.place(row)}: not UTF-8 text: {error}") from error
         except json.JSONDecodeError as error:
@@ -100,7 +100,7 @@ class TableReader:
         return self._table.slice(row, 1).to_pylist()[0]
 
     def rows(self) -> Iterator[Any]:
-        """All rows, a batch of them as Python objects at a time."""
+        """All rows as Python objects, converted in batches."""
         for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
             yield from batch.to_pylist()
 
@@ -119,10 +119,10 @@ READERS: dict[str, type[JsonLinesReader] | type[TableReader]] = {
 
 
 class FileDataset:
-    """Rows of one or more files, one after the other, every one checked when opened.
+    """Rows of one or more files in order; all rows are checked when the data set is opened.
 
-    The fingerprint hashes the bytes of all files in order (the check reads them anyhow, and hashing
-    is the cheaper half), not their names, and the prompt options that are part of the rows.
+    The fingerprint hashes the bytes of all files in order, which the check reads anyway, and the
+    prompt options, which are part of the rows; not the files' names.
     """
 
     def __init__(
@@ -171,7 +171,12 @@ class FileDataset:
 
 
 def find_files(spec: str) -> list[Path]:
-    """A file, a folder of data files, or a glob pattern -> the files, sorted by path."""
+    """The files of a path, a folder of data files, or a glob pattern, sorted by path.
+
+    Raises:
+      FileNotFoundError: no such file (the message names the nearest), or none in the folder.
+      ValueError: a file with an unknown ending.
+    """
     path = Path(spec).expanduser()
     if path.is_file():
         paths = [path]

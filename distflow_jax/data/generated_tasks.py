@@ -10,17 +10,16 @@ from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.spec import parse_spec
 from distflow_jax.did_you_mean import nearest
 
-HELD_OUT_ONE_IN = 10  # of all problems, this share belongs to the held-out split
-MAX_DRAWS = 10_000  # a split that is not hit once in so many draws is empty
+HELD_OUT_ONE_IN = 10  # one in so many problems belongs to the held-out split
+MAX_DRAWS = 10_000  # a split without a problem in so many draws counts as empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """`12 + 35` and the like. A row is a function of (options, row) alone: access is random.
+    """Arithmetic problems such as `12 + 35`. A row is a function of (options, row) alone.
 
-    Which split a problem belongs to is decided by a hash of its text: whatever the seeds, sizes
-    and templates, a held-out problem never occurs in training data. Within a split, problems are
-    drawn with replacement.
+    A hash of a problem's text decides its split: for all seeds, sizes and templates, a held-out
+    problem never occurs in training data. Within a split, problems are drawn with replacement.
     """
 
     operands: int = 2  # numbers in a problem
@@ -28,7 +27,7 @@ class Arithmetic:
     digits: str = "2"  # of each number, "2" (10 to 99) or a range "1-3"; 1 digit is 0 to 9
     size: int = 10_000  # rows
     seed: int = 0
-    held_out: bool = False  # the other split
+    held_out: bool = False  # the held-out split instead of the training split
     template: str = "What is {problem}? Answer with just the number."
     system_prompt: str = ""
     prompt_suffix: str = ""
@@ -51,7 +50,7 @@ class Arithmetic:
 
     @property
     def name(self) -> str:
-        """What messages call these data."""
+        """Name of the data in messages."""
         return "task:arithmetic"
 
     @property
@@ -82,7 +81,7 @@ class Arithmetic:
         )
 
     def _mistake(self, row: int) -> int:
-        """By how much the worse answer is off: -9 to 9, not 0."""
+        """Error of the rejected answer: -9 to 9, not 0."""
         word = next(_random_words(f"{self.seed}/{row}/mistake", 1)) % 18
         return word - 9 if word < 9 else word - 8
 
@@ -99,7 +98,7 @@ class Arithmetic:
                 return problem
         raise ValueError(
             f"task:arithmetic with operands={self.operands}, operators={self.operators}, "
-            f"digits={self.digits} has too few problems for a held-out split; take more digits"
+            f"digits={self.digits} has too few problems for a held-out split; use more digits"
         )
 
     def _bounds(self) -> tuple[int, int]:
@@ -113,7 +112,7 @@ class Arithmetic:
 
 
 def is_held_out(problem: str) -> bool:
-    """Whether a problem belongs to the held-out split: by its text alone, one in ten."""
+    """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
     digest = hashlib.sha256(problem.encode()).digest()
     return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
 
@@ -129,7 +128,7 @@ def value_of(problem: str) -> int:
 
 
 def _random_words(key: str, count: int) -> Iterator[int]:
-    # A hash, not a library's generator: the same problems on every version of Python and NumPy.
+    # a hash, not a library's generator: equal problems on every version of Python and NumPy
     data = hashlib.shake_256(key.encode()).digest(8 * count)
     return (int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8))
 
@@ -138,7 +137,7 @@ TASKS: dict[str, Callable[..., Dataset]] = {"arithmetic": Arithmetic}
 
 
 def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:
-    """`task:arithmetic?digits=2&size=1000` -> the generator."""
+    """The generator of `task:arithmetic?digits=2&size=1000`. Raises ValueError for a bad option."""
     name, options = parse_spec(spec)
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r} in {spec!r}; known: {', '.join(TASKS)}")
@@ -146,7 +145,7 @@ def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") ->
     fields = {
         field.name: field
         for field in dataclasses.fields(factory)
-        if field.name not in ("system_prompt", "prompt_suffix")  # these come from the config
+        if field.name not in ("system_prompt", "prompt_suffix")  # keys of the config
     }
     values = {}
     for key, text in options.items():

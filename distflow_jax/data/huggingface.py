@@ -12,10 +12,14 @@ SPEC = re.compile(
 
 
 def download(spec: str) -> tuple[str, list[Path]]:
-    """The repository's name and its Parquet files of one split (default "train"), as cached.
+    """(repository, paths of one split's Parquet files in the cache); the default split is "train".
 
-    Only the files of that split are downloaded; without a network those already in the cache are
-    found. HF_TOKEN opens gated data sets.
+    Only the files of that split are downloaded; without a network the cached files are used.
+    HF_TOKEN gives access to gated data sets.
+
+    Raises:
+      ValueError: a malformed name, or no such repository or revision.
+      FileNotFoundError: no Parquet files of that split, or neither cache nor hub is available.
     """
     match = SPEC.fullmatch(spec)
     if not match:
@@ -41,9 +45,9 @@ def download(spec: str) -> tuple[str, list[Path]]:
 
 
 def split_patterns(subset: str | None, split: str) -> list[str]:
-    """Where data sets on the hub put a split: `train-00000-of-00001.parquet`, `train/0000.parquet`.
+    """Patterns of a split's files: `train-00000-of-00001.parquet`, `train/0000.parquet`.
 
-    `*` matches slashes too, as it does for the hub.
+    `*` matches slashes too, as on the hub.
     """
     prefixes = [f"{subset}/", f"*/{subset}/"] if subset else ["", "*/"]
     endings = [f"{split}-*.parquet", f"{split}.parquet", f"{split}/*.parquet"]
@@ -51,7 +55,7 @@ def split_patterns(subset: str | None, split: str) -> list[str]:
 
 
 def split_files(files: list[str], subset: str | None, split: str, spec: str) -> list[str]:
-    """The files of one split, sorted; an error if there are none, or from several subsets.
+    """The files of one split, sorted. Raises if there are none, or if several subsets have it.
 
     >>> split_files(["main/train-0.parquet", "main/test-0.parquet"], None, "train", "hf:a/b")
     ['main/train-0.parquet']

@@ -1,21 +1,21 @@
-"""The next step's host data, made while the devices work on this one."""
+"""Prefetch of the next step's host data while the devices compute this step."""
 
 import concurrent.futures
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-END = object()  # travels through a Future in place of StopIteration
+END = object()  # stands for StopIteration, which a Future cannot carry
 
 
 class Prefetch(Generic[T]):
-    """An iterator that keeps one item of another ready, made in one background thread.
+    """Iterator that computes the next item of a source in one background thread.
 
-    Items come in the same order, and an error of the source is raised by the `next` that would have
-    returned its item. The source runs one item ahead, so its own position is not that of the last
-    item used. With `enabled=False` each item is made when asked for, in the caller's thread.
+    The order of items is kept, and an error of the source is raised by the `next` that would have
+    returned its item. The source is one item ahead of the last item used. With `enabled=False`
+    each `next` computes its item in the caller's thread.
 
-    Only for NumPy: the thread must not touch JAX.
+    Only for NumPy: the thread must not use JAX.
     """
 
     def __init__(self, source: Iterator[T], *, enabled: bool = True):
@@ -38,7 +38,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Waits for the item that is being made and ends the thread. May be called twice."""
+        """Waits for the item in flight and ends the thread. May be called twice."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 

@@ -15,8 +15,8 @@ from distflow_jax.did_you_mean import several
 class ReasoningGym:
     """One of reasoning_gym's procedural data sets; score it with the reward `reasoning_gym`.
 
-    Options go to the generator (`size`, `seed` and its own). The whole entry travels in
-    `extra_info["entry"]`, because scoring needs its metadata.
+    Options go to the generator (`size`, `seed` and its own). `extra_info["entry"]` holds the whole
+    entry, since scoring needs its metadata.
     """
 
     def __init__(self, spec: str, *, system_prompt: str = "", prompt_suffix: str = ""):
@@ -31,12 +31,12 @@ class ReasoningGym:
         options = {"size": 10_000, "seed": 0} | {k: _value(text) for k, text in texts.items()}
         try:
             self._entries = package.create_dataset(task, **options)
-        except (TypeError, AssertionError) as error:  # how it refuses unknown and bad options
+        except (TypeError, AssertionError) as error:  # raised for unknown and bad options
             raise ValueError(f"{spec!r}: reasoning_gym refuses these options: {error}") from error
         self.name = f"reasoning_gym:{task}"
         self._task = task
         self._wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
-        version = importlib.metadata.version("reasoning_gym")  # the rows depend on its code
+        version = importlib.metadata.version("reasoning_gym")  # its code determines the rows
         content = json.dumps([task, options, version, self._wording], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
 

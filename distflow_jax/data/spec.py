@@ -1,13 +1,16 @@
-"""The `kind:name?option=value&...` strings that name generated data."""
+"""Parser of `kind:name?option=value&...`, the names of generated data."""
 
 import urllib.parse
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """`task:arithmetic?digits=2&operators=+-` -> name and options, which stay text.
+    """(name, options as text) of `task:arithmetic?digits=2&operators=+-`.
 
     Percent escapes are decoded (`%26` for &, `%3D` for =), but `+` stays a plus: it is an operator
-    here, and not the space that it is in a web form.
+    here, not a space as in a web form.
+
+    Raises:
+      ValueError: no name, an option without a value, or one given twice.
     """
     _, _, rest = spec.partition(":")
     name, _, query = rest.partition("?")

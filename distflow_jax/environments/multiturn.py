@@ -26,52 +26,50 @@ from distflow_jax.environments.registry import (
     Observed,
 )
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
-from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
+from distflow_jax.rollout.requests import (
+    GroupRequest,
+    Response,
+    RolloutStats,
+    SamplingParams,
+)
+from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnLimits:
-    """What a response may take."""
+    """The longest a response may become."""
 
     response: int  # tokens, end tokens and observations included
     turn: int  # sampled tokens of one turn, the end token included
     turns: int  # turns of the model
 
     @classmethod
-    def of(cls, config: RolloutConfig, response: int) -> "TurnLimits":
-        """Those of the config, for responses of up to so many tokens."""
-        return cls(response, min(config.turn_length or response, response), config.max_turns)
+    def of(cls, environments: Environments, response: int) -> "TurnLimits":
+        """The limits of a run's environments, for responses of up to so many tokens."""
+        turn = min(environments.turn_length or response, response)
+        return cls(response, turn, environments.max_turns)
 
 
-def respond_in_turns(
+def sample_turns(
     engine: RolloutEngine,
     state: SamplerState,
     prompts: Sequence[Prompt],
+    sampling: SamplingParams,
     environments: Environments,
-    limits: TurnLimits,
     *,
-    num_samples: int,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    record: bool = True,
     on_response: Callable[[Response], None] | None = None,
 ) -> tuple[SamplerState, list[Episode], RolloutStats]:
-    """`num_samples` responses to each prompt, in (prompt, sample) order.
+    """Samples responses in turns to each prompt; they are ordered by (prompt, sample).
 
-    `record`: with the experts of their tokens, where the engine records them. `on_response` is
-    called in this thread as soon as a response ends.
+    The limit of `sampling` holds for all turns of a response together. `on_response` is called in
+    this thread as soon as a response ends.
     """
-    requests = [
-        GroupRequest(
-            p, num_samples, limits.turn, temperature, top_k, top_p, hold=True, record=record
-        )
-        for p in prompts
-    ]
+    limits = TurnLimits.of(environments, sampling.limit)
+    requests = [GroupRequest(p, sampling, hold=True).with_limit(limits.turn) for p in prompts]
     scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)
-    most = engine.max_concurrent_decodes  # one that waits for its environment keeps its slot
+    # a response keeps its slot while its environment is at work
+    most = engine.max_concurrent_decodes
     episodes = run_turns(
         scheduler, requests, environments, limits, most=most, on_response=on_response
     )
@@ -158,7 +156,7 @@ def run_turns(
     try:
         while pending or driver.live:
             while pending and (
-                not driver.live or driver.live + requests[pending[0]].num_samples <= most
+                not driver.live or driver.live + requests[pending[0]].sampling.num_samples <= most
             ):
                 index = pending.popleft()
                 driver.begin(index, requests[index])
@@ -196,7 +194,7 @@ class _Driver:
     def begin(self, index: int, request: GroupRequest) -> None:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)
-        for sample in range(request.num_samples):
+        for sample in range(request.sampling.num_samples):
             thread = EnvironmentThread(self._environments, self._answers)
             conversation = _Conversation(group, sample, thread)
             group.conversations.append(conversation)
@@ -291,7 +289,7 @@ class _Driver:
             conversation.parts.append(_Part.observed(observed.tokens))
             limit = min(length + self._limits.turn, self._limits.response)
             limit -= len(conversation.group.observation)
-            self._scheduler.extend(
+            self._scheduler.held.extend(
                 conversation.group.id, conversation.sample, observed.tokens, limit
             )
 
@@ -308,8 +306,8 @@ class _Driver:
                 conversation.parts.append(_Part.observed(first))
             tokens = np.concatenate([request.prompt.tokens, first])
             prompt = dataclasses.replace(request.prompt, tokens=tokens)
-            limit = min(request.limit, self._limits.response - len(first))
-            request = dataclasses.replace(request, prompt=prompt, limit=limit)
+            limit = min(request.sampling.limit, self._limits.response - len(first))
+            request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
         group.id = self._scheduler.submit(request)
 
     def _common_observation(self, reset: list[_Conversation]) -> np.ndarray:
@@ -338,7 +336,7 @@ class _Driver:
 
     def _end(self, conversation: _Conversation, reason: str) -> None:
         group, sample = conversation.group, conversation.sample
-        self._scheduler.release(group.id, sample)
+        self._scheduler.held.release(group.id, sample)
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
         del self._by_uid[group.request.prompt.counter, sample]

@@ -55,12 +55,15 @@ class Answer:
 
 
 class Environments:
-    """Makes the environments of a run: one per response.
+    """The environments of a run, one per response, and the limits of a response in turns.
 
     Args:
       name: `calculator`, `tools`, my_module:MyClass or path/to/file.py:MyClass.
       kwargs: for it, beside the tokenizer.
-      seconds: a call of it may take.
+      seconds: longest duration of one call.
+      turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
+        response may have.
+      max_turns: turns of the model in one response.
 
     Raises:
       ValueError, FileNotFoundError: nothing by that name (the nearest is named), or it cannot be
@@ -68,9 +71,17 @@ class Environments:
     """
 
     def __init__(
-        self, name: str, kwargs: Mapping[str, Any], tokenizer: Tokenizer, *, seconds: float
+        self,
+        name: str,
+        kwargs: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        seconds: float,
+        turn_length: int = 0,
+        max_turns: int = 4,
     ):
         self.name, self.seconds, self.tokenizer = name, seconds, tokenizer
+        self.turn_length, self.max_turns = turn_length, max_turns
         self._make, self._kwargs = load_environment(name), dict(kwargs)
         self._check_signature()
         self._logged: set[str] = set()

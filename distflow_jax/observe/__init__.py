@@ -1,1 +1,1 @@
-"""Metrics, progress, spans: what people see of a run."""
+"""Measurements of a run: metrics, spans, profiles, memory, compilations."""

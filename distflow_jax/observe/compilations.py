@@ -1,6 +1,6 @@
-"""How often XLA compiled something in this process.
+"""Counter of XLA compilations in this process.
 
-After the first step nothing should compile any more; `perf/compilations` is the number per step.
+Nothing should compile after the first step; `perf/compilations` is the number per step.
 """
 
 import threading
@@ -8,19 +8,19 @@ from typing import Any
 
 import jax.monitoring
 
-# One event per program handed to XLA, in jax 0.10 to 0.12. With the persistent compilation cache it
-# counts programs fetched from there too: what is rare must be the request, not the work.
+# One event per program passed to XLA, in jax 0.10 to 0.12. It includes programs fetched from the
+# persistent compilation cache: requests must be rare, not only the work.
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-# One beside it for each of them that came from the cache.
+# One more event for each program fetched from that cache.
 FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class Compilations:
-    """Counts from its creation to `close`, and remembers what was compiled since the last `take`.
+    """Counts compilations from its creation to `close`.
 
     counter = Compilations()
     counter.take()  # 3, the compilations since the last call
-    counter.take_fetched()  # 2, those of them that the persistent cache had
+    counter.take_fetched()  # 2, how many of them the persistent cache had
     counter.count, counter.fetched, counter.seconds  # totals
     """
 
@@ -54,7 +54,7 @@ class Compilations:
         return number
 
     def take_fetched(self) -> int:
-        """Number of programs since the last call that the persistent compilation cache had."""
+        """Number of programs fetched from the persistent compilation cache since the last call."""
         with self._lock:
             number = self.fetched - self._taken_fetched
             self._taken_fetched = self.fetched

@@ -1,4 +1,4 @@
-"""How long programs have their devices, though nobody waits for them one by one."""
+"""Device time of asynchronously dispatched programs."""
 
 import time
 from collections.abc import Callable, Collection
@@ -9,10 +9,10 @@ import jax
 
 
 class DeviceTimes:
-    """Follows programs that are handed over and left alone.
+    """Measures the device time of programs without blocking the main thread.
 
-    A program has its devices from when it is handed over, or the one before it on any of them has
-    ended, until what it gives is there. Threads wait for that; they hand over nothing themselves.
+    A program occupies its devices from its dispatch, or from the end of the program before it on
+    any of them, until its outputs are ready. Threads wait for outputs; they dispatch nothing.
 
     times = DeviceTimes()
     result = times.follow("update", mesh.local_devices, lambda: program(x))
@@ -30,7 +30,10 @@ class DeviceTimes:
         run: Callable[[], Any],
         watched: Callable[[Any], Any] = lambda found: found,
     ) -> Any:
-        """What `run()` gives. `watched` picks arrays of it that nobody donates before it ends."""
+        """Calls `run()` and measures it as `name` on `devices`; returns its result.
+
+        `watched` picks arrays of the result that are not donated before the program ends.
+        """
         started = time.perf_counter()
         found = run()
         ended = self._pool.submit(_end, watched(found))
@@ -38,7 +41,7 @@ class DeviceTimes:
         return found
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call. Waits for what still runs."""
+        """Seconds by name since the last call. Waits for running programs."""
         free: dict[jax.Device, float] = {}
         seconds: dict[str, float] = {}
         for name, devices, started, ended in self._followed:

@@ -1,4 +1,4 @@
-"""Peak memory of a process: of its fullest accelerator, or its own where there is none."""
+"""Peak memory: of a process's fullest accelerator, or of the process itself on CPU."""
 
 import pathlib
 import resource
@@ -10,9 +10,9 @@ GIB = 1024**3  # verl's "gb"
 
 
 def peak_memory_gb() -> float:
-    """Highest memory use so far, in units of 2^30 bytes.
+    """Peak memory so far, in units of 2^30 bytes.
 
-    On accelerators the largest peak of this process's devices, as their allocator counts it; on CPU
+    On accelerators the largest peak of this process's devices, by their allocator's count; on CPU
     the peak resident size of the process.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
@@ -21,7 +21,7 @@ def peak_memory_gb() -> float:
 
 
 def _peak_resident_bytes() -> int:
-    # Not getrusage on Linux: there a child starts with the peak of the process that forked it.
+    # not getrusage on Linux: there a child process starts with its parent's peak
     status = pathlib.Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Metrics of a step: sums from many places become one number per name.
+"""Metrics of a step: partial sums of micro-batches and processes, merged by name.
 
-A mean travels as (numerator, denominator) until all parts are in, because the mean of the parts'
-means is not the mean. Names are verl's, `group/name`; docs/metrics.md lists them.
+A mean is carried as (numerator, denominator) until all sums are known, because a mean of means is
+not the mean. Names are verl's, `group/name`; docs/metrics.md lists them.
 """
 
 import math
@@ -13,14 +13,14 @@ from numpy.typing import ArrayLike
 Ratio = tuple[ArrayLike, ArrayLike]  # numerator and denominator, scalars
 
 
-def merge(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
+def merge(ratios: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
     """Sum of numerators over sum of denominators, by name, in float64.
 
     A name whose denominators sum to 0 is a mean over nothing and is left out.
     """
     sums: dict[str, list[float]] = {}
-    for part in parts:
-        for name, (numerator, denominator) in part.items():
+    for one in ratios:
+        for name, (numerator, denominator) in one.items():
             total = sums.setdefault(name, [0.0, 0.0])
             total[0] += float(numerator)
             total[1] += float(denominator)
@@ -28,7 +28,7 @@ def merge(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, float]:
 
 
 def summarize(prefix: str, values: ArrayLike) -> dict[str, float]:
-    """{prefix/mean, prefix/max, prefix/min} of all elements of `values`; {} if there are none."""
+    """{prefix/mean, prefix/max, prefix/min} of all elements of `values`, any shape; {} of none."""
     array = np.asarray(values, np.float64)
     if not array.size:
         return {}
@@ -40,10 +40,10 @@ def summarize(prefix: str, values: ArrayLike) -> dict[str, float]:
 
 
 def without_empty(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """The metrics as floats, without the maxima (-inf) and minima (inf) over nothing.
+    """The metrics as floats, without maxima (-inf) and minima (inf) over nothing.
 
-    They are known by their names, which end in max and min. One over values that are all infinite
-    goes too: their mean says so.
+    Names of these end in max and min. A maximum or minimum of only infinite values is dropped too;
+    the mean of these values shows them.
     """
     nothing = {"max": -math.inf, "min": math.inf}
     values = {name: float(value) for name, value in metrics.items()}

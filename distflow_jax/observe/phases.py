@@ -1,4 +1,4 @@
-"""What a process's main thread is doing: a span in the trace, a sign of life, work and waiting."""
+"""Phases of a process's main thread: spans, progress for the watchdog, seconds of work."""
 
 import contextlib
 import time
@@ -12,17 +12,17 @@ from distflow_jax.watchdog.controller import Watchdog
 
 
 class Phases:
-    """Times the nodes of a plan, and tells the watchdog where this process is.
+    """Times the nodes of a plan, and reports each to the watchdog.
 
     Only for the main thread, and for phases that every process goes through in the same order: the
-    watchdogs compare how far each has come.
+    watchdogs compare the processes' counts of phases.
     """
 
     def __init__(self, spans: Spans, watchdog: Watchdog, waited: Callable[[], float]):
-        """`waited()`: seconds spent so far in collectives among the hosts, waiting included."""
+        """`waited()`: seconds spent so far in collectives among hosts, waiting included."""
         self._spans, self._watchdog, self._waited = spans, watchdog, waited
         self._work: dict[str, float] = {}
-        self.step = 0  # that is being made
+        self.step = 0  # the running step
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
@@ -38,16 +38,16 @@ class Phases:
             self._watchdog.progress(self.step, f"after {name}")
 
     def take_work(self) -> dict[str, float]:
-        """Seconds of work by name since the last call: spans without the waiting for others."""
+        """Seconds of work by name since the last call: spans less the time in collectives."""
         work, self._work = self._work, {}
         return work
 
 
 def straggler_report(names: Sequence[str], seconds: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Who was slow in which node: {node: {"seconds": [P], "idle": [P], "slowest": process}}.
+    """Slowest process of each node: {node: {"seconds": [P], "idle": [P], "slowest": process}}.
 
-    `seconds` [P, nodes]: each process's work. A process is idle for the share of the slowest one's
-    time that it did not need itself.
+    `names` are the nodes; `seconds` [P, nodes] is each process's work. A process's idle share of a
+    node is 1 - its seconds / the slowest process's seconds.
     """
     report = {}
     for name, work in zip(names, np.asarray(seconds).T, strict=True):

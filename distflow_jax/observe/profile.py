@@ -2,8 +2,8 @@
 
     pip install xprof; xprof --logdir=RUN/profile/process_0
 
-Spans (observe/spans.py) are in it by their names, so that it shows what the host did for each node;
-a program on the devices bears the names of its nodes.
+Spans (observe/spans.py) appear under their names, which shows the host's work for each node. A
+program on the devices has the names of its nodes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def parse_steps(text: str) -> range:
-    """Steps of "3:5" (3, 4 and 5) or "3"; none of "". Raises ValueError."""
+    """Parses "3:5" (steps 3, 4 and 5), "3" or "" (no step). Raises ValueError."""
     if not text:
         return range(0)
     found = _STEPS.fullmatch(text)
@@ -32,7 +32,7 @@ def parse_steps(text: str) -> range:
 
 
 class Profile:
-    """Writes `folder` while the steps asked for go by; one folder for each process.
+    """Writes a trace of `steps` to `folder`; each process needs a folder of its own.
 
     profile = Profile(folder, range(3, 6))
     with profile.step(3):
@@ -45,20 +45,20 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step: starts the trace before the first that is asked for."""
+        """Runs its body as step `number`; starts the trace before the first step to profile."""
         if number not in self._steps:
             yield
             return
         if not self._tracing:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of Python would drown what is named
+            options.python_tracer_level = 0  # Python calls would bury the named spans
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._tracing = True
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
 
     def ends_with(self, number: int) -> bool:
-        """Whether this step is the last of a trace that is being made."""
+        """Whether this step is the last one of the running trace."""
         return self._tracing and number == self._steps[-1]
 
     def close(self) -> None:

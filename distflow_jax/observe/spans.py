@@ -1,9 +1,8 @@
-"""Where the time goes: named spans, summed for the metrics and kept as a Chrome trace.
+"""Named spans of time, summed for the metrics and written as a Chrome trace.
 
 Open trace.json in https://ui.perfetto.dev or chrome://tracing. It is an array of complete events
-("ph": "X"), in Chrome's trace-event format, that is appended to while the run goes on. The array is
-closed by `close()`; viewers accept one without its closing bracket, as a killed run leaves it, and
-so does `read_trace`.
+("ph": "X"), in Chrome's trace-event format, to which a run appends. `close()` closes the array;
+viewers and `read_trace` accept an array without its closing bracket, as a killed run leaves it.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import jax.profiler
 
 
 class Spans:
-    """Times what happens between two points of one process, in any thread.
+    """Times blocks of code of one process, in any thread.
 
     spans = Spans("run/trace.json")
     with spans.span("gen", step=3):
@@ -35,8 +34,7 @@ class Spans:
         self._seconds: dict[str, float] = {}
         self._events: list[dict[str, Any]] = []
         self._named_threads: set[int] = set()
-        # A wall-clock anchor: spans of several processes and of a resumed run line up in the
-        # viewer, while durations stay monotonic.
+        # the wall clock aligns several processes and a resumed run; durations stay monotonic
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
         self._path = None if path is None else pathlib.Path(path)
         if self._path is not None:
@@ -45,8 +43,10 @@ class Spans:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Times its body under `name`; `args` (JSON values) show up in the viewer. While JAX's
-        profiler is at work (observe/profile.py) the span is in its trace too."""
+        """Times its body under `name`; the viewer shows `args` (JSON values).
+
+        The span is also in the trace of JAX's profiler if that runs (observe/profile.py).
+        """
         start = time.perf_counter_ns()
         try:
             with jax.profiler.TraceAnnotation(name):
@@ -65,7 +65,7 @@ class Spans:
             if thread.native_id not in self._named_threads:
                 self._named_threads.add(thread.native_id)
                 self._add_event("thread_name", "M", args={"name": thread.name})
-            # Chrome counts in microseconds.
+            # Chrome's unit is the microsecond
             start_us = (self._anchor_ns + start_ns) / 1e3
             self._add_event(name, "X", ts=start_us, dur=(end_ns - start_ns) / 1e3, args=args)
 
@@ -75,7 +75,7 @@ class Spans:
         self._events.append(event)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call. Writes the events collected so far to the trace."""
+        """Seconds by name since the last call. Appends the collected events to the trace."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
             self._flush()
@@ -90,7 +90,7 @@ class Spans:
             file.write(lines)
 
     def close(self) -> None:
-        """Writes what is left and closes the array; the file is then plain JSON."""
+        """Appends the last events and closes the array; the file is then plain JSON."""
         with self._lock:
             self._flush()
             if self._path is None:
@@ -101,7 +101,7 @@ class Spans:
 
 
 def read_trace(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Events of a trace file, closed or not; a last line that was cut off is left out."""
+    """Events of a trace file, closed or not, without an incomplete last line."""
     text = pathlib.Path(path).read_text(encoding="utf-8")
     events = []
     for line in text.strip().removeprefix("[").removesuffix("]").strip().splitlines():
@@ -114,7 +114,7 @@ def read_trace(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _reopen(path: pathlib.Path) -> None:
-    """Makes `path` an open array: "[", then complete lines that each end in a comma."""
+    """Rewrites `path` as an open array: "[", then complete lines that end in a comma."""
     path.parent.mkdir(parents=True, exist_ok=True)
     events = read_trace(path) if path.exists() else []
     lines = "".join(json.dumps(event) + ",\n" for event in events)

@@ -1,1 +1,1 @@
-"""Meshes, sharding rules, processes, transfers."""
+"""Meshes, sharding rules, processes, pipeline and context parallelism, host exchange."""

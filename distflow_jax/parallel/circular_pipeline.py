@@ -1,14 +1,16 @@
-"""Layers dealt in turn to the stages of a circular pipeline, worked on in parts, and dealt back.
+"""Circular pipeline: layers assigned to pipeline ranks by round, and brought back in order.
 
-L layers lie in order, L / S of them on each of S stages. A pipeline that goes round the stages r
-times cuts them into r S chunks of L / (r S): chunk g is for stage g mod S, in round g // S. Every
-stage has r chunks and is to get r, so that the moves are a bipartite multigraph in which all
-degrees are r, and that is r perfect matchings (König 1916): r permutations, in each of which a
-stage sends one chunk and gets one. A device has its share of the layers twice, and never more.
+L layers are stored in order, L / S of them on each of S pipeline ranks. A pipeline that goes round
+its ranks r times has r S layer groups of L / (r S) layers: group g is worked on by rank g mod S, in
+round g // S. Every rank stores r groups and works on r groups, so the moves are a bipartite
+multigraph in which all degrees are r. Such a graph is r perfect matchings (König 1916): r
+permutations, in each of which a rank sends one group and receives one. A device holds at most twice
+its share of the layers.
 
-`deal` and `collect` are for the body of a shard_map over the axis of stages.
+`assign` and `collect` are for the body of a shard_map over the pipeline axis.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,77 +20,91 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# (x [B, T, D], (a layer, its inputs)) -> (x, what the layer gives beside it)
+# (x [B, T, D], (a layer, its inputs)) -> (x, further outputs of the layer)
 Body = Callable[[jax.Array, tuple[Any, Any]], tuple[jax.Array, Any]]
 
 
-def matchings(stages: int, repeats: int) -> np.ndarray:
-    """The chunk that each stage sends in each permutation, int32 [r, S].
+@dataclasses.dataclass(frozen=True)
+class CircularPipeline:
+    """Shape of a pipeline. One round is a plain pipeline, whose layers stay where they are."""
 
-    In permutation k stage s sends the ((k + s d // S) mod r)-th of its chunks s r .. s r + r - 1,
-    with d = gcd(r, S). Each goes to another stage: with s = a S / d + b, b < S / d, chunk
-    s r + (k + a) mod r is for stage b r + (k + a) mod r, modulo S. For two a these differ modulo d,
+    axis: str  # of the mesh
+    ranks: int  # S
+    repeats: int  # r, rounds
+
+
+def matchings(ranks: int, repeats: int) -> np.ndarray:
+    """The layer group that each rank sends in each permutation, int32 [r, S].
+
+    In permutation k rank s sends the ((k + s d // S) mod r)-th of its groups s r .. s r + r - 1,
+    with d = gcd(r, S). Each goes to another rank: with s = a S / d + b, b < S / d, group
+    s r + (k + a) mod r is for rank b r + (k + a) mod r, modulo S. For two a these differ modulo d,
     as d divides r and S; for one a the b r differ modulo S.
     """
-    k, s = np.arange(repeats)[:, None], np.arange(stages)
-    return (s * repeats + (k + s * math.gcd(repeats, stages) // stages) % repeats).astype(np.int32)
+    k, s = np.arange(repeats)[:, None], np.arange(ranks)
+    return (s * repeats + (k + s * math.gcd(repeats, ranks) // ranks) % repeats).astype(np.int32)
 
 
-def rounds(stages: int, repeats: int) -> np.ndarray:
-    """The round of the chunk that each stage gets in each permutation, int32 [r, S]."""
-    chunk = matchings(stages, repeats)
-    found = np.empty_like(chunk)
-    np.put_along_axis(found, chunk % stages, chunk // stages, axis=1)
+def rounds(ranks: int, repeats: int) -> np.ndarray:
+    """The round of the layer group that each rank receives in each permutation, int32 [r, S]."""
+    group = matchings(ranks, repeats)
+    found = np.empty_like(group)
+    np.put_along_axis(found, group % ranks, group // ranks, axis=1)
     return found
 
 
-def deal(layers: Any, stage: jax.Array, axis: str, stages: int, repeats: int) -> Any:
-    """The layers of stage `stage`, arrays [L / S, ...] -> those that it works on, as many.
+def assign(layers: Any, rank: jax.Array, pipeline: CircularPipeline) -> Any:
+    """The layers that a rank stores, arrays [L / S, ...] -> those it works on, [L / S, ...].
 
-    In the order of permutations, see `rounds`. A stage sends its layers once, and the gradient of
-    those that it got.
+    The result is in the order of permutations, see `rounds`. `rank`: its number, a scalar. The
+    gradient takes the same permutations back.
     """
+    ranks, repeats = pipeline.ranks, pipeline.repeats
     if repeats == 1:
         return layers
-    chunk = matchings(stages, repeats)
-    own = jnp.asarray(chunk % repeats)
+    group = matchings(ranks, repeats)
+    own = jnp.asarray(group % repeats)
 
     def one(x):
-        x, got = x.reshape(repeats, -1, *x.shape[1:]), []
-        for k, to in enumerate((chunk % stages).tolist()):
-            sent = jax.lax.dynamic_index_in_dim(x, own[k, stage], keepdims=False)
-            got.append(jax.lax.ppermute(sent, axis, list(enumerate(to))))
-        return jnp.concatenate(got)
+        x, received = x.reshape(repeats, -1, *x.shape[1:]), []
+        for k, to in enumerate((group % ranks).tolist()):
+            sent = jax.lax.dynamic_index_in_dim(x, own[k, rank], keepdims=False)
+            received.append(jax.lax.ppermute(sent, pipeline.axis, list(enumerate(to))))
+        return jnp.concatenate(received)
 
     return jax.tree.map(one, layers)
 
 
-def collect(by_round: Any, stage: jax.Array, axis: str, stages: int, repeats: int) -> Any:
-    """What stage `stage` has of each round, arrays [r, L / (r S), ...] -> of its own layers in
-    their order, [L / S, ...]."""
+def collect(by_round: Any, rank: jax.Array, pipeline: CircularPipeline) -> Any:
+    """Outputs of a rank by round, arrays [r, L / (r S), ...] -> of its stored layers, [L / S, ...].
+
+    The inverse of `assign` for values that belong to layers, in the stored order of these. `rank`:
+    a scalar.
+    """
+    ranks, repeats = pipeline.ranks, pipeline.repeats
     if repeats == 1:
         return jax.tree.map(lambda x: x[0], by_round)
-    chunk = matchings(stages, repeats)
-    got = jnp.asarray(rounds(stages, repeats))
-    # the permutation in which a stage sent each of its chunks
-    order = jnp.asarray(np.argsort(chunk % repeats, axis=0).astype(np.int32))[:, stage]
+    group = matchings(ranks, repeats)
+    received = jnp.asarray(rounds(ranks, repeats))
+    # the permutation in which a rank sent each of its groups
+    order = jnp.asarray(np.argsort(group % repeats, axis=0).astype(np.int32))[:, rank]
 
     def one(x):
         back = []
-        for k, to in enumerate((chunk % stages).tolist()):
-            held = jax.lax.dynamic_index_in_dim(x, got[k, stage], keepdims=False)
-            back.append(jax.lax.ppermute(held, axis, [(d, s) for s, d in enumerate(to)]))
+        for k, to in enumerate((group % ranks).tolist()):
+            held = jax.lax.dynamic_index_in_dim(x, received[k, rank], keepdims=False)
+            back.append(jax.lax.ppermute(held, pipeline.axis, [(d, s) for s, d in enumerate(to)]))
         return jnp.take(jnp.stack(back), order, axis=0).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(one, by_round)
 
 
-def some(layers: Any, first: jax.Array, size: int) -> Any:
-    """`size` layers from `first` on, of arrays with layers in front."""
+def layer_slice(layers: Any, first: jax.Array, size: int) -> Any:
+    """Layers `first` .. `first + size - 1` of arrays [L, ...]; `first` a scalar."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size), layers)
 
 
-def scan_some(
+def scan_layer_slice(
     body: Body,
     remat: Callable[[Body], Body],
     x: jax.Array,
@@ -97,12 +113,22 @@ def scan_some(
     first: jax.Array,
     size: int,
 ) -> tuple[jax.Array, Any]:
-    """`jax.lax.scan(remat(body), x, (some(layers, first, size), inputs))`, for a loop over `first`.
+    """Scans layers `first` .. `first + size - 1`, for use in a loop over `first`.
 
-    Its gradient would keep the weights of every round of that loop. So they are cut out of `layers`
-    within `remat`, which cuts them out again for the backward pass. Their gradient goes to what is
-    cut out before it: of a cut within, it would be zeros for all layers but one, added up layer by
-    layer.
+    Equals `jax.lax.scan(remat(body), x, (layer_slice(layers, first, size), inputs))`. The gradient
+    of that scan would store the weights of every round of the loop. Here weights are sliced within
+    `remat`, which slices them again in the backward pass. Their gradient is attached to a slice
+    outside of `remat`: the gradient of the inner slice would be zeros for all layers but one,
+    summed layer by layer.
+
+    Args:
+      body: of the scan.
+      remat: wraps the body, see pipeline.scan_layers.
+      x: [B, T, D].
+      layers: arrays [L, ...].
+      inputs: arrays [size, ...], of the layers of the slice.
+      first: scalar.
+      size: number of layers.
     """
     held = jax.lax.stop_gradient(layers)
 
@@ -112,7 +138,7 @@ def scan_some(
         return body(x, (jax.tree.map(_with_gradient_of, value, layer), extra))
 
     numbers = first + jnp.arange(size, dtype=jnp.int32)
-    return jax.lax.scan(remat(one), x, (numbers, some(layers, first, size), inputs))
+    return jax.lax.scan(remat(one), x, (numbers, layer_slice(layers, first, size), inputs))
 
 
 def _at(number: jax.Array, x: jax.Array) -> jax.Array:
@@ -121,7 +147,7 @@ def _at(number: jax.Array, x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _with_gradient_of(value: jax.Array, same: jax.Array) -> jax.Array:
-    """`value`, whose gradient goes to `same`: equal to it, and not read."""
+    """`value`, with its gradient passed to `same`, which is equal and not read."""
     return value
 
 

@@ -1,14 +1,14 @@
-"""Context parallelism: packed rows cut along their length, a shard of each for every device.
+"""Context parallelism: packed rows divided along their length, one shard per device.
 
 R rows, L tokens of a row, c devices that share a row (the mesh axis `context`), P = L / 2c tokens
 of a chunk, T = 2 P = L / c tokens of a shard.
 
-Device i has the chunks i and 2c - 1 - i of a row: under a causal mask the work of a token grows
-along the row, and so all have the same (Llama 3, arxiv.org/abs/2407.21783, sec. 3.3.2). To the
-network a shard is a row of its own, T long: only attention looks beyond it, at keys that are
-gathered. The R c shards lie by data rank, then by device, then by the rank's rows, so that they are
-divided over the mesh without a token on its way. Where a row is whole on a device (c = 1, or no
-mesh), everything here gives back what it was given.
+Device i has the chunks i and 2c - 1 - i of a row. Under a causal mask the work per token grows
+along the row, so this gives all devices equal work (Llama 3, arxiv.org/abs/2407.21783, sec. 3.3.2).
+The network treats a shard as a row of T tokens; only attention reads beyond it, from gathered keys.
+The R c shards are ordered by data rank, then device, then row of the rank, so that no token moves
+when they are divided over the mesh. Where rows are not divided (c = 1, or no mesh), all functions
+return their input.
 """
 
 import jax
@@ -18,14 +18,14 @@ from distflow_jax.parallel.rules import constrain, width
 
 
 def context_shards() -> int:
-    """c: the number of shards of each row, 1 where rows are whole."""
+    """Number of context shards of each row, c; 1 where rows are not divided."""
     return width("context")
 
 
 def divide(x: jax.Array) -> jax.Array:
-    """[R, L, ...] -> its shards [R c, T, ...].
+    """Divides rows into context shards: [R, L, ...] -> [R c, T, ...].
 
-    Raises ValueError where 2 c does not divide L.
+    Raises ValueError if 2 c does not divide L.
     """
     if context_shards() == 1:
         return x
@@ -34,7 +34,10 @@ def divide(x: jax.Array) -> jax.Array:
 
 
 def unite(x: jax.Array) -> jax.Array:
-    """[R c, T, ...] -> [R, L, ...]: the inverse of divide, on every device that shares the row."""
+    """Gathers rows from their shards: [R c, T, ...] -> [R, L, ...], the inverse of divide.
+
+    Every device that shares a row gets all of it.
+    """
     shards = context_shards()
     if shards == 1:
         return x
@@ -45,7 +48,7 @@ def unite(x: jax.Array) -> jax.Array:
 
 
 def of_each_shard(x: jax.Array) -> jax.Array:
-    """[R, ...] -> [R c, ...]: what belongs to a row, beside each of its shards."""
+    """Repeats a value per row for each of its shards: [R, ...] -> [R c, ...]."""
     shards = context_shards()
     if shards == 1:
         return x
@@ -55,7 +58,7 @@ def of_each_shard(x: jax.Array) -> jax.Array:
 
 
 def sum_over_shards(x: jax.Array) -> jax.Array:
-    """[R c, ...] -> [R, ...]: the sum over the shards of each row."""
+    """Sums over the shards of each row: [R c, ...] -> [R, ...]."""
     if context_shards() == 1:
         return x
     by_rank = x.reshape(width("rows"), context_shards(), -1, *x.shape[1:])
@@ -63,9 +66,9 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
 
 
 def in_gathered_order(x: jax.Array) -> jax.Array:
-    """[R, L, ...] -> [R c, L, ...]: all of its row beside each shard, shard after shard.
+    """Repeats whole rows for each shard, in gathered order: [R, L, ...] -> [R c, L, ...].
 
-    That is the order in which the devices' shards come together when they are gathered.
+    Gathered order is shard after shard, the order of an all-gather over the devices.
     """
     if context_shards() == 1:
         return x
@@ -73,8 +76,10 @@ def in_gathered_order(x: jax.Array) -> jax.Array:
 
 
 def located(index_RL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places in a row, int32 [R, L], as places in each shard of it: ([R c, L] bool: whether the
-    shard has them, int32 [R c, L]: where in the shard)."""
+    """Converts indices into rows, int32 [R, L], to indices into each shard.
+
+    Returns (whether the shard holds the token, bool [R c, L]; its index there, int32 [R c, L]).
+    """
     shards, length = context_shards(), index_RL.shape[1]
     if shards == 1:
         return jnp.ones(index_RL.shape, bool), index_RL
@@ -89,11 +94,11 @@ def located(index_RL: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_shard(x: jax.Array) -> jax.Array:
-    """[R, L, ...] -> [ranks, m, c, T, ...], each shard's two chunks one after the other."""
+    """[R, L, ...] -> [ranks, m, c, T, ...], the two chunks of each shard one after the other."""
     shards, (rows, length) = context_shards(), x.shape[:2]
     if length % (2 * shards):
         raise ValueError(
-            f"rows of {length} tokens cannot be cut into 2 x context={2 * shards} chunks; use "
+            f"rows of {length} tokens cannot be divided into 2 x context={2 * shards} chunks; use "
             f"{-(-length // (2 * shards)) * 2 * shards} tokens"
         )
     ranks = width("rows")
@@ -101,8 +106,8 @@ def _by_shard(x: jax.Array) -> jax.Array:
     chunks = x.reshape(ranks, -1, 2 * shards, length // (2 * shards), *x.shape[2:])
     front, back = jnp.split(chunks, 2, axis=2)
     both = jnp.concatenate([front, jnp.flip(back, axis=2)], axis=3)
-    # whole on every device that shares the row, so that each cuts its own shard out: left to
-    # choose, XLA divides the chunks first, and has them change places between devices
+    # whole on every device that shares the row, so that each slices out its own shard: otherwise
+    # XLA divides the chunks first, and then exchanges them between devices
     return constrain(both, "rows", *["length"] * (both.ndim - 1))
 
 

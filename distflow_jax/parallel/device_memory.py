@@ -1,4 +1,4 @@
-"""How much memory a device has, and what lies in it."""
+"""Memory of devices: its size, and the bytes of live arrays."""
 
 import collections
 import os
@@ -9,7 +9,10 @@ from distflow_jax.parallel.host_memory import buffers
 
 
 def device_memory_bytes() -> int:
-    """Bytes of one of this process's devices, of a CPU's its share of the host's; 0: unknown."""
+    """Memory of one of this process's devices, in bytes; 0 if the platform does not report it.
+
+    A CPU device has an equal share of the host's memory.
+    """
     local = jax.local_devices()
     if local[0].platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
@@ -18,7 +21,7 @@ def device_memory_bytes() -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all live arrays in the memory of one of this process's devices, the fullest."""
+    """Bytes of live arrays on the fullest of this process's devices."""
     total: dict[jax.Device, int] = collections.defaultdict(int)
     for (device, kind, _), size in buffers(jax.live_arrays()).items():
         if kind == device.default_memory().kind:

@@ -1,9 +1,9 @@
-"""Host data between processes: from each straight to each, over TCP.
+"""Host data exchanged directly between processes over TCP.
 
-P processes. XLA's collectives move device arrays of fixed shape; what hosts exchange is ragged and
-sparse: lengths, and the sequences that another process needs. A message goes only where there is
-something to send, so that no process carries what is not its own. Every call is collective: all
-processes make the same calls in the same order, from one thread, and know whom they hear from.
+P processes. XLA's collectives move device arrays of fixed shape, whereas host data are ragged and
+sparse: lengths, and the sequences that another process needs. A message is sent only where there is
+data, so that no process relays data of others. Every call is collective: all processes make the
+same calls in the same order, from one thread, and name the senders in advance.
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 
 _SIZE = struct.Struct("<Q")  # before every message
-_HELLO = struct.Struct("<I16s")  # who connects, and the job's token
+_HELLO = struct.Struct("<I16s")  # index of the connecting process, and the job's token
 BACKLOG = 1024
-HELLO_SECONDS = 10.0  # for a stranger that connects and says nothing
+HELLO_SECONDS = 10.0  # after which a connection without a hello is closed
 
 
 @dataclasses.dataclass
 class Traffic:
-    """What this process received from others, in bytes."""
+    """Bytes that this process received from others."""
 
     payload: int = 0
-    padding: int = 0  # headers, or room of a round that carried nothing
+    padding: int = 0  # headers, or empty places of a round
     rounds: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -32,13 +32,16 @@ class Traffic:
         )
 
 
-class Peers:
+class HostExchange:
     """Connections to the other processes of the job, opened when first needed.
 
-    `addresses`: (host, port) on which each listens, by index; `listener` is one's own. Strangers,
-    who do not know the `token` of 16 bytes, are hung up on.
+    Args:
+      index: of this process.
+      addresses: (host, port) on which each process listens, by index.
+      listener: this process's own listening socket.
+      token: 16 bytes that all processes of the job share; connections without it are closed.
 
-    Raises ConnectionError where a process has gone.
+    Methods raise ConnectionError if another process has ended.
     """
 
     def __init__(
@@ -48,55 +51,57 @@ class Peers:
         listener: socket.socket,
         token: bytes,
     ):
-        self._me, self._addresses, self._listener = index, list(addresses), listener
+        self._index, self._addresses, self._listener = index, list(addresses), listener
         self._token = token
         self._sockets: dict[int, socket.socket] = {}
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Every process's data, by index; sizes may differ.
+        """Gathers every process's data, by index; sizes may differ.
 
-        By dissemination: in round k each sends what it has of the 2^k that follow it to the process
-        2^k before it, so that log2(P) messages do. Bruck et al. 1997, sec. 3.
+        By dissemination in log2(P) messages: in round k each process sends its own and the next
+        2^k - 1 processes' data to the process 2^k before it. Bruck et al. 1997, sec. 3.
         """
         count = len(self._addresses)
         blocks = [data]  # of the processes me, me + 1, ...
         distance = 1
         while distance < count:
-            to, source = (self._me - distance) % count, (self._me + distance) % count
+            to, source = (self._index - distance) % count, (self._index + distance) % count
             sent = blocks[: count - distance]
-            message = b"".join(part for b in sent for part in (_SIZE.pack(len(b)), b))
-            came = self._transfer({to: message}, {source})[source]
+            message = b"".join(field for b in sent for field in (_SIZE.pack(len(b)), b))
+            received = self._transfer({to: message}, {source})[source]
             at = 0
-            while at < len(came):
-                (size,) = _SIZE.unpack_from(came, at)
+            while at < len(received):
+                (size,) = _SIZE.unpack_from(received, at)
                 at += _SIZE.size + size
-                blocks.append(came[at - size : at])
+                blocks.append(received[at - size : at])
             distance *= 2
-        first = count - self._me  # where process 0 stands among the blocks
+        first = count - self._index  # place of process 0 among the blocks
         return blocks[first:] + blocks[:first]
 
     def exchange(
         self, blobs: Mapping[int, bytes], sources: Collection[int]
     ) -> tuple[dict[int, bytes], Traffic]:
-        """Sends blobs[q] to each process q in it; returns what each of `sources` has sent here.
+        """Sends blobs[q] to each process q in it; returns the data sent here by each of `sources`.
 
-        p is in q's `sources` exactly where q is in p's `blobs`. What is for oneself comes back.
+        p must be in q's `sources` if and only if q is in p's `blobs`. A blob for this process
+        itself is returned with the others.
         """
-        others = {q: blob for q, blob in blobs.items() if q != self._me}
-        came = self._transfer(others, set(sources) - {self._me})
-        traffic = Traffic(sum(map(len, came.values())), _SIZE.size * len(came), bool(came))
-        if self._me in blobs:
-            came[self._me] = blobs[self._me]
-        return came, traffic
+        others = {q: blob for q, blob in blobs.items() if q != self._index}
+        received = self._transfer(others, set(sources) - {self._index})
+        payload, headers = sum(map(len, received.values())), _SIZE.size * len(received)
+        traffic = Traffic(payload, headers, bool(received))
+        if self._index in blobs:
+            received[self._index] = blobs[self._index]
+        return received, traffic
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections and the listener."""
         for connection in (*self._sockets.values(), self._listener):
             connection.close()
         self._sockets.clear()
 
     def _transfer(self, out: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
-        """Sends and receives one message each, side by side: neither waits for the other."""
+        """Sends and receives one message per process, all at once: none waits for another."""
         self._connect(set(out) | set(sources))
         to_send = {q: memoryview(_SIZE.pack(len(data)) + data) for q, data in out.items()}
         arriving = {p: _Message() for p in sources}
@@ -130,12 +135,14 @@ class Peers:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise ConnectionError(f"process {peer} has gone ({error})") from error
+            raise ConnectionError(
+                f"process {peer} has ended or is unreachable ({error}); see its log"
+            ) from error
 
     def _connect(self, peers: Collection[int]) -> None:
-        """Opens what is missing: the lower index calls, the higher answers."""
+        """Opens missing connections: the process of lower index connects, the higher accepts."""
         missing = {peer for peer in peers if peer not in self._sockets}
-        for peer in sorted(p for p in missing if p > self._me):
+        for peer in sorted(p for p in missing if p > self._index):
             try:
                 connection = socket.create_connection(self._addresses[peer])
             except OSError as error:
@@ -144,7 +151,7 @@ class Peers:
                     f"process {peer} cannot be reached at {host}:{port} ({error}); the hosts of a "
                     "job must reach each other on any port"
                 ) from error
-            connection.sendall(_HELLO.pack(self._me, self._token))
+            connection.sendall(_HELLO.pack(self._index, self._token))
             self._keep(peer, connection)
         while any(p not in self._sockets for p in missing):
             connection, _ = self._listener.accept()
@@ -166,22 +173,26 @@ class Peers:
 
 
 class _Message:
-    """A message on its way in: its size, then that many bytes."""
+    """A message being received: its size, then that many bytes."""
 
     def __init__(self):
         self._buffer, self._filled, self._has_size = bytearray(_SIZE.size), 0, False
 
     def read(self, connection: socket.socket, peer: int) -> bool:
-        """Takes what there is; whether the message is complete."""
+        """Reads the bytes available; returns whether the message is complete."""
         while self._filled < len(self._buffer):
             try:
                 count = connection.recv_into(memoryview(self._buffer)[self._filled :])
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise ConnectionError(f"process {peer} has gone ({error})") from error
+                raise ConnectionError(
+                    f"process {peer} has ended or is unreachable ({error}); see its log"
+                ) from error
             if not count:
-                raise ConnectionError(f"process {peer} has gone: it closed its connection")
+                raise ConnectionError(
+                    f"process {peer} has ended: it closed its connection; see its log"
+                )
             self._filled += count
             if self._filled == len(self._buffer) and not self._has_size:
                 (size,) = _SIZE.unpack(self._buffer)
@@ -189,7 +200,7 @@ class _Message:
         return True
 
     def data(self) -> bytes:
-        """What came."""
+        """The bytes of the complete message."""
         return bytes(self._buffer)
 
 

@@ -1,6 +1,6 @@
-"""Arrays that wait in the memory of the host beside their devices, and come back.
+"""Arrays moved between device memory and the memory of the host.
 
-Each shard goes on its own, so that no process waits for another; nothing here waits for a transfer.
+Shards are moved one by one, so that no process waits for another. Transfers are asynchronous.
 """
 
 import collections
@@ -14,21 +14,21 @@ HOST = "pinned_host"
 
 
 def check_host_memory(what: str) -> None:
-    """ValueError unless every device of this process has a memory on the host of its own.
+    """Raises ValueError unless every device of this process has a separate memory on the host.
 
-    `what` is the setting that asks for it.
+    `what`: the setting that needs it, for the message.
     """
     for device in jax.local_devices():
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds or device.default_memory().kind == HOST:
             raise ValueError(
-                f"{what} needs {HOST} memory, and {device.platform} devices have "
+                f"{what} needs {HOST} memory, but {device.platform} devices have "
                 f"{', '.join(kinds)} here: use 'none'"
             )
 
 
 def to_host(tree: Any) -> Any:
-    """A copy of a pytree of arrays in the memory of the host, laid out as it is."""
+    """A copy of a pytree of arrays in host memory, with the same layout."""
     return jax.tree.map(lambda x: _to_kind(x, HOST), tree)
 
 
@@ -38,12 +38,12 @@ def to_device(tree: Any) -> Any:
 
 
 def on_host(tree: Any) -> bool:
-    """Whether a pytree of arrays lies in the memory of the host."""
+    """Whether any array of a pytree is in host memory."""
     return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(tree))
 
 
 def layouts_on_host(tree: Any) -> Any:
-    """ShapeDtypeStructs with shardings -> the same in the memory of the host."""
+    """ShapeDtypeStructs with shardings -> the same in host memory."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST)
@@ -53,15 +53,15 @@ def layouts_on_host(tree: Any) -> Any:
 
 
 def delete(tree: Any) -> None:
-    """Gives the memory of arrays back, once what uses them is done, whoever still names them."""
+    """Frees the buffers after pending computations, even if references remain."""
     for x in jax.tree.leaves(tree):
         x.delete()
 
 
 def bytes_by_kind(arrays: Iterable[jax.Array] | None = None) -> dict[str, int]:
-    """Bytes on this process's devices by kind of memory; of all live arrays by default.
+    """Bytes on this process's devices by kind of memory.
 
-    What several arrays share counts once.
+    `arrays`: any shape; None: all live arrays. Buffers that several arrays share count once.
     """
     total: dict[str, int] = collections.defaultdict(int)
     for (_, kind, _), size in buffers(jax.live_arrays() if arrays is None else arrays).items():
@@ -70,7 +70,7 @@ def bytes_by_kind(arrays: Iterable[jax.Array] | None = None) -> dict[str, int]:
 
 
 def buffers(arrays: Iterable[jax.Array]) -> dict[tuple[jax.Device, str, int], int]:
-    """(device, kind of memory, address) -> bytes of what this process's devices have of arrays."""
+    """(device, kind of memory, address) -> bytes, of each local buffer of `arrays` (any shape)."""
     found = {}
     for x in arrays:
         if not x.is_deleted() and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):

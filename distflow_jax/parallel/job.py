@@ -1,27 +1,26 @@
-"""Which job a process belongs to, told by its environment alone.
+"""The job that a process belongs to, from its environment alone.
 
 `find` maps environment variables (and the flags of the scripts) to a `Job`; parallel/processes.py
-joins it. The first kind that applies wins, what stands nearest to the process before what surrounds
-it:
+joins it. The first kind that applies is used, the most specific first:
 
     flags        --coordinator=HOST:PORT --num_processes=N --process_id=I
     environment  DISTFLOW_COORDINATOR, DISTFLOW_NUM_PROCESSES, DISTFLOW_PROCESS_ID
-    kubernetes   the first two of these and JOB_COMPLETION_INDEX, which Kubernetes gives to the pods
-                 of an indexed Job or a JobSet: a manifest names two constants, and no process has
-                 to ask the cluster's API (jax would, through the `kubernetes` package)
-    open_mpi     OMPI_COMM_WORLD_SIZE above 1. Before Slurm: there mpirun starts its daemons as a
-                 step, whose variables the processes inherit
-    slurm        SLURM_STEP_NUM_TASKS above 1: a task that srun started. The body of an sbatch
-                 script, a shell of salloc and `srun --pty bash` are alone
+    kubernetes   the first two of these and JOB_COMPLETION_INDEX, which Kubernetes sets in the pods
+                 of an indexed Job or a JobSet: a manifest needs two constants, and no process
+                 queries the cluster's API (jax would, through the `kubernetes` package)
+    open_mpi     OMPI_COMM_WORLD_SIZE above 1. Before Slurm, because under Slurm mpirun starts its
+                 daemons as a step, whose variables the processes inherit
+    slurm        SLURM_STEP_NUM_TASKS above 1: a task started by srun. The body of an sbatch
+                 script, a shell of salloc and `srun --pty bash` run alone
     tpu          several hosts in TPU_WORKER_HOSTNAMES, or several slices: GKE sets them
-    alone
+    alone        one process
 
-DISTFLOW_DISTRIBUTED=off is alone whatever else is set. DISTFLOW_DISTRIBUTED=auto leaves everything
-to jax: for TPU VMs, whose hosts only the metadata server knows.
+DISTFLOW_DISTRIBUTED=off means alone whatever else is set. DISTFLOW_DISTRIBUTED=auto leaves
+detection to jax: for TPU VMs, whose hosts are listed only by the metadata server.
 
 Under Slurm and Open MPI a process takes all devices of its host if it is the only one there, and
-its share of them otherwise. jax's own detection would give it a single GPU, and is therefore used
-for TPUs only. DISTFLOW_COORDINATOR, or JAX_COORDINATOR_PORT alone, overrules the address there.
+its share of them otherwise. jax's own detection would assign it a single GPU, and is therefore used
+for TPUs only. DISTFLOW_COORDINATOR, or JAX_COORDINATOR_PORT alone, overrides the address there.
 """
 
 import dataclasses
@@ -37,35 +36,30 @@ PORT = "JAX_COORDINATOR_PORT"
 VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 FLAGS = ("--coordinator", "--num_processes", "--process_id")
 
-# The last 4096 ports, above those that Linux hands out by itself. jax derives the same.
+# The last 4096 ports, above Linux's ephemeral range. jax derives the same.
 FIRST_PORT = 61440
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What jax must be told to join the job, and where it was found.
+    """Arguments with which jax joins the job, and their origin."""
 
-    Without a coordinator jax finds it, by the method `detection` or, where that is None too, by
-    trying all it has; the counts are None where only jax learns them. `local_device_ids` are the
-    host's devices that are this process's; None: all of them.
-    """
-
-    kind: str
-    found: str
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: tuple[int, ...] | None = None
-    detection: str | None = None
+    kind: str  # "flags", "slurm", ...: see the module
+    found: str  # origin, for the log
+    coordinator: str | None = None  # host:port; None: jax detects it
+    num_processes: int | None = None  # None: detected by jax
+    process_id: int | None = None  # None: detected by jax
+    local_device_ids: tuple[int, ...] | None = None  # this process's devices of the host; None: all
+    detection: str | None = None  # jax's method; None: jax tries all of its methods
 
     def describe(self) -> str:
         """One line for the log."""
         if self.kind == "alone":
             return f"job: one process, {self.found}"
-        who = "several processes"
+        size = "several processes"
         if self.num_processes is not None:
-            who = f"process {self.process_id} of {self.num_processes}"
-        line = f"job: {who}, {self.found}, coordinator {self.coordinator or 'found by jax'}"
+            size = f"process {self.process_id} of {self.num_processes}"
+        line = f"job: {size}, {self.found}, coordinator {self.coordinator or 'found by jax'}"
         if self.local_device_ids is not None:
             line += f", local devices {', '.join(map(str, self.local_device_ids))}"
         return line
@@ -81,7 +75,7 @@ def find(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Job:
-    """The job of a process with this environment; the other arguments are the scripts' flags.
+    """The job of a process with this environment; the keyword arguments are the scripts' flags.
 
     Raises ValueError for settings that are incomplete, malformed, or contradict each other.
     """
@@ -109,18 +103,18 @@ def find(
             return _named("kubernetes", f"found in Kubernetes pod {pod}", names, environ)
         return _named("environment", f"named by {COORDINATOR}", VARIABLES, environ)
     job = _open_mpi(environ) or _slurm(environ)
-    if job is None and named:  # a coordinator, and no launcher that says the rest
+    if job is None and named:  # a coordinator, and no launcher that gives size and index
         return _named("environment", f"named by {COORDINATOR}", VARIABLES, environ)
     job = job or _tpu(environ)
     if job is None and environ.get(POD_INDEX):
-        # perhaps a manifest that forgot them, so that each pod would train for itself
+        # the manifest may have forgotten them, and each pod would train alone: the log says why
         found = f"as {COORDINATOR} and {NUM_PROCESSES} are not set beside {POD_INDEX}"
         return dataclasses.replace(ALONE, found=found)
     return job or ALONE
 
 
 def _named(kind: str, found: str, names: tuple[str, str, str], texts: Mapping[str, str]) -> Job:
-    """A job all three parts of which are named outright."""
+    """A job whose address, size and index are all named explicitly."""
     missing = [name for name in names if not texts.get(name)]
     if missing:
         raise ValueError(
@@ -139,7 +133,7 @@ def _job(
     index: str,
     local_device_ids: tuple[int, ...] | None = None,
 ) -> Job:
-    """The job whose size stands in texts[count] and this process's number in texts[index]."""
+    """The job whose size is texts[count] and in which this process's index is texts[index]."""
     num_processes, process_id = _whole(count, texts[count]), _whole(index, texts[index])
     if not process_id < num_processes:
         raise ValueError(
@@ -157,24 +151,24 @@ def _open_mpi(environ: Mapping[str, str]) -> Job | None:
     if _whole(count, environ.get(count) or "1") == 1:
         return None
     _require(environ, "mpirun", rank, size, place)
-    coordinator = _overruled(environ) or _mpirun_address(environ)
+    coordinator = _override(environ) or _mpirun_address(environ)
     devices = _share_of_host(environ, _whole(size, environ[size]), _whole(place, environ[place]))
     return _job("open_mpi", "found in Open MPI", coordinator, environ, count, rank, devices)
 
 
 def _mpirun_address(environ: Mapping[str, str]) -> str:
-    """The host of mpirun, which by default starts rank 0 on its own.
+    """The host of mpirun, which by default starts rank 0 on its own host.
 
-    It is written as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; what stands in front is a
-    number of the job, times 4096.
+    The variable reads "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; its first number is the
+    job's number times 4096.
     """
     name = "OMPI_MCA_orte_hnp_uri"
     text = environ.get(name, "")
     parts = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))", text)
     if parts is None:
         raise ValueError(
-            f"Open MPI does not say where rank 0 runs ({name} is {repr(text) if text else 'unset'},"
-            f" as in Open MPI 5); name it: mpirun -x {COORDINATOR}=HOST:PORT"
+            f"the host of rank 0 is unknown ({name} is {repr(text) if text else 'unset'}, as in "
+            f"Open MPI 5); set it with mpirun -x {COORDINATOR}=HOST:PORT"
         )
     number, v4, v6 = parts.groups()
     return f"{v4 or f'[{v6}]'}:{_port(environ, int(number) // 4096)}"
@@ -188,7 +182,7 @@ def _slurm(environ: Mapping[str, str]) -> Job | None:
         return None
     _require(environ, "srun", rank, number, hosts, tasks, place, node)
     port = _port(environ, _whole(number, environ[number]))
-    coordinator = _overruled(environ) or f"{first_host(environ[hosts])}:{port}"
+    coordinator = _override(environ) or f"{first_host(environ[hosts])}:{port}"
     here = tasks_on_node(environ[tasks], _whole(node, environ[node]))
     devices = _share_of_host(environ, here, _whole(place, environ[place]))
     step = f"{environ[number]}.{environ.get('SLURM_STEP_ID', '?')}"
@@ -196,7 +190,7 @@ def _slurm(environ: Mapping[str, str]) -> Job | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a list as Slurm writes it: "tpu[007-010,12],login" -> "tpu007"."""
+    """The first host of a Slurm node list: "tpu[007-010,12],login" -> "tpu007"."""
     first = re.match(r"(?:\[[^]]*\]|[^,[])+", nodelist)
     if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} names no host")
@@ -204,7 +198,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Tasks of a step on one node: "2(x3),1" is Slurm's way to write 2, 2, 2, 1."""
+    """Number of tasks on one node, from Slurm's notation: "2(x3),1" means 2, 2, 2, 1."""
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts):
         raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must read like '2(x3),1', got {counts!r}")
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
@@ -217,9 +211,10 @@ def tasks_on_node(counts: str, node: int) -> int:
 def _share_of_host(
     environ: Mapping[str, str], processes: int, place: int
 ) -> tuple[int, ...] | None:
-    """The visible devices that are those of process number `place` of `processes` on this host.
+    """Indices of the visible devices that belong to process `place` of `processes` on this host.
 
-    None, all that are visible, for the only one, and where the launcher has given each its own.
+    None (all visible devices) for a single process, or if the launcher has bound each process to
+    its own devices.
     """
     name = "CUDA_VISIBLE_DEVICES"
     devices = len(environ[name].split(",")) if environ.get(name) else None
@@ -236,22 +231,22 @@ def _share_of_host(
 
 
 def _tpu(environ: Mapping[str, str]) -> Job | None:
-    """A pod of GKE. jax knows the port, and waits until the coordinator's name resolves."""
+    """A pod of GKE. jax chooses the port, and waits until the coordinator's name resolves."""
     name = "TPU_PROCESS_ADDRESSES" if environ.get("TPU_PROCESS_ADDRESSES") else ""
     name = name or "TPU_WORKER_HOSTNAMES"
-    index, slices, part = "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
+    index, slices, slice_id = "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
     hosts = len(environ[name].split(",")) if environ.get(name) else 0
     num_slices = _whole(slices, environ.get(slices) or "1")
     if max(hosts, 1) * num_slices == 1:
         return None
-    if not hosts:  # slices of TPU VMs: jax asks the metadata server for their hosts
+    if not hosts:  # slices of TPU VMs: jax queries the metadata server for their hosts
         return Job("tpu", f"found in {slices}", detection="gcetpu")
-    _require(environ, "GKE", index, *([part] if num_slices > 1 else []))
-    place, number = _whole(index, environ[index]), _whole(part, environ.get(part) or "0")
+    _require(environ, "GKE", index, *([slice_id] if num_slices > 1 else []))
+    place, number = _whole(index, environ[index]), _whole(slice_id, environ.get(slice_id) or "0")
     if not (place < hosts and number < num_slices):
         raise ValueError(
-            f"{index}={place} must be below the {hosts} hosts of {name}, and {part}={number} below "
-            f"{slices}={num_slices}"
+            f"{index}={place} must be below the {hosts} hosts of {name}, and {slice_id}={number} "
+            f"below {slices}={num_slices}"
         )
     return Job(
         "tpu",
@@ -274,12 +269,12 @@ def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
         )
 
 
-def _overruled(environ: Mapping[str, str]) -> str | None:
+def _override(environ: Mapping[str, str]) -> str | None:
     return _address(COORDINATOR, environ[COORDINATOR]) if environ.get(COORDINATOR) else None
 
 
 def _port(environ: Mapping[str, str], number: int) -> int:
-    """The port that all processes of the job of this number derive alike."""
+    """The coordinator's port, which all processes derive from the job's number."""
     return _whole(PORT, environ[PORT]) if environ.get(PORT) else FIRST_PORT + number % 4096
 
 

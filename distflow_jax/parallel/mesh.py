@@ -1,8 +1,8 @@
-"""Meshes of all roles, every one a reshape of one canonical device order, or of a part of it.
+"""Meshes of all roles, each a reshape of one canonical device order, or of a submesh of it.
 
 XLA reshards between two meshes only if they list the devices in the same order, so no role may
-build a mesh of its own from `jax.devices()`. A submesh is the same slice of every host's devices,
-so that every process has devices in every mesh, and none is left out of a computation.
+build its mesh from `jax.devices()` directly. A submesh is the same slice of every host's devices,
+so that every process has devices in every mesh and takes part in every computation.
 """
 
 import dataclasses
@@ -17,36 +17,36 @@ from jax.sharding import Mesh
 from distflow_jax.layout import Layout, axes_text, submesh_text
 
 Submesh = tuple[int, int]  # first and last + 1 of a host's devices
-# axes of a training mesh, the outermost first, and the least size that a config may give
+# axes of a training mesh, the outermost first, and the least size that a config may set
 _LEAST = {"data": 1, "fsdp": 0, "expert": 1, "pipeline": 1, "context": 1, "tensor": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Meshes of the roles, over all devices or a part of every host's. Sizes are global.
+    """Meshes of the roles, over all devices or a submesh. Sizes are global.
 
     data * fsdp * expert * pipeline * context * tensor must equal the number of devices; fsdp = 0
-    takes what the others leave. Roles whose parts are disjoint work side by side.
+    takes the devices that the others leave. Roles on disjoint submeshes run concurrently.
     """
 
     # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
-    # fsdp x expert. Copies exchange gradients only, where fsdp also gathers the parameters of every
-    # layer
+    # fsdp x expert. Copies exchange gradients only, whereas fsdp also gathers the parameters of
+    # every layer
     data: int = 1
     fsdp: int = 0  # devices that share parameters, optimizer state and rows; 0: all that are left
-    # devices that share the experts of a mixture, to which their tokens go; each has rows of its
-    # own, and copies of all other parameters
+    # devices that divide the experts of a mixture; tokens are sent to their experts. Each device
+    # has rows of its own, and copies of all other parameters
     expert: int = 1
-    # devices that share the layers: each has a part of them, and rows go from one to the next
+    # devices that divide the layers; micro-batches are passed from one to the next
     pipeline: int = 1
-    context: int = 1  # devices that share each row, for long ones: each has a part of its tokens
-    tensor: int = 1  # devices that share each matrix product
-    # devices that share one copy of the sampler's weights: those of a host, or of several hosts
+    context: int = 1  # devices that divide the tokens of each row, for long rows
+    tensor: int = 1  # devices that divide each matrix product
+    # devices that divide one copy of the sampler's weights: those of a host, or of several hosts
     rollout_tensor: int = 1
-    # of every host, the devices that train and predict: "0:4" are the first four; "": all. Samplers
-    # have all devices
+    # the devices of every host that train and predict: "0:4" are the first four; "": all. Samplers
+    # use all devices
     devices: str = ""
-    # where a training role or a model differs: {"CRITIC": {"devices": "6:8", "tensor": 2}}
+    # exceptions for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}
     roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -59,8 +59,8 @@ class MeshConfig:
                 raise ValueError(f"mesh.roles.{role}.stage is now called pipeline: write that")
             if not isinstance(sizes, Mapping) or set(sizes) - {*_LEAST, "devices"}:
                 raise ValueError(
-                    f"mesh.roles.{role} must have the keys {', '.join(_LEAST)} and devices at "
-                    f"most, got {sizes!r}"
+                    f"mesh.roles.{role} may have the keys {', '.join(_LEAST)} and devices, "
+                    f"got {sizes!r}"
                 )
             parse_submesh(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
             for name, low in _LEAST.items():
@@ -74,7 +74,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSizes:
-    """Axes of a training role's mesh, checked against the devices."""
+    """Axes of the mesh of a training role, checked against the devices."""
 
     fsdp: int
     tensor: int
@@ -86,23 +86,23 @@ class MeshSizes:
 
     @property
     def ranks(self) -> int:
-        """Data ranks: groups of devices that hold different rows."""
+        """Number of data ranks: groups of devices that hold different rows."""
         return self.data * self.fsdp * self.expert
 
     @property
     def row_chunks(self) -> int:
-        """Into how many pieces rows are cut (context.py); 1 where they stay whole."""
+        """Chunks per row (context_parallel.py); 1 where rows are not divided."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def layout(self) -> Layout:
-        """The planner's view of it. Of the axes fsdp and tensor are always named."""
+        """The mesh as a Layout. The axes fsdp and tensor are always named, others if above 1."""
         sizes = ((name, getattr(self, name)) for name in _LEAST)
         named = ((n, size) for n, size in sizes if size > 1 or n in ("fsdp", "tensor"))
         return Layout("mesh", tuple(named), self.submesh)
 
     def describe(self) -> tuple[str, str]:
-        """(sizes, devices) for people; no devices are named where it has all."""
+        """(sizes, devices) as text; devices is "" for all devices."""
         where = (
             "" if self.submesh is None else f"on devices {submesh_text(self.submesh)} of every host"
         )
@@ -110,7 +110,10 @@ class MeshSizes:
 
 
 def parse_submesh(where: str, text: str | int) -> Submesh | None:
-    """ "4:6" -> (4, 6), "" -> None. ValueError names `where`, the config key."""
+    """Parses a submesh: "4:6" -> (4, 6), "" -> None.
+
+    `where`: the config key, named in the ValueError for malformed text.
+    """
     if text == "":
         return None
     found = re.fullmatch(r"(\d+):(\d+)", str(text))
@@ -126,27 +129,27 @@ def parse_submesh(where: str, text: str | int) -> Submesh | None:
 
 
 def resolve_submesh(where: str, text: str, local_devices: int) -> Submesh | None:
-    """parse_submesh, checked against the devices of a host; all of them are no part."""
+    """parse_submesh, checked against the devices of a host; None if it has all of them."""
     submesh = parse_submesh(where, text)
     if submesh is not None and submesh[1] > local_devices:
         raise ValueError(
-            f"{where}={text!r} asks for devices that a host of {local_devices} does not have; end "
-            f"at {local_devices} or before"
+            f"{where}={text!r} goes beyond the {local_devices} devices of a host; end at "
+            f"{local_devices} or before"
         )
     return None if submesh == (0, local_devices) else submesh
 
 
 def canonical_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
-    """Devices by process and then by id."""
+    """Devices sorted by process, then by id."""
     return sorted(devices, key=lambda d: (d.process_index, d.id))
 
 
 def canonical_devices(
     submesh: Submesh | None = None, devices: Iterable[jax.Device] | None = None
 ) -> np.ndarray:
-    """All devices, or a part of every process's, in the canonical order. [devices].
+    """All devices, or those of a submesh, in the canonical order; an object array [devices].
 
-    `devices` are those of a pod that is planned for; None: the job's.
+    `devices`: of a pod that is planned for; None: the job's.
     """
     devices = canonical_order(jax.devices() if devices is None else devices)
     if submesh is not None:
@@ -158,10 +161,10 @@ def canonical_devices(
 def resolve_sizes(
     sizes: Mapping[str, int], devices: int, *, where: str = "mesh", submesh: Submesh | None = None
 ) -> MeshSizes:
-    """Fills in fsdp = 0 and checks that the axes cover the devices.
+    """Replaces fsdp = 0 by the remaining devices, and checks that the axes cover all devices.
 
-    `sizes` by axis, those left out are 1 (fsdp: 0). `where` is the config section that holds them,
-    `devices` the number of those in `submesh`. Raises ValueError with the fix.
+    `sizes` by axis; axes left out have size 1 (fsdp: 0). `where`: the config section of the sizes.
+    `devices`: the number of devices in `submesh`. Raises ValueError with the fix.
     """
     found = {name: sizes.get(name, low) for name, low in _LEAST.items()}
     shown = " x ".join(
@@ -184,7 +187,10 @@ def resolve_sizes(
 
 
 def check_hosts(width: int, what: str, processes: int, local_devices: int) -> None:
-    """ValueError unless groups of `width` devices are whole parts of hosts, or whole hosts."""
+    """Raises ValueError unless groups of `width` devices evenly divide a host, or are whole hosts.
+
+    `what`: the config key, for the message.
+    """
     if local_devices % width == 0:
         return
     if width % local_devices == 0 and processes % (width // local_devices) == 0:
@@ -192,18 +198,18 @@ def check_hosts(width: int, what: str, processes: int, local_devices: int) -> No
     fits = [d for d in range(1, local_devices + 1) if local_devices % d == 0]
     fits += [n * local_devices for n in range(2, processes + 1) if processes % n == 0]
     raise ValueError(
-        f"{what}={width} is neither a part of the {local_devices} devices of a host nor a number "
-        f"of whole hosts that divides the {processes} there are; use one of {fits}"
+        f"{what}={width} neither divides the {local_devices} devices of a host nor is a number of "
+        f"whole hosts that divides all {processes}; use one of {fits}"
     )
 
 
 def hosts_per_sampler(rollout_tensor: int, local_devices: int) -> int:
-    """Processes that sample together, each with a part of the same weights."""
+    """Number of processes that share a sampler, each with a shard of the same weights."""
     return max(1, rollout_tensor // local_devices)
 
 
 def ranks_of_process(ranks: int, processes: int, process: int) -> range:
-    """The data ranks that lie, wholly or in part, on a process's devices."""
+    """The data ranks that a process's devices hold, wholly or in part."""
     if ranks >= processes:
         return range(process * ranks // processes, (process + 1) * ranks // processes)
     return range(process * ranks // processes, process * ranks // processes + 1)
@@ -217,7 +223,7 @@ def processes_of_rank(ranks: int, processes: int, rank: int) -> range:
 
 
 def role_mesh(sizes: MeshSizes, devices: Iterable[jax.Device] | None = None) -> Mesh:
-    """The axes of its layout over a role's devices, those of a data rank next to each other.
+    """The mesh of a role; the devices of a data rank are neighbours.
 
     Axes are Auto: XLA propagates shardings. `devices`: see canonical_devices.
     """
@@ -226,16 +232,16 @@ def role_mesh(sizes: MeshSizes, devices: Iterable[jax.Device] | None = None) -> 
 
 
 def replica_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
-    """(replica, tensor) over all devices: the layout in which weights go to the samplers."""
+    """The mesh (replica, tensor) over all devices, from which samplers get their weights."""
     all_devices = canonical_devices(devices=devices)
     return Mesh(all_devices.reshape(-1, rollout_tensor), ("replica", "tensor"))
 
 
 def sampler_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
-    """(data, tensor) over the devices of this process's sampler: what decodes needing nobody else.
+    """The mesh (data, tensor) of this process's sampler, which decodes independently of others.
 
-    These are the process's own devices, or those of the hosts that share a copy of the weights.
-    Of a pod that is planned for they are the first process's.
+    Its devices are the process's own, or those of the hosts that share a copy of the weights. For a
+    pod that is planned for, they are those of the first process.
     """
     all_devices = canonical_devices(devices=devices)
     process = jax.process_index() if devices is None else all_devices[0].process_index

@@ -1,9 +1,8 @@
-"""Processes of one run: how they find each other, agree, and exchange small host data.
+"""Processes of one run: joining the job, checking agreement, exchanging small host data.
 
-The only file that touches `jax.distributed`. Every function that gathers is collective: all
-processes must call it, from the thread that issues JAX computations, in the same order.
-
-P processes.
+P processes. This is the only module that uses `jax.distributed`. Every function that gathers is
+collective: all processes must call it, from the thread that issues JAX computations, in the same
+order.
 """
 
 import contextlib
@@ -25,13 +24,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from distflow_jax.parallel.host_exchange import Peers, listen
+from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
 
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
-# How much of a disagreement an error shows.
+# Limits on the disagreements that an error message shows.
 SHOWN_KEYS = 5
 SHOWN_SIDES = 4
 SHOWN_CHARACTERS = 60
@@ -40,21 +39,21 @@ log = logging.getLogger("distflow_jax")
 
 
 def initialize(job: Job) -> None:
-    """Joins the other processes of the job (job.find tells which it is); nothing to do if alone.
+    """Joins the other processes of the job, see job.find; does nothing for a single process.
 
-    Call it before anything uses a device. Raises ValueError if jax is to find the job and does not.
+    Call it before anything uses a device. Raises ValueError if jax is to detect the job and fails.
     """
     if job != ALONE:
         log.info(job.describe())
     if job.kind == "alone":
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # This service would take over SIGTERM, which a run answers with a checkpoint and exit code 75.
+    # This service would handle SIGTERM, on which a run saves a checkpoint and exits with code 75.
     jax.config.update("jax_enable_preemption_service", False)
     if job.coordinator is None:
         try:
             jax.distributed.initialize(cluster_detection_method=job.detection)
-        except ValueError as error:  # it found no cluster, and says which argument it then lacks
+        except ValueError as error:  # no cluster found; the error names a missing argument
             raise ValueError(
                 f"jax finds no cluster ({job.describe()}; {error}); name the job by --coordinator, "
                 f"--num_processes and --process_id, or run alone with {DISTRIBUTED}=off"
@@ -65,36 +64,36 @@ def initialize(job: Job) -> None:
             job.num_processes,
             job.process_id,
             job.local_device_ids,
-            # or, within a Slurm step, jax would still choose one GPU for us
+            # within a Slurm step jax would otherwise still select a single GPU
             cluster_detection_method="deactivate",
         )
     if process_count() > 1:
-        _joined.peers = _meet(reachable_host(job))
+        _joined.exchange = _connect_hosts(reachable_host(job))
 
 
-def _meet(host: str) -> Peers:
-    """Tells the other processes where this one listens, by the one gather that XLA does for us."""
+def _connect_hosts(host: str) -> HostExchange:
+    """Gathers the addresses of all processes, the only host data exchanged through XLA."""
     listener = listen(host)
     port = listener.getsockname()[1]
     mine = np.zeros(ADDRESS_BYTES, np.uint8)
     text = f"{host} {port} {secrets.token_hex(16)}".encode()
     mine[: len(text)] = np.frombuffer(text, np.uint8)
-    told = np.asarray(multihost_utils.process_allgather(mine))
-    parts = [row.tobytes().rstrip(b"\0").decode().split(" ") for row in told]
-    addresses = [(host, int(port)) for host, port, _ in parts]
-    return Peers(process_index(), addresses, listener, bytes.fromhex(parts[0][2]))
+    gathered = np.asarray(multihost_utils.process_allgather(mine))
+    fields = [row.tobytes().rstrip(b"\0").decode().split(" ") for row in gathered]
+    addresses = [(host, int(port)) for host, port, _ in fields]
+    return HostExchange(process_index(), addresses, listener, bytes.fromhex(fields[0][2]))
 
 
-def peers() -> Peers | None:
+def host_exchange() -> HostExchange | None:
     """Connections to the other processes; None in a run of one."""
-    return _joined.peers
+    return _joined.exchange
 
 
 def shutdown() -> None:
-    """Leaves the job, waiting for the other processes; does nothing in a run of one process."""
-    if _joined.peers is not None:
-        _joined.peers.close()
-        _joined.peers = None
+    """Leaves the job after waiting for the other processes; does nothing for a single process."""
+    if _joined.exchange is not None:
+        _joined.exchange.close()
+        _joined.exchange = None
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
@@ -134,18 +133,18 @@ def coordinating() -> Iterator[None]:
 
 
 def communication_seconds() -> float:
-    """Time this process has spent in collectives among hosts, most of it waiting for others."""
+    """Seconds that this process has spent in collectives among hosts, mostly waiting."""
     return _spent.waited
 
 
 def coordination_cpu_seconds() -> float:
-    """CPU time this process has spent in these collectives and in deciding what goes where."""
+    """CPU seconds that this process has spent in collectives among hosts and in planning them."""
     return _spent.cpu
 
 
 @dataclasses.dataclass
 class _Joined:
-    peers: Peers | None = None
+    exchange: HostExchange | None = None
 
 
 _joined = _Joined()
@@ -162,13 +161,13 @@ _spent = _Spent()
 
 
 def reachable_host(job: Job) -> str:
-    """Address of this host at which the job's other processes reach it."""
+    """The address at which the job's other processes reach this host."""
     if job.kind == "alone":
         return "127.0.0.1"
     if job.coordinator is None:
         return socket.gethostbyname(socket.gethostname())
     host, _, port = job.coordinator.rpartition(":")
-    # nothing is sent: a datagram socket only looks up the way, and so the interface
+    # nothing is sent: connecting a datagram socket only looks up the route, and so the interface
     address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
         probe.connect(address[4])
@@ -176,7 +175,7 @@ def reachable_host(job: Job) -> str:
 
 
 def all_gather_ints(array: np.ndarray) -> np.ndarray:
-    """Every process's array, stacked in the order of the processes: [...] -> [P, ...].
+    """Gathers every process's array, stacked in the order of the processes: [...] -> [P, ...].
 
     Shape and dtype (any fixed-size NumPy type) must be equal on all processes.
     """
@@ -184,38 +183,41 @@ def all_gather_ints(array: np.ndarray) -> np.ndarray:
 
 
 def all_gather_ragged(array: np.ndarray) -> list[np.ndarray]:
-    """Every process's array, in the order of the processes. First dims may differ."""
+    """Gathers every process's array, in the order of the processes: [N, ...] -> P x [N_p, ...].
+
+    The first dims may differ between processes; other dims and dtype must be equal.
+    """
     array = np.asarray(array)
     if process_count() == 1:
         return [array.copy()]
     with communicating():
-        parts = _joined.peers.all_gather(array.tobytes())
+        gathered = _joined.exchange.all_gather(array.tobytes())
     width = max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize)
     return [
-        np.frombuffer(part, array.dtype).reshape(
-            (len(part) // width, *array.shape[1:]) if array.ndim else ()
+        np.frombuffer(data, array.dtype).reshape(
+            (len(data) // width, *array.shape[1:]) if array.ndim else ()
         )
-        for part in parts
+        for data in gathered
     ]
 
 
 def barrier(name: str) -> None:
-    """Returns when all processes have called it with the same name."""
+    """Waits until all processes have called it with the same name."""
     if process_count() > 1:
         with communicating():
             multihost_utils.sync_global_devices(name)
 
 
 def all_gather_text(text: str) -> list[str]:
-    """Every process's text, in the order of the processes. Lengths may differ. Also a barrier."""
+    """Gathers every process's text, in the order of the processes; also a barrier."""
     if process_count() == 1:
         return [text]
     with communicating():
-        return [part.decode() for part in _joined.peers.all_gather(text.encode())]
+        return [data.decode() for data in _joined.exchange.all_gather(text.encode())]
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Every process's value, made of what JSON can hold, in the order of the processes."""
+    """Gathers every process's JSON-serialisable value, in the order of the processes."""
     return [json.loads(text) for text in all_gather_text(json.dumps(value))]
 
 
@@ -223,10 +225,11 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def check_agreement(tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises a ValueError on all processes if they differ in any entry; says who, in what.
+    """Raises ValueError on all processes if they differ in any entry of the tables.
 
-    `tables` maps what must agree ("config", "plan", "code", "versions") to {key: value}. Digests
-    are exchanged; only where these differ do the tables themselves travel.
+    `tables`: {name: {key: value}}, with names such as "config", "plan", "code" and "versions". Only
+    digests are exchanged, and the tables themselves where the digests differ. The error names the
+    processes, keys and values.
     """
     digests = {name: _digest(table) for name, table in tables.items()}
     gathered = all_gather_json(digests)
@@ -236,15 +239,15 @@ def check_agreement(tables: Mapping[str, Mapping[str, str]]) -> None:
         return
     mine = {name: dict(tables.get(name, {})) for name in differing}
     theirs = all_gather_json(mine)
-    parts = [describe_differences(name, [table[name] for table in theirs]) for name in differing]
+    lines = [describe_differences(name, [table[name] for table in theirs]) for name in differing]
     raise ValueError(
-        f"processes differ in {'; '.join(parts)}. Start all of them with the same config, code and "
+        f"processes differ in {'; '.join(lines)}. Start all of them with the same config, code and "
         "packages"
     )
 
 
 def describe_differences(name: str, tables: Sequence[Mapping[str, str]]) -> str:
-    """The keys in which the processes' tables differ, with each side's value.
+    """Lists the keys in which the processes' tables differ, with the values.
 
     >>> describe_differences("config", [{"lr": "1"}, {"lr": "2"}, {"lr": "2"}])
     'config lr: process 0 has 1, processes 1-2 have 2'
@@ -262,16 +265,16 @@ def describe_differences(name: str, tables: Sequence[Mapping[str, str]]) -> str:
 
 
 def _describe_sides(sides: Mapping[str | None, Sequence[int]]) -> str:
-    # long values are shown from shortly before the place where they part
+    # long values are shown from shortly before their first difference
     common = len(os.path.commonprefix([value for value in sides if value is not None]))
     start = max(0, common - SHOWN_CHARACTERS // 3)
     words = []
-    for value, who in list(sides.items())[:SHOWN_SIDES]:
-        verb = "has" if len(who) == 1 else "have"
-        words.append(f"{_processes(who)} {verb} {_excerpt(value, start)}")
-    rest = [process for who in list(sides.values())[SHOWN_SIDES:] for process in who]
+    for value, indices in list(sides.items())[:SHOWN_SIDES]:
+        verb = "has" if len(indices) == 1 else "have"
+        words.append(f"{_processes(indices)} {verb} {_excerpt(value, start)}")
+    rest = [process for indices in list(sides.values())[SHOWN_SIDES:] for process in indices]
     if rest:
-        words.append(f"{_processes(sorted(rest))} differ again")
+        words.append(f"{_processes(sorted(rest))} have other values")
     return ", ".join(words)
 
 
@@ -302,7 +305,7 @@ def _digest(table: Mapping[str, str]) -> str:
 
 
 def code_table(folder: str | os.PathLike | None = None) -> dict[str, str]:
-    """Every .py file below `folder` (default: this package) with a hash of its content."""
+    """{path: hash of its content} of every .py file below `folder` (default: this package)."""
     root = pathlib.Path(__file__).parents[1] if folder is None else pathlib.Path(folder)
     return {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -311,6 +314,6 @@ def code_table(folder: str | os.PathLike | None = None) -> dict[str, str]:
 
 
 def version_table() -> dict[str, str]:
-    """Versions of Python and of the packages whose programs or files the processes share."""
+    """Versions of Python and of the packages on which the processes must agree."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version()} | versions

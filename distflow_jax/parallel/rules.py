@@ -1,8 +1,8 @@
-"""Logical axes -> mesh axes: the one table that decides how every array is laid out.
+"""Sharding rules: the one table from logical dims to mesh axes, for every array.
 
-Model code names the dims of its arrays ("hidden", "heads", ...) and knows no mesh. A dim whose mesh
-axis does not divide it is an error that says what would, except for key/value heads, which are
-replicated when there are fewer of them than the axis is wide.
+Model code names the dims of its arrays ("hidden", "heads", ...) and refers to no mesh. A dim that
+its mesh axes do not divide is an error that lists the sizes that would fit. The dims in
+_REPLICATE_WHERE_INDIVISIBLE, such as key/value heads, are replicated instead.
 """
 
 import contextlib
@@ -14,33 +14,34 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# logical dim -> the mesh axes that hold it, together: all of them that the mesh has (none:
+# logical dim -> the mesh axes that divide it together, of those that the mesh has (none:
 # replicated)
 RULES: Mapping[str, tuple[str, ...]] = {
-    "rows": ("data", "fsdp", "expert"),  # packed rows, and what is known of each
-    "context": ("context",),  # parts of a row (context.py)
-    "shards": ("data", "fsdp", "expert", "context"),  # the parts of all rows
-    # of a network's activations: parts of rows in training, slots of a sampler. Stages have a share
-    # of them before the first layer and behind the last; between, each works on all (pipeline.py)
+    "rows": ("data", "fsdp", "expert"),  # packed rows, and values per row
+    "context": ("context",),  # context shards of a row (context_parallel.py)
+    "shards": ("data", "fsdp", "expert", "context"),  # the context shards of all rows
+    # of a network's activations: context shards of rows in training, slots of a sampler. Pipeline
+    # ranks divide them before the first layer and after the last; in between each rank works on
+    # all of them (pipeline.py)
     "batch": ("data", "fsdp", "expert", "context", "pipeline"),
     "length": (),
-    "stream": ("tensor",),  # tokens of the residual stream between two products (transformer.py)
+    "stream": ("tensor",),  # tokens of the residual stream between products (transformer.py)
     "layers": ("pipeline",),
     "blocks": (),
-    "hidden": ("fsdp",),  # of layers' parameters: gathered layer by layer; the others have copies
-    "embedding": ("fsdp", "pipeline"),  # the same dim of tables that belong to no layer
+    "hidden": ("fsdp",),  # of the parameters of layers, which are gathered layer by layer
+    "embedding": ("fsdp", "pipeline"),  # the same dim of tables outside of the layers
     "activation": (),  # width of an activation: whole on every device
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
     "rank": (),  # of adapters
     "mlp": ("tensor",),
-    "experts": ("expert",),  # of a mixture: tokens go to them, and what comes of them back (moe.py)
+    "experts": ("expert",),  # of a mixture: tokens are sent to them and outputs back (moe.py)
     "vocab": ("tensor",),
-    "logits": (),  # a sampler's vocabulary: whole, it is sorted out slot by slot
+    "logits": (),  # a sampler's vocabulary: whole, as it is sorted slot by slot
 }
-# a lone prompt is read by every data rank alike, the tokens of a decode step by every tensor rank;
-# few key/value heads are copied
+# a single prompt is computed by every data rank, the tokens of a decode step by every tensor rank;
+# key/value heads are replicated where there are fewer of them than tensor ranks
 _REPLICATE_WHERE_INDIVISIBLE = {"batch", "stream", "kv_heads"}
 
 _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
@@ -50,9 +51,9 @@ _divided: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 
 
 def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Layout of one array whose dims carry the logical names `axes`.
+    """The PartitionSpec of an array of this shape whose dims have the logical names `axes`.
 
-    Raises ValueError where a dim is not divisible by its mesh axes, naming both.
+    Raises ValueError if a dim is not divisible by its mesh axes; the message names both.
     """
     assert len(axes) == len(shape), (axes, shape)
     entries: list[str | tuple[str, ...] | None] = []
@@ -73,7 +74,7 @@ def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) ->
 
 
 def _held(mesh: Mesh, name: str) -> dict[str, int]:
-    """The mesh axes over which a dim of that name is divided, and their sizes."""
+    """The mesh axes that divide a dim of that name, and their sizes."""
     axes = (axis for axis in RULES[name] if axis not in _divided.get())
     return {axis: mesh.shape[axis] for axis in axes if mesh.shape.get(axis, 1) > 1}
 
@@ -95,23 +96,23 @@ def _indivisible(held: Mapping[str, int], name: str, size: int, fits: list[int])
 
 
 def data_ranks(sizes: Mapping[str, int]) -> int:
-    """Groups of devices that hold different rows, of a mesh whose axes have these sizes."""
+    """Number of data ranks of a mesh whose axes have these sizes."""
     return math.prod(sizes.get(axis, 1) for axis in RULES["rows"])
 
 
 def rows_spec(mesh: Mesh) -> PartitionSpec:
-    """Layout of packed fields [K, R, ...]: rows over all data ranks, in their order."""
+    """The PartitionSpec of packed fields [K, R, ...]: rows over all data ranks, in order."""
     return PartitionSpec(None, _entry(tuple(a for a in RULES["rows"] if a in mesh.shape)))
 
 
 def sharding(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """NamedSharding of one array; see partition_spec."""
+    """The NamedSharding of one array; see partition_spec."""
     return NamedSharding(mesh, partition_spec(mesh, axes, shape))
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Within it, `constrain` pins activations to `mesh`. Enter it while a function is traced."""
+    """Makes `mesh` the active mesh, for `constrain` and others, while a function is traced."""
     token = _active_mesh.set(mesh)
     try:
         yield
@@ -121,8 +122,10 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def divided(axis: str) -> Iterator[None]:
-    """Within it, arrays are what a device has of them along a mesh axis, which no dim is divided
-    over any more: for the body of a shard_map over that axis alone. Enter it within `use_mesh`."""
+    """Marks a mesh axis as manual: no dim is divided over it any more.
+
+    For the body of a shard_map over that axis alone, within `use_mesh`.
+    """
     token = _divided.set(_divided.get() | {axis})
     try:
         yield
@@ -131,13 +134,18 @@ def divided(axis: str) -> Iterator[None]:
 
 
 def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
-    """`mesh` for what is laid out on the axes that are not divided yet: inside a shard_map JAX
-    takes only its own view of the mesh."""
+    """The mesh for shardings over the axes that are not manual.
+
+    Inside a shard_map JAX accepts only its own view of the mesh.
+    """
     return jax.sharding.get_abstract_mesh() if _divided.get() else mesh
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Pins the layout of an activation by the names of its dims; no effect outside `use_mesh`."""
+    """Constrains the layout of `x`, any shape, by the names of its dims.
+
+    No effect outside `use_mesh`. Errors: see partition_spec.
+    """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
         return x
@@ -151,13 +159,13 @@ def active_mesh() -> Mesh | None:
 
 
 def width(name: str) -> int:
-    """Over how many devices a dim of that name is divided within `use_mesh`; 1 outside."""
+    """Number of devices that divide a dim of that name within `use_mesh`; 1 outside."""
     mesh = _active_mesh.get()
     return 1 if mesh is None else math.prod(_held(mesh, name).values())
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """The mesh axes over which a dim of that name is divided within `use_mesh`; none outside.
+    """The mesh axes that divide a dim of that name within `use_mesh`; none outside.
 
     For the collectives of a function that `local` calls.
     """
@@ -166,7 +174,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def platform() -> str:
-    """What computes: cpu, gpu or tpu. That of the mesh within `use_mesh`, else JAX's default."""
+    """cpu, gpu or tpu: the platform of the active mesh, or JAX's default outside `use_mesh`."""
     mesh = _active_mesh.get()
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
@@ -180,13 +188,21 @@ def local(
     summed: str | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Any:
-    """`function(*arguments)` on what each device holds of them, without a collective but its own.
+    """Calls `function` on the shards of each device: a shard_map over the active mesh.
 
-    `axes` are the arguments' logical dims, each a tuple of names or a pytree of tuples like the
-    argument; `out` those of the result, an array, whose `shape` must be given where the function
-    has collectives of its own. `summed`: a logical dim that the function sums over; results are
-    added up over the devices that it is divided over. Within `use_mesh`; outside it is a plain
-    call. The dims that are divided must divide evenly, ValueError else.
+    The only collectives are those of the function, and the sum over `summed`. Outside `use_mesh`
+    this is a plain call.
+
+    Args:
+      function: takes the arguments and returns one array.
+      arguments: arrays, or tuples of arrays.
+      axes: logical dims of each argument, a tuple of names or a tuple of tuples like the argument.
+      out: logical dims of the result.
+      summed: a logical dim that the function sums over; results are added up over the devices that
+        divide it.
+      shape: of the result; required if the function has collectives.
+
+    Raises ValueError if a dim is not divisible by its mesh axes.
     """
     mesh = _active_mesh.get()
     if mesh is None or mesh.size == 1:
@@ -199,16 +215,16 @@ def local(
             return partition_spec(mesh, axes, x.shape)
         return type(x)(*map(specs, axes, x))
 
-    parts = () if summed is None else mesh_axes(summed)
+    summed_axes = () if summed is None else mesh_axes(summed)
 
     def on_device(*arguments):
         result = function(*arguments)
-        return jax.lax.psum(result, parts) if parts else result
+        return jax.lax.psum(result, summed_axes) if summed_axes else result
 
     return jax.shard_map(
         on_device,
         mesh=_mesh_here(mesh),
         in_specs=tuple(map(specs, axes, arguments)),
         out_specs=partition_spec(mesh, out, shape),
-        check_vma=False,  # loops whose length differs from device to device
+        check_vma=False,  # lengths of loops differ between devices
     )(*arguments)

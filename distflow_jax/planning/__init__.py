@@ -1,1 +1,1 @@
-"""Everything known before an array exists: sizes, meshes, models, programs, memory."""
+"""Plans of a run, made before any array exists: sizes, meshes, models, programs, memory."""

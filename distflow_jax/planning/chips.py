@@ -1,6 +1,6 @@
 """Accelerators by name: memory, peak rates and links, each with its source.
 
-Rates are the makers' peaks, which no program reaches: what follows from them are bounds.
+Rates are the vendors' peaks, which no program reaches: estimates from them are bounds.
 """
 
 import dataclasses
@@ -14,29 +14,29 @@ class Chip:
 
     name: str
     platform: str  # "tpu" or "gpu"; "cpu" where its rates were measured
-    memory: int  # bytes of HBM that programs may take
+    memory: int  # bytes of HBM available to programs
     flops: float  # of products of bfloat16, dense
     memory_bandwidth: float  # bytes of HBM read or written
     # bytes, one way: of a TPU on each link to a neighbour, of a GPU to the others of its node
     link_bandwidth: float
-    hop_seconds: float  # until a neighbour has what was sent
+    hop_seconds: float  # latency to a neighbour
     source: str
     # -- TPU: a torus
-    dims: int = 0  # of the torus; 0: no torus, but nodes
-    # the ends of a dim of the torus are joined where its size is a multiple of this
+    dims: int = 0  # of the torus; 0: nodes instead of a torus
+    # the ends of a dim of the torus are joined if its size is a multiple of this
     wraps: int = 0
-    largest: tuple[int, ...] = ()  # slice, by dim
+    largest: tuple[int, ...] = ()  # sizes of the largest slice, by dim
     # -- GPU: nodes
     network_bandwidth: float = 0.0  # bytes, one way, between nodes
-    network_seconds: float = 0.0  # until another node has what was sent
+    network_seconds: float = 0.0  # latency to another node
 
 
-# XLA keeps some of the HBM to itself. What is left is in its own words when a program does not fit:
+# XLA reserves some of the HBM. The rest is given in its error for a program that does not fit:
 # "Used 16.1G of 15.75G hbm".
-# Per hop: about 1 us, "How to scale your model", jax-ml.github.io/scaling-book/sharding. A torus
-# of v5p is made of cubes of 4x4x4, whose faces are joined by optical switches; of v5e and v6e only
-# a dim of 16 goes round (scaling-book/tpus). A link is the chip's bandwidth in both directions,
-# divided by 2 x its ports.
+# Per hop: about 1 us, "How to scale your model", jax-ml.github.io/scaling-book/sharding. A v5p
+# torus is made of cubes of 4x4x4, whose faces are joined by optical switches; on v5e and v6e only a
+# dim of 16 wraps around (scaling-book/tpus). A link's rate is the chip's bandwidth in both
+# directions, divided by 2 x its ports.
 _V5P = Chip(
     name="v5p",
     platform="tpu",
@@ -76,8 +76,8 @@ _V6E = Chip(
     wraps=16,
     largest=(16, 16),
 )
-# SXM, in nodes of up to 8 on NVLink 4 (900 GB/s in both directions), with a 400 Gbit/s adapter for
-# each. Of the memory JAX takes 3/4 unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; here 0.95.
+# SXM, in nodes of up to 8 on NVLink 4 (900 GB/s in both directions), with one 400 Gbit/s adapter
+# each. JAX takes 3/4 of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set; here 0.95.
 # Latencies: NCCL's own model of a ring (src/graph/tuning.cc, hwLat, Simple).
 _H100 = Chip(
     name="h100",
@@ -100,7 +100,7 @@ _H200 = dataclasses.replace(
 )
 CHIPS = {chip.name: chip for chip in (_V5P, _V5E, _V6E, _H100, _H200)}
 
-# By the beginning of jax's device_kind, the longest that fits.
+# By the start of jax's device_kind; the longest match counts.
 _KINDS = {
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
@@ -111,8 +111,8 @@ _KINDS = {
     "NVIDIA H100 80GB HBM3": _H100,
     "NVIDIA H200": _H200,
 }
-# Dense FLOP/s of bfloat16, in the same way. Of TPUs cloud.google.com/tpu/docs/vVERSION; of GPUs
-# NVIDIA's data sheets, half of what those call sparse.
+# Dense FLOP/s of bfloat16, by the same keys. Sources: cloud.google.com/tpu/docs/vVERSION for TPUs;
+# NVIDIA's data sheets for GPUs, half of the sparse rates there.
 _PEAKS = {kind: chip.flops for kind, chip in _KINDS.items()} | {
     "TPU v4": 275e12,
     "NVIDIA A100": 312e12,
@@ -125,13 +125,13 @@ _PEAKS = {kind: chip.flops for kind, chip in _KINDS.items()} | {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """FLOP/s of a device by the name that jax gives it; None: not known, a CPU's for instance."""
+    """Peak FLOP/s of a device by jax's device_kind; None if unknown, for example for a CPU."""
     name = _longest(device_kind)
     return None if name is None else _PEAKS[name]
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a device by the name that jax gives it; None: not one of CHIPS."""
+    """The chip of a device by jax's device_kind; None if it is not one of CHIPS."""
     return _KINDS.get(_longest(device_kind) or "")
 
 

@@ -1,4 +1,4 @@
-"""What a run finds: processes and devices, of this job or of one that is planned for."""
+"""Processes and devices of a job: of the current one, or of one that is planned for."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ from distflow_jax.parallel.device_memory import device_memory_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a run finds: processes and devices."""
+    """Processes and devices of a job."""
 
     processes: int
-    devices: int
-    local_devices: int
+    devices: int  # of all processes
+    local_devices: int  # of each process
     platform: str
-    memory: int = 0  # bytes of one device that a run may take; 0 where it is not known
+    memory: int = 0  # bytes of one device available to a run; 0 if unknown
 
     @classmethod
     def current(cls) -> "Machine":
-        """This job's."""
+        """The machine of the current job."""
         return cls(
             jax.process_count(),
             jax.device_count(),
@@ -29,7 +29,7 @@ class Machine:
         )
 
     def submesh(self, local_devices: int) -> "Machine":
-        """The same machine with so many devices of each host."""
+        """The same machine with `local_devices` devices per host."""
         return dataclasses.replace(
             self, devices=self.processes * local_devices, local_devices=local_devices
         )

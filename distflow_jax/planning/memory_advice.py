@@ -1,9 +1,9 @@
-"""What to change where a plan needs more memory than a device has: settings, by what they save."""
+"""Advice for a plan that needs more memory than a device has: settings, by what they save."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from distflow_jax.dag.residency import residency
+from distflow_jax.dag.residency import plan_residency
 from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
@@ -16,7 +16,7 @@ _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting, and the bytes that the fullest segment of a plan takes with it."""
+    """A change of a setting, and the bytes that the fullest segment of the plan takes with it."""
 
     text: str
     fullest: int
@@ -28,10 +28,10 @@ def shortage(
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
 ) -> str:
-    """Why the plan does not fit its devices, and what would make it fit; "" where it does.
+    """The reason why a plan does not fit its devices, with changes that would help; "" if it fits.
 
-    Savings are exact for what lives from step to step, and estimates for what a program needs:
-    that is known only when another one has been compiled.
+    Savings are exact for arrays that live from step to step, and estimates for the temporaries of a
+    program, which are known only once the changed program has been compiled.
     """
     fullest = memory.fullest
     if not memory.device or fullest.total <= memory.device:
@@ -39,7 +39,7 @@ def shortage(
     changes = sorted(_changes(planned, memory, programs, costs), key=lambda c: c.fullest)
     changes = [change for change in changes if change.fullest < fullest.total]
     enough = [change for change in changes if change.fullest <= memory.device]
-    parts = {
+    columns = {
         "parameters": fullest.parameters,
         "optimizer": fullest.optimizer,
         "gradients": fullest.gradients,
@@ -48,11 +48,11 @@ def shortage(
         "its cache": fullest.cache,
         "batch": fullest.batch,
     }
-    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in columns.items() if size)
     if enough:
         advice = "enough, each alone: " + _listed(enough, fullest)
     elif changes:
-        advice = "no one setting is enough, together some may be: " + _listed(changes, fullest)
+        advice = "no single setting is enough, several may be: " + _listed(changes, fullest)
     else:
         advice = "use devices with more memory, or a smaller model"
     return (
@@ -105,8 +105,8 @@ def _changes(
             lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
         )
     if config.training.offload == "none" and planned.machine.platform != "cpu":
-        stays = residency(planned.plan, planned.samplers)
-        waiting = plan_memory(planned, programs, costs, stays)
+        residencies = plan_residency(planned.plan, planned.samplers)
+        waiting = plan_memory(planned, programs, costs, residencies)
         yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)
     twice = 2 * sizes.mesh.fsdp
@@ -122,16 +122,18 @@ def _changes(
 
 
 def _recomputed(size: int, planned: RunPlan) -> float:
-    """About what is left of a training program's temporaries when layers are computed again: the
-    logits, one layer, and the inputs of all."""
+    """Estimated temporaries of a training program whose layers are recomputed, in bytes.
+
+    These are the logits, one layer, and the inputs of all layers. `size`: its temporaries today.
+    """
     model, sizes = planned.source.config, planned.sizes
     forward, item = sizes.forward, 2 if sizes.forward.compute_dtype == "bfloat16" else 4
     mesh, rows = sizes.mesh, sizes.micro_rows
     together = sizes.rows_at_a_time(mesh.layout) // rows  # micro-batches
-    of_head = rows * together // mesh.pipeline  # which stages divide
+    of_head = rows * together // mesh.pipeline  # pipeline ranks divide the rows of the head
     logits = min(size, 3 * 4 * of_head * forward.logp_chunk * model.vocab_size // mesh.tensor)
     tokens = rows * sizes.packing.limits.tokens // mesh.context
-    # in a pipeline a layer has as many inputs as its stage has ticks
+    # in a pipeline a layer has one input per tick of its pipeline rank
     repeats = forward.repeats if mesh.pipeline > 1 else 1
     layers, ticks = (
         model.num_layers // mesh.pipeline // repeats,
@@ -144,7 +146,7 @@ def _recomputed(size: int, planned: RunPlan) -> float:
 def _smaller_cache(
     planned: RunPlan, memory: MemoryPlan, change: Callable[..., Change]
 ) -> Iterator[Change]:
-    """A cache that is smaller by what is missing, down to an eighth of it."""
+    """A cache that is smaller by the missing memory, but at least an eighth of its size."""
     if not planned.samplers:
         return
     config, sizes, machine = planned.config, planned.sizes, planned.machine
@@ -155,7 +157,7 @@ def _smaller_cache(
     missing = memory.fullest.total - memory.device
     share = max(1 / 8, (whole - missing) / whole)
     if config.rollout.num_slots == 0:
-        # of what is taken, which may be less than what is allowed
+        # a fraction of the cache's actual size, which may be below rollout.cache_fraction
         fraction = int(100 * share * whole / machine.memory) / 100
         if fraction <= 0:
             return

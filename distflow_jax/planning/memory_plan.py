@@ -1,8 +1,8 @@
-"""What a device has to hold while each node of a plan is at work, known before there is an array.
+"""Memory that a device needs while each node of a plan runs, computed before any array exists.
 
-Live arrays follow from the specs of states, sampler and batch; gradients, activations and whatever
-else a program needs from the compiler's own memory_analysis() of it. All sizes are bytes of one
-device, of the fullest where they differ.
+Live arrays follow from the specs of states, sampler and batch. Gradients, activations and other
+temporaries of a program follow from the compiler's memory_analysis(). All sizes are bytes of one
+device, the fullest where they differ.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _EVERYWHERE = Layout("mesh")
 
 
 class Held(NamedTuple):
-    """A part of a state: in which column of the table it stands, its bytes, on which devices."""
+    """Arrays of a state: their column in the table, their bytes, and the devices that hold them."""
 
     column: str
     bytes: int
@@ -41,49 +41,50 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """What lies on a device while one node, or several that are one program, is at work."""
+    """Memory of a device, in bytes, while one node, or several nodes in one program, run."""
 
     name: str
     trains: bool
-    parameters: int  # of all models that are there
-    optimizer: int  # their optimizers' states
-    gradients: int  # of the model that it trains
-    temporaries: int | None  # activations and what else its program needs; None: not known
+    parameters: int  # of all models on the device
+    optimizer: int  # states of their optimizers
+    gradients: int  # of the model that the segment trains
+    temporaries: int | None  # activations and other temporaries of its program; None: unknown
     sampler_weights: int
-    cache: int  # of the sampler: keys and values, and its slots
+    cache: int  # of the sampler: keys and values, and slots
     batch: int  # fields of the step
 
     @property
     def live(self) -> int:
-        """Arrays that are there before it and after it."""
+        """Arrays that exist before and after the segment."""
         return self.parameters + self.optimizer + self.sampler_weights + self.cache + self.batch
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All memory of the segment; unknown temporaries count as 0."""
         return self.live + self.gradients + (self.temporaries or 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """The segments in their order. `between`: live arrays between two steps. `device`: memory that
-    a device has, 0 where that is not known."""
+    """Memory of a device over a step, in bytes."""
 
-    segments: tuple[Segment, ...]
-    between: int
-    device: int
+    segments: tuple[Segment, ...]  # in the order of the step
+    between: int  # live arrays between two steps
+    device: int  # memory of a device; 0 if unknown
 
     @property
     def fullest(self) -> Segment:
-        """The segment that needs the most."""
+        """The segment that needs the most memory."""
         return max(self.segments, key=lambda segment: segment.total)
 
     def with_sampler(
         self, temporaries: int | None, sync: int | None = None, left_out: Collection[str] = ()
     ) -> "MemoryPlan":
-        """The plan, knowing what the sampler's programs need, which are compiled last, and,
-        where that was compiled, `sync`, the one that brings it weights. Nothing becomes known of
-        segments `left_out`."""
+        """A copy with the temporaries of the sampler's programs, which are compiled last.
+
+        `sync`: temporaries of the weight sync, if it was compiled. Segments in `left_out` keep
+        unknown temporaries.
+        """
 
         def one(segment: Segment) -> Segment:
             if segment.temporaries is not None or segment.name in left_out:
@@ -94,15 +95,13 @@ class MemoryPlan:
         return dataclasses.replace(self, segments=tuple(map(one, self.segments)))
 
     def describe(self) -> str:
-        """The plan as a table for people."""
+        """The plan as a table of text."""
         rows = [(*_TITLES.values(), "sum")]
         for segment in self.segments:
             sizes = (getattr(segment, name) for name in _TITLES if name != "name")
             cells = ["-" if size is None else format_bytes(size) for size in sizes]
             rows.append((segment.name, *cells, format_bytes(segment.total)))
-        has = (
-            f"which has {format_bytes(self.device)}" if self.device else "whose memory is not known"
-        )
+        has = f"which has {format_bytes(self.device)}" if self.device else "whose memory is unknown"
         return f"memory of a device, {has}\n\n{aligned(rows)}\n"
 
     def to_tree(self) -> dict[str, Any]:
@@ -132,14 +131,17 @@ def plan_memory(
     planned: RunPlan,
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
-    stays: Mapping[str, Residency] | None = None,
+    residencies: Mapping[str, Residency] | None = None,
 ) -> MemoryPlan:
-    """The memory of a plan on its devices, or this process's; allocates nothing.
+    """Computes the memory of a plan on its devices; allocates nothing.
 
-    `costs` are those of `programs`, by the unit's name: compiled, or there are no temporaries.
-    `stays`: what waits on the host, where it is not as the config says.
+    Args:
+      planned: the plan.
+      programs: its programs, by the unit's name.
+      costs: of these programs; temporaries are unknown for programs that were not compiled.
+      residencies: by node; None: those of the plan.
     """
-    stays = planned.stays if stays is None else stays
+    residencies = planned.residencies if residencies is None else residencies
     items = _items(planned, programs)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
@@ -147,11 +149,11 @@ def plan_memory(
     names = [UPDATE_WEIGHTS] if samplers else []
     names += [n for n, u in units.items() if n in programs or u.tasks[0].state_key in samplers]
     segments = []
-    there = frozenset() if stays else frozenset(items)
+    there = frozenset() if residencies else frozenset(items)
     for name in names:
         unit = units.get(name)
-        parts = [name] if unit is None else [task.node.id for task in unit.tasks]
-        meanwhile, there = _there(parts, stays, there)
+        nodes = [name] if unit is None else [task.node.id for task in unit.tasks]
+        meanwhile, there = _there(nodes, residencies, there)
         program = programs.get(name)
         extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
@@ -176,10 +178,10 @@ def device_bytes(spec: Any) -> int:
 
 
 def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held]:
-    """All that lives from step to step."""
+    """All arrays that live from step to step."""
     found: dict[Item, Held] = {}
     states = {k: spec for p in programs.values() for k, spec in p.given_states.items()}
-    shared = bases_of(planned.models, planned.config)  # that others hold anyway
+    shared = bases_of(planned.models, planned.config)  # weights that other models hold anyway
     for key in states.keys() & planned.models.keys() - shared.keys():
         spec, layout = states[key], planned.models[key].layout
         trained = isinstance(spec, TrainState)
@@ -200,16 +202,16 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
 
 
 def _there(
-    nodes: Sequence[str], stays: Mapping[str, Residency], there: frozenset[Item]
+    nodes: Sequence[str], residencies: Mapping[str, Residency], there: frozenset[Item]
 ) -> tuple[frozenset[Item], frozenset[Item]]:
-    """(what is on the devices during these nodes, and after them); `there`: before them."""
-    found = [stays[node] for node in nodes if node in stays]
+    """(items on the devices during these nodes, items after them); `there`: items before them."""
+    found = [residencies[node] for node in nodes if node in residencies]
     if not found:
         return there, there
-    # what comes next is fetched while the devices are at work
-    meanwhile = frozenset().union(*(s.uses | s.replaces | s.fetch_ahead for s in found))
+    # items of the next node are prefetched while these nodes run
+    meanwhile = frozenset().union(*(s.uses | s.replaces | s.prefetch for s in found))
     last = found[-1]
-    return meanwhile, ((last.uses | last.replaces) - last.put_away) | last.fetch_ahead
+    return meanwhile, ((last.uses | last.replaces) - last.evict) | last.prefetch
 
 
 def _trained(unit: Unit) -> set[str]:
@@ -217,14 +219,14 @@ def _trained(unit: Unit) -> set[str]:
 
 
 def _gradients(planned: RunPlan, key: str, program: Program) -> int:
-    """Bytes of a model's gradient: with adapters, of these alone."""
+    """Bytes of a model's gradient; with adapters, of the adapters' gradient."""
     network = network_of(planned.models[key].role, planned.source.config)
     network = adapted(network, planned.config.lora)
     return device_bytes(lora.divide(network, program.given_states[key].params)[0])
 
 
 def _extra(program: Program, cost: Costs) -> int | None:
-    """What a program takes beside its arguments and the fields that it gives; None: not known."""
+    """Bytes of a program beyond its arguments and output fields; None if unknown."""
     if cost.temp_bytes is None:
         return None
     fresh = cost.output_bytes - cost.alias_bytes - device_bytes(program.outputs)
@@ -235,13 +237,13 @@ def _segment(
     name: str, layout: Layout, held: Sequence[Held], batch: int, extra: int | None, gradients: int
 ) -> Segment:
     """The segment on the fullest device of `layout`."""
-    parts = {h.layout for h in held if h.layout.submesh and overlaps(h.layout, layout)}
+    submeshes = {h.layout for h in held if h.layout.submesh and overlaps(h.layout, layout)}
     gradients = gradients if extra is None else min(gradients, extra)
 
-    def on(part: Layout) -> Segment:
+    def on(submesh: Layout) -> Segment:
         sizes = dict.fromkeys(("parameters", "optimizer", "sampler_weights", "cache"), 0)
         for column, size, where in held:
-            sizes[column] += size if overlaps(where, part) else 0
+            sizes[column] += size if overlaps(where, submesh) else 0
         return Segment(
             name=name,
             trains=gradients > 0,
@@ -251,11 +253,11 @@ def _segment(
             **sizes,
         )
 
-    return max(map(on, parts or {layout}), key=lambda segment: segment.total)
+    return max(map(on, submeshes or {layout}), key=lambda segment: segment.total)
 
 
 def _batch_bytes(units: Iterable[Unit], programs: Mapping[str, Program]) -> dict[str, int]:
-    """Fields that are on a device while each program runs, by the unit's name."""
+    """Bytes of fields on a device while each program runs, by the unit's name."""
     alive: dict[tuple[str | None, str, Layout], int] = {}
     found = {}
     for unit in units:

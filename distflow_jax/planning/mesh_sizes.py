@@ -18,7 +18,10 @@ from distflow_jax.planning.machine import Machine
 def mesh_sizes(
     config: MeshConfig, model: DecoderConfig, machine: Machine
 ) -> tuple[MeshSizes, dict[str, MeshSizes]]:
-    """Meshes of the training roles: (the common one, those of `mesh.roles`)."""
+    """Meshes of the training roles: (the common mesh, those of `mesh.roles` by name).
+
+    Raises ValueError if a mesh does not fit the machine or the model, with sizes that do.
+    """
     check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
     common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
     roles = {
@@ -54,16 +57,15 @@ def _role_sizes(
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
             f"{where}.fsdp={sizes.fsdp} does not divide the model's hidden_size="
-            f"{model.hidden_size}; use one of {fits}, and {where}.data for copies on the other "
-            "devices"
+            f"{model.hidden_size}; use one of {fits}, and {where}.data for the other devices"
         )
     together = sizes.fsdp * sizes.pipeline
     if model.hidden_size % together:
         fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
         raise ValueError(
             f"{where}.fsdp x {where}.pipeline={together} do not divide the model's hidden_size="
-            f"{model.hidden_size}, and that many devices share its embedding; use a product of "
-            f"{fits}, and {where}.data for copies on the other devices"
+            f"{model.hidden_size}, over which they divide the embedding; use a product of {fits}, "
+            f"and {where}.data for the other devices"
         )
     shared = {name: getattr(sizes, name) for name in ("pipeline", "context", "tensor")}
     names = [name for name, size in shared.items() if size > 1]
@@ -75,12 +77,12 @@ def _role_sizes(
 
 
 def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
-    """ValueError unless so many of the devices can share the model's experts, as many on each."""
+    """Raises ValueError unless `width` divides the model's experts."""
     if width == 1:
         return
     if not model.num_experts:
         raise ValueError(
-            f"{what}={width} is for a mixture of experts, and this model has none; use 1, and fsdp "
+            f"{what}={width} is for a mixture of experts, but this model has none; use 1, and fsdp "
             "or data for the other devices"
         )
     if model.num_experts % width:
@@ -93,7 +95,11 @@ def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) ->
 
 
 def check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
-    """A tensor group takes whole hosts or a submesh of one, and a share of each of these sizes."""
+    """Raises ValueError unless groups of `width` devices fit the hosts and the model's sizes.
+
+    The group divides a host, or is whole hosts, and divides heads, MLP and vocabulary of the model.
+    `what`: the config key, for the message.
+    """
     sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
     for name, size in sizes.items():
         if size % width:

@@ -19,10 +19,10 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.residency import Residency, describe, residency
+from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
@@ -44,25 +44,24 @@ from distflow_jax.user_functions import load_function
 
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
-    """The configured graph, as this run needs it, and the config with the graph's settings.
+    """The config with the settings of its graph, and the graph with the values of that config.
 
-    `chosen` are the config keys that the command line gives. Pure in its arguments and the graph's
-    file. Raises ValueError or FileNotFoundError.
+    The graph keeps the optional reads that this run needs, and no others. `chosen` are the config
+    keys that the command line gives. Pure in its arguments and the graph's file. Raises ValueError
+    or FileNotFoundError.
     """
-    graph = load_graph(config.dag, config)
+    opened = open_graph(config.dag, config)
+    config = with_settings(config, opened.settings, chosen=chosen)
+    graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
-    config = with_settings(config, graph.settings, chosen=chosen)
-    graph = load_graph(config.dag, config)  # what it takes from the config may have been a setting
     if config.rollout.environment:
         graph = with_environment_rewards(graph)
-    if config.training.router_replay:
-        with _named(config.dag):
-            graph = with_router_replay(graph)
     updates = config.training.mini_batches * config.training.epochs
     with _named(config.dag):
-        wanted = wanted_reads(graph.nodes, Demands(config.algorithm, updates))
-        graph = graph.settle(wanted)
+        if config.training.router_replay:
+            graph = with_router_replay(graph)
+        graph = graph.settle(wanted_reads(graph.nodes, Demands(config.algorithm, updates)))
         resolve(graph.nodes)
     return config, graph
 
@@ -134,8 +133,9 @@ class RunPlan:
         return describe_sizes(self.sizes, self.config, self.source.config, self.machine)
 
     def text(self) -> str:
-        """The plan as tables, with what waits on the host."""
-        return self.plan.describe() + (f"\n{describe(self.stays)}" if self.stays else "")
+        """The plan as tables, with the residency of its nodes if models are offloaded."""
+        found = self.residencies
+        return self.plan.describe() + (f"\n{describe(found)}" if found else "")
 
     @property
     def samplers(self) -> dict[str, str]:
@@ -150,11 +150,11 @@ class RunPlan:
         return keys
 
     @property
-    def stays(self) -> dict[str, Residency]:
-        """What each node has on its devices, where the rest waits on the host; empty otherwise."""
+    def residencies(self) -> dict[str, Residency]:
+        """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        return residency(self.plan, self.samplers)
+        return plan_residency(self.plan, self.samplers)
 
 
 @dataclasses.dataclass
@@ -298,6 +298,8 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
         rollout.environment_kwargs,
         source.tokenizer,
         seconds=rollout.environment_seconds,
+        turn_length=rollout.turn_length,
+        max_turns=rollout.max_turns,
     )
     environments.check(prompt)
     return environments

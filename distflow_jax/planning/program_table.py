@@ -1,4 +1,4 @@
-"""What is known of a plan's programs before step 1, as tables for people and as plain JSON."""
+"""A plan's programs before step 1, as tables for people and as plain JSON."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from distflow_jax.dag.plan import Plan, aligned
 from distflow_jax.layout import Layout
-from distflow_jax.planning.unit_programs import Program, Value, field_specs, num_bytes
+from distflow_jax.planning.field_specs import Value, num_bytes
+from distflow_jax.planning.unit_programs import Program, field_specs
 from distflow_jax.programs import xla_options
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.units import format_decimal
@@ -56,7 +57,7 @@ def bytes_of_fields(fields: Iterable[FieldOnMesh]) -> dict[Value, int]:
 
 
 def describe_options(programs: Iterable[Program], sampler: Mesh | None) -> str:
-    """What XLA is told about the programs, a line for each kind of mesh; `sampler`: its mesh."""
+    """XLA's options for the programs, a line for each kind of mesh; `sampler`: its mesh."""
     lines = {}
     for mesh in (program.mesh for program in programs):
         lines[_devices(mesh)] = xla_options.describe(xla_options.compiler_options(mesh))

@@ -1,4 +1,4 @@
-"""What follows from a config, the model and the machine: sizes, checked before any device works."""
+"""Sizes of a run, derived from config, model and machine, and checked before any device runs."""
 
 import dataclasses
 import math
@@ -33,52 +33,54 @@ from distflow_jax.training.training_config import TrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Everything that follows from config, model and machine. Checked when made."""
+    """Sizes of a run, made and checked by derive_sizes."""
 
-    mesh: MeshSizes  # of the training roles, where `role_meshes` says nothing else
+    mesh: MeshSizes  # of the training roles that are not in `role_meshes`
     role_meshes: Mapping[str, MeshSizes]  # by role or model
     rollout_tensor: int
     sampler_hosts: int  # processes that share one sampler
     packing: PackingPlan
     engine: EngineConfig
     forward: ForwardConfig
-    attention: RowAttention  # what forward has of it, and why
-    micro_rows: int  # per data rank
-    microbatches: int  # that go through the stages of a mesh; 1 where no mesh has any
-    routed: TokenColumn | None = None  # what samplers record of a mixture's experts
+    attention: RowAttention  # the attention of `forward`, with the reason for the choice
+    micro_rows: int  # rows of a micro-batch per data rank
+    microbatches: int  # that go through a pipeline together; 1 without a pipeline
+    routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
-        """Mesh of a training role, or of one model of it."""
+        """The mesh of a training role, or of one of its models."""
         return self.role_meshes.get(model or "", self.role_meshes.get(role, self.mesh))
 
     def rows_at_a_time(self, layout: Layout) -> int:
-        """Rows per data rank that a program on a training mesh works on: a micro-batch, or all
-        those that go through the stages together."""
-        stages = dict(layout.axes).get("pipeline", 1)
-        return self.micro_rows * (self.microbatches if stages > 1 else 1)
+        """Rows per data rank that a program on a training mesh processes at a time.
+
+        These are one micro-batch, or all that go through a pipeline together.
+        """
+        ranks = dict(layout.axes).get("pipeline", 1)
+        return self.micro_rows * (self.microbatches if ranks > 1 else 1)
 
     @property
-    def stages(self) -> int:
-        """Stages of the mesh with the most of them."""
+    def pipeline_ranks(self) -> int:
+        """Pipeline ranks of the mesh that has the most."""
         return max(m.pipeline for m in (self.mesh, *self.role_meshes.values()))
 
     @property
     def bubble_share(self) -> float:
-        """The share of a step's compute time that a device waits for other stages, of the mesh
-        with the most of them."""
-        return bubble_share(self.stages, self.microbatches, self.forward.repeats)
+        """Share of a step's compute time in which a device of the longest pipeline is idle."""
+        return bubble_share(self.pipeline_ranks, self.microbatches, self.forward.repeats)
 
 
 def derive_sizes(
     config: Config, model: DecoderConfig, machine: Machine, graph: Graph | None = None
 ) -> Sizes:
-    """Checks sizes against each other and the machine. ValueError names both sides and the fix.
+    """Derives the sizes of a run, checked against each other and against the machine.
 
-    `graph` None: one that trains on all the responses sampled.
+    `graph` None: a graph that trains on all sampled responses. Raises ValueError, which names both
+    sides and the fix.
     """
     mesh, roles = mesh_sizes(config.mesh, model, machine)
     meshes, training = (mesh, *roles.values()), config.training
-    adapted(model, config.lora)  # a ValueError for adapters that do not fit the model
+    adapted(model, config.lora)  # raises ValueError for adapters that do not fit the model
     _check_lengths(config, model)
     _check_mixture(config, model)
     _check_profile(config)
@@ -92,8 +94,8 @@ def derive_sizes(
             f"data.prompts_per_step={config.data.prompts_per_step} leave some of the "
             f"{machine.processes} processes without a prompt; use at least {machine.processes}"
         )
-    pieces = math.lcm(*(m.row_chunks for m in meshes))
-    _check_pieces(config, pieces)
+    chunks = math.lcm(*(m.row_chunks for m in meshes))
+    _check_row_chunks(config, chunks)
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
@@ -117,7 +119,7 @@ def derive_sizes(
             model.num_heads // model.num_kv_heads,
             model.head_dim,
             dtype,
-            pieces,
+            chunks,
             min(m.context for m in meshes),
         ),
     )
@@ -144,25 +146,25 @@ def derive_sizes(
 
 
 def _divides(what: str, value: int, by: dict[str, int]) -> int:
-    """value / the product of `by` (name -> number), or an error with the nearest values that do."""
+    """value / the product of `by`, {name: number}; ValueError names the nearest values that fit."""
     unit = math.prod(by.values())
     if value % unit:
         low, high = value // unit * unit, -(-value // unit) * unit
         fix = f"use {low} or {high}" if low else f"use {high}"
-        parts = {name: number for name, number in by.items() if number > 1}
-        names, numbers = " x ".join(parts), " x ".join(map(str, parts.values()))
-        product = f"={unit}" if len(parts) > 1 else ""
+        factors = {name: number for name, number in by.items() if number > 1}
+        names, numbers = " x ".join(factors), " x ".join(map(str, factors.values()))
+        product = f"={unit}" if len(factors) > 1 else ""
         raise ValueError(f"{what}={value} is not divisible by {names}={numbers}{product}; {fix}")
     return value // unit
 
 
 def _longest(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response that is trained on."""
+    """Tokens of the longest prompt with the longest trained response."""
     return config.data.max_prompt_length + config.rollout.max_response_length
 
 
 def _check_lengths(config: Config, model: DecoderConfig) -> None:
-    """ValueError unless the longest sequences fit the model's positions and a row."""
+    """Raises ValueError unless the longest sequences fit the model's positions and a row."""
     data, rollout, training = config.data, config.rollout, config.training
     longest = _longest(config)
     if longest > model.max_position:
@@ -191,16 +193,16 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
 
 
 def _check_mixture(config: Config, model: DecoderConfig) -> None:
-    """ValueError for settings of a mixture where the model is none."""
+    """Raises ValueError for settings of a mixture of experts if the model has no experts."""
     training = config.training
     if training.balance_coef and not model.num_experts:
         raise ValueError(
-            f"training.balance_coef={training.balance_coef} is for a mixture of experts, and "
+            f"training.balance_coef={training.balance_coef} is for a mixture of experts, but "
             f"{config.model.source} is none; use 0"
         )
     if training.router_replay and not model.num_experts:
         raise ValueError(
-            "training.router_replay=True is for a mixture of experts, and "
+            "training.router_replay=True is for a mixture of experts, but "
             f"{config.model.source} is none; use False"
         )
 
@@ -209,32 +211,32 @@ def _check_profile(config: Config) -> None:
     profiled = parse_steps(config.observe.profile_steps)
     if profiled and profiled[-1] > config.training.steps:
         raise ValueError(
-            f"observe.profile_steps={config.observe.profile_steps!r} ends behind training.steps="
+            f"observe.profile_steps={config.observe.profile_steps!r} ends after training.steps="
             f"{config.training.steps}: profile earlier steps"
         )
 
 
-def _check_pieces(config: Config, pieces: int) -> None:
-    """ValueError unless rows can be cut into equal pieces for the devices that share one."""
+def _check_row_chunks(config: Config, chunks: int) -> None:
+    """Raises ValueError unless `chunks` divides rows, for the devices that share a row."""
     training = config.training
-    if training.row_tokens % pieces == 0:
+    if training.row_tokens % chunks == 0:
         return
-    unit = math.lcm(pieces, training.logp_chunk or 1)
+    unit = math.lcm(chunks, training.logp_chunk or 1)
     low = training.row_tokens // unit * unit
     fits = [n for n in (low, low + unit) if n >= _longest(config)]
     raise ValueError(
-        f"training.row_tokens={training.row_tokens} cannot be cut into {pieces} equal pieces "
+        f"training.row_tokens={training.row_tokens} cannot be divided into {chunks} equal chunks "
         f"(2 x mesh.context); use {' or '.join(map(str, fits))}"
     )
 
 
 def _sampler_hosts(config: Config, machine: Machine) -> int:
-    """Processes that share one sampler. ValueError where what it talks to answers one alone."""
+    """Number of processes that share a sampler. Raises ValueError if an environment forbids it."""
     rollout, tensor = config.rollout, config.mesh.rollout_tensor
     hosts = hosts_per_sampler(tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
         raise ValueError(
-            f"rollout.environment={rollout.environment!r} answers one host, and "
+            f"rollout.environment={rollout.environment!r} needs samplers of one host, but "
             f"mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
             f"most {machine.local_devices}"
         )
@@ -250,9 +252,9 @@ def _forward_config(
     vocab: int,
     microbatches: int,
 ) -> ForwardConfig:
-    """How the trainer evaluates the network.
+    """Settings of the trainer's forward pass.
 
-    `rows` that a device works on at a time, and entries of the vocabulary that it has.
+    `rows`: rows that a device processes at a time; `vocab`: its entries of the vocabulary.
     """
     chunk, keep_logits = logits_in_memory(
         training.logp_chunk, training.row_tokens, rows=rows, vocab=vocab, remat=training.remat
@@ -270,7 +272,7 @@ def _forward_config(
 
 
 def _routed(model: DecoderConfig) -> TokenColumn:
-    """What is recorded of each token's way through a mixture; -1 where it is not known."""
+    """The column of each token's experts by layer; -1 where they were not recorded."""
     shape = (model.num_layers, model.experts_per_token)
     return TokenColumn(shape, recorded_dtype(model.num_experts).name, prompt=True, fill=-1)
 
@@ -278,7 +280,7 @@ def _routed(model: DecoderConfig) -> TokenColumn:
 def _engine_config(
     config: Config, model: DecoderConfig, machine: Machine, dtype: str, hosts: int
 ) -> EngineConfig:
-    """Sizes of one sampler, with as many slots as asked for or as fit."""
+    """Sizes of one sampler, with rollout.num_slots slots, or as many as fit for 0."""
     data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
     check_attention(rollout.attention, machine.platform)
     samplers, ranks = machine.processes // hosts, machine.devices // tensor
@@ -297,7 +299,7 @@ def _engine_config(
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
         prefix_tokens=rollout.prefix_tokens,
-        # after a long observation, all of a response but its last token may be read again
+        # after a long observation, all of a response but its last token may be prefilled again
         max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
@@ -310,8 +312,8 @@ def _engine_config(
         return dataclasses.replace(engine, slots=rollout.num_slots // samplers)
     if not machine.memory:
         raise ValueError(
-            "rollout.num_slots=0 asks for as many slots as fit, and this "
-            f"{machine.platform} does not tell how much memory it has; give a number"
+            "rollout.num_slots=0 means as many slots as fit, but the memory of this "
+            f"{machine.platform} is unknown; set a number"
         )
     slots = fitting_slots(
         model,
@@ -325,7 +327,7 @@ def _engine_config(
 
 
 def trains_on_pairs(graph: Graph) -> bool:
-    """Whether a loss of the graph compares two responses to a prompt: they must share a row."""
+    """Whether a loss of the graph compares two responses to a prompt, which must share a row."""
     trainers = [node for node in graph.nodes if node.type == "MODEL_TRAIN"]
     return any(
         node.role == "REWARD" or node.options.get("objective") == "preference" for node in trainers
@@ -340,9 +342,9 @@ def _packing(
     mesh: MeshSizes,
     roles: Mapping[str, MeshSizes],
 ) -> PackingPlan:
-    """Static rows of every training mesh, for `mini_prompts` prompts per mini-batch.
+    """Rows of every training mesh, a static number, for `mini_prompts` prompts per mini-batch.
 
-    `micro`: rows of a micro-batch per data rank, and how many go through stages together.
+    `micro`: (rows of a micro-batch per data rank, micro-batches of a pipeline pass).
     """
     training, prompt = config.training, config.data.max_prompt_length
     response = config.rollout.max_response_length
@@ -358,7 +360,7 @@ def _packing(
     longest_pair = prompt + 2 * response if limits.shared else 2 * (prompt + response)
     if pairs and (longest_pair > limits.tokens or limits.sequences < 2):
         raise ValueError(
-            f"a pair of responses must share a row, and the longest takes {longest_pair} tokens "
+            f"a pair of responses must share a row, but the longest takes {longest_pair} tokens "
             f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
             f"training.row_tokens={limits.tokens} to that"
         )
@@ -375,7 +377,7 @@ def _packing(
     for sizes in (mesh, *roles.values()):
         check_stages_are_filled(sizes, needed, *micro)
     most = room(needed, actor.ranks)
-    # another layout takes the same rows, as they come, even where some are not filled well
+    # other layouts take the same rows unchanged, even where some of these are not well filled
     rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
     return PackingPlan(
         limits=limits,

@@ -1,4 +1,4 @@
-"""The sizes of a run as a table for people."""
+"""The sizes of a run as a table of text."""
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
@@ -13,7 +13,7 @@ from distflow_jax.rollout.decode_state import num_pages
 def describe_sizes(
     sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine
 ) -> list[tuple]:
-    """(name, value, meaning) for people."""
+    """Rows of the table: (name, value, meaning)."""
     p, r = sizes.packing, config.rollout
     rows = p.rows[p.primary] * sizes.mesh_of("ACTOR").ranks
     samplers = machine.processes // sizes.sampler_hosts
@@ -79,7 +79,7 @@ def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine)
     chosen = ""
     if not config.rollout.num_slots:
         share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.4g} GiB"
-        chosen = f", the most of use that fit into {share}"
+        chosen = f", as many as are of use and fit into {share}"
     kept = "" if sizes.engine.cache_dtype == "auto" else f" of {sizes.engine.cache_dtype}"
     return (
         f"over all samplers; cache of a device {size / 2**20:,.0f} MiB{kept}: {pages} pages of "
@@ -88,23 +88,23 @@ def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine)
 
 
 def _row(sizes: Sizes) -> str:
-    limits, parts = sizes.packing.limits, sizes.mesh.context
+    limits, shards = sizes.packing.limits, sizes.mesh.context
     text = f"tokens, at most {limits.sequences} sequences"
-    return text if parts == 1 else f"{text}; {limits.tokens // parts} on each of {parts} devices"
+    return text if shards == 1 else f"{text}; {limits.tokens // shards} on each of {shards} devices"
 
 
 def _pipeline_rows(sizes: Sizes) -> list[tuple]:
     if sizes.microbatches == 1:
         return []
-    waits = f"{sizes.bubble_share:.0%} of its time a stage waits for others"
+    bubble = f"each rank is idle {sizes.bubble_share:.0%} of its time"
     repeats = sizes.forward.repeats
-    turns = f", {repeats} times round" if repeats > 1 else ""
-    text = f"x {sizes.microbatches} micro-batches{turns}; {waits}"
-    return [("pipeline", f"{sizes.stages} stages", text)]
+    rounds = f", {repeats} rounds" if repeats > 1 else ""
+    text = f"x {sizes.microbatches} micro-batches{rounds}; {bubble}"
+    return [("pipeline", f"{sizes.pipeline_ranks} ranks", text)]
 
 
 def _offload_rows(offload: str, machine: Machine) -> list[tuple]:
     if offload == "none":
         return []
-    same = "; a CPU's own, so nothing is saved" if machine.platform == "cpu" else ""
-    return [("unused models", "wait on the host", f"in {HOST} memory{same}")]
+    same = "; the same memory on a CPU, so nothing is saved" if machine.platform == "cpu" else ""
+    return [("unused models", "offloaded to the host", f"in {HOST} memory{same}")]

@@ -1,1 +1,1 @@
-"""Plans for pods that are not at hand: their chips and links, and what a run would take there."""
+"""Plans for pods without access to them: chips and links, memory, traffic, estimated seconds."""

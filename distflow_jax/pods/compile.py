@@ -1,4 +1,4 @@
-"""All programs of a run, compiled for a pod that is not there, from shapes alone."""
+"""Compilation of all programs of a run for a planned pod, from shapes alone."""
 
 import contextlib
 import re
@@ -16,7 +16,7 @@ from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import held_weights
-from distflow_jax.runtime.build import make_engine, make_sync
+from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.training.state import TrainState
 
 # "Used 17.5G of 15.75G hbm", or "(16.29G) exceeds available HBM (15.75G)"
@@ -24,28 +24,26 @@ _SIZES = re.compile(r"([\d.]+[KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+[
 
 
 class TooLarge(ValueError):
-    """A program alone needs more memory than a chip has; XLA says how much."""
+    """A program by itself needs more memory than a chip has; the message gives XLA's numbers."""
 
 
 def compile_program(program: Program, pod: Pod) -> Costs:
     """Costs of a unit's program on the pod. Raises TooLarge."""
     mesh = program.mesh
-    with refusing(program.unit.name):
+    with reporting_size(program.unit.name):
         compiled = program.compile()
     return costs_of(program.traced, compiled, dict(mesh.shape), pod.numbers(mesh))
 
 
 def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) -> Costs:
-    """Costs of bringing the weights of the first policy that is sampled to the samplers.
-
-    Raises TooLarge.
-    """
+    """Costs of the weight sync of the first sampled policy. Raises TooLarge."""
     params = sampled_params(planned, programs)
     local = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, planned.devices)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     parts = []
-    for traced, times in make_sync(planned, local).programs(params):
-        with refusing(UPDATE_WEIGHTS):
+    sync = make_sync(planned.source, planned.config, planned.sizes, planned.devices)
+    for traced, times in sync.programs(params):
+        with reporting_size(UPDATE_WEIGHTS):
             compiled = traced.lower().compile()
         costs = costs_of(traced, compiled, dict(mesh.shape), pod.numbers(mesh))
         parts.append((costs, times))
@@ -54,7 +52,7 @@ def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) ->
 
 
 def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:
-    """Specs of the parameters of the first policy that is sampled."""
+    """Specs of the parameters of the first sampled policy."""
     (key, *_) = planned.samplers.values()
     state = next(p.given_states[key] for p in programs.values() if key in p.given_states)
     return state.params if isinstance(state, TrainState) else state
@@ -63,21 +61,21 @@ def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:
 def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     """Costs of one of a sampler's largest programs: "prefill" of a row, or "decode" of k steps.
 
-    A sampler needs nobody else, and is a slice of its own. Raises TooLarge.
+    A sampler is independent of the others, and compiled as a slice of its own. Raises TooLarge.
     """
     hosts = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, pod.devices)
-    pod = pod.part(pod.numbers(hosts))
+    pod = pod.slice_of(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
-    holding = held_weights(engine.model, engine.config, engine.mesh)
-    traced = engine.traced(holding.specs(engine.mesh, engine.config.dtype))[name]
-    with refusing(name):
+    weights = held_weights(engine.model, engine.config, engine.mesh)
+    traced = engine.programs.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
+    with reporting_size(name):
         compiled = traced.lower().compile()
     return costs_of(traced, compiled, dict(engine.mesh.shape), pod.numbers(engine.mesh))
 
 
 @contextlib.contextmanager
-def refusing(program: str) -> Iterator[None]:
-    """Tells what is too large by its name, where XLA says so."""
+def reporting_size(program: str) -> Iterator[None]:
+    """Turns XLA's out-of-memory error into TooLarge, which names the program and the sizes."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,7 @@
-"""Traffic and bytes of a trainer's programs by formulas, where nothing is compiled for a pod.
+"""Traffic and bytes of training programs by formulas, for pods that nothing is compiled for.
 
-Of one chip: A tokens of a micro-batch, M micro-batches of a step, P weights of the chip's tensor
-group (all it meets in a pass), c bytes of a weight or an activation as it is computed with.
+Per chip: A tokens of a micro-batch, M micro-batches of a step, P weights of the chip's tensor rank
+(all that it uses in a pass), c bytes of a weight or activation in the compute dtype.
 """
 
 import math
@@ -26,33 +26,38 @@ _KNOWN = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def program_costs(planned: RunPlan, program: Program, numbers: np.ndarray) -> Costs:
-    """FLOPs from the jaxpr, the rest by formulas. ValueError for a mesh that they do not know.
+    """Costs of a program: FLOPs from the jaxpr, the rest by formulas.
 
-    Weights are gathered over fsdp in every pass of a micro-batch (forward; of an update backward
-    too), gradients summed behind it over fsdp and whatever has copies of them, beside other work.
-    Waited for are partial sums of tensor groups, tokens on their way to experts and back, and keys
-    and values of a row that devices share. HBM: weights once for every product they are in,
-    accumulated gradients read and written, the optimizer's state once a step, and each product's
-    input and output. Attention's scores stay on the chip. `numbers`: the mesh's devices, as
-    traffic_of takes them.
+    Overlapped with other work: weights gathered over fsdp in every pass of a micro-batch (forward;
+    in an update also backward), and gradients summed afterwards over fsdp and the axes with copies.
+    Not overlapped: partial sums of tensor ranks, tokens sent to experts and back, keys and values
+    of a row that devices share. HBM: weights once per product, accumulated gradients read and
+    written, the optimizer's state once per step, and each product's input and output. Scores of
+    attention stay on the chip.
+
+    `numbers`: of the mesh's devices, int [devices], as for traffic_of. Raises ValueError for a mesh
+    with axes that the formulas do not cover.
     """
     found = matmul_flops(program.traced.jaxpr)
     sizes = dict(program.mesh.shape)
     unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in _KNOWN]
     if unknown:
         raise ValueError(
-            f"formulas know the mesh axes {', '.join(_KNOWN)} and not {', '.join(unknown)}: use 1, "
-            "or plan for TPUs, which are compiled for"
+            f"formulas cover the mesh axes {', '.join(_KNOWN)}, not {', '.join(unknown)}: use 1, "
+            "or plan for TPUs, for which programs are compiled"
         )
     costs = Costs(found.total, found.unbounded)
     models = [task for task in program.unit.tasks if task.state_key in planned.models]
-    parts = [_of_model(planned, program, numbers, t) for t in models]
-    traffic = [t for found, _ in parts for t in found]
-    return _with(costs, traffic, sum(accessed for _, accessed in parts))
+    found = [_of_model(planned, program, numbers, t) for t in models]
+    traffic = [t for of_model, _ in found for t in of_model]
+    return _with(costs, traffic, sum(accessed for _, accessed in found))
 
 
 def sync_costs(planned: RunPlan, mesh: jax.sharding.Mesh, numbers: np.ndarray) -> Costs:
-    """Weights for the samplers: gathered once by every chip, from those that share them."""
+    """Costs of a weight sync: every chip gathers the samplers' weights once.
+
+    `numbers`: of the mesh's devices, int [devices], as for traffic_of.
+    """
     engine, tensor = planned.sizes.engine, planned.sizes.rollout_tensor
     size = float(weight_bytes(planned.source.config, engine, tensor))
     axes = tuple(axis for axis in ("fsdp", "expert", "tensor") if mesh.shape.get(axis, 1) > 1)
@@ -109,28 +114,28 @@ def _of_model(
     add("all-gather", ["fsdp"], passes * micro * weights * item, passes * micro * layers)
     if trains:
         add("reduce-scatter", ["fsdp"], micro * weights * item, micro * layers)
-        # of what devices have copies of
+        # of gradients that several devices have copies of
         each = micro / fsdp * item
         if expert == 1:
             add("all-reduce", ["data", "context"], each * weights, micro * layers)
         else:
             add("all-reduce", ["data", "expert", "context"], each * dense, micro * layers)
             add("all-reduce", ["data", "context"], each * of_experts, micro * layers)
-    # keys and values of the whole row, of those heads that the device has
-    copied = config.num_kv_heads % tensor  # one for each of queries then
+    # keys and values of the whole row, of the device's heads
+    copied = config.num_kv_heads % tensor  # not divisible: one head for each of queries
     heads = (config.num_heads if copied else config.num_kv_heads) / tensor
     row = 2.0 * context * tokens * heads * config.head_dim * item
     add("all-gather", ["context"], passes * micro * layers * row, 2 * passes * micro * layers, True)
     if trains:
         add("reduce-scatter", ["context"], micro * layers * row, 2 * micro * layers, True)
-    # tokens of the group to their experts, and back; as much of the gradient
+    # tokens of the group to their experts, and back; as much for the gradient
     times = micro * layers * passes
     group = float(expert * tokens * config.hidden_size * item)
     add("all-gather", ["expert"], (times + micro * layers * again) * group, times, True)
     add("reduce-scatter", ["expert"], times * group, times, True)
     if tensor > 1:
-        # before attention and the MLP, and behind; as much of the gradient; and again where so.
-        # XLA sums all of it on each device going forward, and a part going back
+        # before and after attention and the MLP; as much for the gradient, and for recomputation.
+        # In the forward pass XLA all-reduces, in the backward pass it reduce-scatters
         sums = {"all-gather": 1 + trains + again, "all-reduce": 1 + again, "reduce-scatter": trains}
         stream = float(tokens * config.hidden_size * item)
         for kind, number in sums.items():
@@ -147,7 +152,7 @@ def _of_model(
 
 
 def _counts(params: Any) -> tuple[int, int]:
-    """(weights that every device of an expert axis has, those of experts)."""
+    """(number of weights outside the experts, number of weights of the experts)."""
     found = [0, 0]
     for x in jax.tree.leaves(params):
         found["expert" in x.sharding.spec] += math.prod(x.shape)
@@ -155,7 +160,7 @@ def _counts(params: Any) -> tuple[int, int]:
 
 
 def _widths(config: DecoderConfig, tensor: int) -> float:
-    """Numbers that a token's products of one layer read and write, on one chip of a group."""
+    """Activations that the products of one layer read and write per token, on one chip."""
     c = config
     heads = (c.num_heads + c.num_kv_heads) * 2 * c.head_dim / tensor  # query, keys, values, output
     experts = c.experts_per_token if c.num_experts else 1

@@ -1,7 +1,7 @@
-"""How fast a group of devices can exchange, by where they sit: on a torus, or in nodes.
+"""Rates at which a group of devices exchanges data, by their places on a torus or in nodes.
 
-n devices of a group, V bytes. On a torus the n are a box of n_1 x n_2 x ... places, d of these dims
-longer than 1, each s_i apart; B bytes/s go over a link, one way.
+n devices of a group, V bytes. On a torus the group is a box of n_1 x n_2 x ... places with strides
+s_i, and d of these dims are longer than 1; a link carries B bytes/s one way.
 """
 
 import dataclasses
@@ -15,18 +15,19 @@ from distflow_jax.planning.chips import Chip
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Rates of a group of devices that all exchange at once, as all other groups alike do."""
+    """Rates of a group of devices, while all groups of its kind exchange at the same time."""
 
-    devices: int
-    ring: float  # bytes/s that each takes in, round a ring through all
-    exchange: float  # bytes/s that each sends, to all others equally
-    latency: float  # seconds until the farthest has what was sent
+    devices: int  # n
+    ring: float  # bytes/s that each device receives in a ring through all
+    exchange: float  # bytes/s that each device sends, to all others equally
+    latency: float  # seconds until data have arrived at the farthest device
 
     def seconds(self, kind: str, size: float) -> float:
-        """Time of one collective of hlo.COLLECTIVES, whose bytes are those of hlo.Collective.
+        """Seconds of one collective.
 
-        A ring passes on (n - 1) / n of what an all-gather gives or a reduce-scatter takes; an
-        all-reduce is one after the other (jax-ml.github.io/scaling-book/sharding).
+        `kind`: of hlo.COLLECTIVES; `size`: bytes, as in hlo.Collective. A ring moves (n - 1) / n of
+        the result of an all-gather or of the operand of a reduce-scatter; an all-reduce is one
+        after the other (jax-ml.github.io/scaling-book/sharding).
         """
         others = size * (self.devices - 1) / self.devices
         if kind == "all-reduce":
@@ -38,18 +39,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """Chips on a torus, some dims of which may be lines. `places` int [devices, dims]: where each
-    device of the canonical order sits."""
+    """Chips on a torus, some dims of which may be lines."""
 
     chip: Chip
     sizes: tuple[int, ...]
+    # int [devices, dims]: the coordinates of each device of the canonical order
     places: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     def span(self, group: Sequence[int]) -> Span | None:
-        """Rates of devices, by their numbers; None where they are no box of evenly spaced places.
+        """Rates of devices, by their numbers; None unless they are a box of evenly spaced places.
 
-        Each dim adds a ring of B / s_i in both directions, of a line in one: s_i groups that lie
-        between each other share its links. Where all send to all, half of what a dim's n_i hold
+        Each dim adds a ring of B / s_i in both directions, a line in one direction: the s_i
+        interleaved groups share its links. In an all-to-all, half of the data of a dim's n_i places
         crosses its middle, on two links of a ring (or one of a line) in each direction.
         """
         places = self.places[list(group)]
@@ -74,8 +75,10 @@ class Torus:
         return Span(len(group), ring, min(exchange, ring), latency)
 
     def permute_seconds(self, pairs: np.ndarray, size: float) -> float:
-        """Time of a permutation of `pairs` [pairs, 2]: each way takes its links for itself, and all
-        go along one dim at a time."""
+        """Seconds of a permutation of `pairs`, int [pairs, 2], of `size` bytes each.
+
+        Data are routed along one dim at a time, and no pair shares the links of its route.
+        """
         apart = np.abs(self.places[pairs[:, 0]] - self.places[pairs[:, 1]])
         round_ = np.array([s if self._wraps(s) else 2 * s for s in self.sizes])
         hops = np.minimum(apart, round_ - apart).sum(-1)
@@ -98,10 +101,11 @@ class Nodes:
     per_node: int
 
     def span(self, group: Sequence[int]) -> Span | None:
-        """Rates of devices, by their numbers; None where nodes hold unequal parts of them.
+        """Rates of devices, by their numbers; None if nodes hold unequal numbers of them.
 
-        g of a node in each of m nodes: what comes from outside enters once, a g-th by each one's
-        adapter, and goes round inside. Where all send to all, n - g of n parts leave the node.
+        With g devices in each of m nodes, data from other nodes enter a node once, a g-th through
+        each device's adapter, and then go round the node. In an all-to-all, (n - g) / n of the data
+        leave the node.
         """
         nodes, counts = np.unique(np.array(group) // self.per_node, return_counts=True)
         if len(set(counts)) > 1:
@@ -118,7 +122,10 @@ class Nodes:
         return Span(n, ring, exchange, latency)
 
     def permute_seconds(self, pairs: np.ndarray, size: float) -> float:
-        """Time of a permutation of `pairs` [pairs, 2]: that of those which leave their node."""
+        """Seconds of a permutation of `pairs`, int [pairs, 2], of `size` bytes each.
+
+        Pairs in different nodes determine the time, if there are any.
+        """
         moved = pairs[pairs[:, 0] != pairs[:, 1]]
         if not len(moved):
             return 0.0

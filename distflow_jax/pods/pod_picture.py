@@ -1,4 +1,4 @@
-"""A picture of what a run would take on a pod: memory and estimated seconds, bars for each segment.
+"""Picture of a pod plan: bars of memory and estimated seconds for each segment.
 
 to_svg(draw_pod(plan))  # report/drawing.py
 """
@@ -11,7 +11,7 @@ from distflow_jax.pods.roofline import Estimate
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, shorten, text_width
 
-# what a segment holds, as in its table -> colour
+# column of the memory table -> colour
 MEMORY_COLORS = {
     "parameters": "#1d4ed8",
     "optimizer": "#6d8fe8",
@@ -35,7 +35,7 @@ _TITLE, _HEAD, _SMALL = 15.0, 12.0, 10.0  # sizes of text
 
 
 def draw_pod(plan: PodPlan) -> Drawing:
-    """The picture of a pod's plan: memory of a chip, then seconds, said to be estimates."""
+    """Draws the memory of a chip, then the seconds, labelled as estimates."""
     title = f"{plan.planned.plan.name} on {plan.pod.name}"
     shapes: list[Shape] = [Text(_MARGIN, _MARGIN + 12.0, title, _TITLE, INK, bold=True)]
     y = _MARGIN + 44.0
@@ -53,7 +53,7 @@ def draw_pod(plan: PodPlan) -> Drawing:
     return Drawing(2 * _MARGIN + _NAMES + _BARS + _FIGURES, y, shapes, PAPER)
 
 
-_Row = tuple[str, list[Shape], str]  # name, bars on a row's place, figure
+_Row = tuple[str, list[Shape], str]  # name, bars, figure
 
 
 def _memory(memory: MemoryPlan) -> Iterator[_Row]:
@@ -101,7 +101,7 @@ def _named(name: str, figure: str) -> Iterator[Shape]:
 
 
 def _legend(colors: Mapping[str, str]) -> Iterator[Shape]:
-    """Marks and their meaning, in a line."""
+    """Colour marks with their names, in one line."""
     x = 0.0
     for name, color in colors.items():
         word = name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""What a run would take on a pod: every segment's memory, work, traffic and estimated seconds."""
+"""Plan of a run on a pod: memory, FLOPs, traffic and estimated seconds of every segment."""
 
 import dataclasses
 import functools
@@ -9,10 +9,11 @@ import jax
 
 from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.planning.field_specs import num_bytes
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.unit_programs import Program, num_bytes
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods import formulas
 from distflow_jax.pods.compile import (
     TooLarge,
@@ -29,47 +30,43 @@ from distflow_jax.programs.traffic import Traffic
 from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.runtime.build import trace
 
-# what XLA or libtpu of another release may take more, and a run's own arrays beside the plan's
+# share of HBM left for other releases of XLA or libtpu, and for arrays of a run outside the plan
 SPARE = 0.1
-# of the compiled programs those that tell memory alone: how often they run no compiler knows
+# compiled for their memory only: how often they run depends on the data
 _SAMPLER = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
-    """A field that goes from one training layout to another between two segments."""
+    """A field that is resharded between two segments with different training layouts."""
 
     field: str
     source: str
     target: str
     layouts: str
     bytes: int  # over all chips, copies not counted
-    chip_bytes: int  # that a chip holds of it then
+    chip_bytes: int  # of the result on one chip
 
 
 @dataclasses.dataclass(frozen=True)
 class PodPlan:
-    """A plan compiled for a pod.
-
-    `costs` and `chips` (how many it runs on) are by the segment's name. What alone is too large has
-    a reason in `refused`, and no costs; nor has what was `left_out`, not to be compiled.
-    """
+    """A plan compiled, or priced by formulas, for a pod. Mappings are by the segment's name."""
 
     pod: Pod
     planned: RunPlan
     programs: Mapping[str, Program]
     costs: Mapping[str, Costs]
-    chips: Mapping[str, int]
-    generation: GenerationEstimate | None
+    chips: Mapping[str, int]  # number of chips that it runs on
+    generation: GenerationEstimate | None  # None: the run samples nothing
     reshards: tuple[Reshard, ...]
     memory: MemoryPlan
-    refused: Mapping[str, str]
-    missing: str  # what to change where memory does not suffice; "" where it does
-    left_out: tuple[str, ...] = ()
+    refused: Mapping[str, str]  # programs too large by themselves, which have no costs: reasons
+    missing: str  # settings to change if memory does not suffice; "" if it does
+    left_out: tuple[str, ...] = ()  # programs not compiled on request, which have no costs
 
     @property
     def estimates(self) -> dict[str, Estimate]:
-        """Seconds of each segment by its compiled program; of the sampler's see `generation`."""
+        """Estimate of each segment from its program's costs; see `generation` for sampling."""
         found = {}
         for name, cost in self.costs.items():
             flops = cost.flops / self.chips[name]
@@ -79,14 +76,14 @@ class PodPlan:
 
     @property
     def problem(self) -> str:
-        """Why a run would not start there; "" where it would."""
+        """The reason why a run would not start on the pod; "" if it would."""
         if self.refused:
             return "; ".join(f"{why}, which does not fit" for why in self.refused.values())
         return self.missing
 
     @property
     def spare(self) -> float:
-        """The share of HBM that the fullest segment leaves; negative where it does not fit."""
+        """The share of HBM that the fullest segment leaves; negative if it does not fit."""
         return 1 - self.memory.fullest.total / self.pod.chip.memory
 
     def _describe_spare(self) -> str:
@@ -98,50 +95,50 @@ class PodPlan:
         if unknown:
             return f"{text}, without temporaries of {', '.join(unknown)}\n"
         if self.spare < SPARE:
-            return f"WARNING: {text}: below {SPARE:.0%}, a run may end for want of memory\n"
+            return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
         return f"{text}\n"
 
     @property
     def parts(self) -> dict[str, Estimate]:
-        """What a step's seconds are made of: its segments, and of sampling the parts."""
+        """Estimates of all parts of a step: its segments, and the phases of sampling."""
         found = {name: e for name, e in self.estimates.items() if name not in _SAMPLER}
         if self.generation:
             g = self.generation
-            stages = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
-            found |= {f"rollout: {stage}": e for stage, e in stages.items()}
+            phases = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
+            found |= {f"rollout: {phase}": e for phase, e in phases.items()}
         return found
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of a whole step: one part after the other."""
+        """Estimated seconds of a whole step; its parts run one after the other."""
         return sum(e.total for e in self.parts.values())
 
     def describe(self) -> str:
-        """Tables for people."""
+        """The plan as tables of text."""
         how = (
             "of each program"
             if any(cost.peak_bytes for cost in self.costs.values())
-            else "of programs nothing is known but FLOPs: nothing was compiled"
+            else "of each program, FLOPs only: nothing was compiled"
         )
         parts = [
             self.pod.describe(),
             f"memory of a chip, {how}\n\n{aligned(self._memory_rows())}\n",
             f"{self.memory.describe()}\n{self._describe_spare()}",
-            f"traffic of a chip, loops multiplied\n\n{aligned(self._traffic_rows())}\n",
+            f"traffic of a chip, over all trips of loops\n\n{aligned(self._traffic_rows())}\n",
         ]
         if self.reshards:
             parts.append(f"reshards between layouts\n\n{aligned(self._reshard_rows())}\n")
         parts.append(
             "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
             f"nothing of this was measured\n\n{aligned(self._seconds_rows())}\n\n"
-            f"a step: {self.seconds:.3g} s, without rewards and whatever else hosts do"
-            f"{', and without what is too large' if self.refused else ''}"
-            f"{', and without what was not compiled' if self.left_out else ''}\n"
+            f"a step: {self.seconds:.3g} s, without rewards and other work of the hosts"
+            f"{', without programs that are too large' if self.refused else ''}"
+            f"{', without programs that were not compiled' if self.left_out else ''}\n"
         )
         return "\n".join(parts)
 
     def to_tree(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
+        """The plan as plain JSON values."""
         chip = {k: v for k, v in dataclasses.asdict(self.pod.chip).items() if v not in ((), 0, 0.0)}
         estimates = self.estimates
         return {
@@ -235,13 +232,18 @@ def plan_on(
     programs: Mapping[str, Program] | None = None,
     only: Collection[str] = (),
 ) -> PodPlan:
-    """Compiles all of a plan for a pod, whose devices it has. Makes no array.
+    """Compiles a run for a pod, or prices it by formulas. Allocates no array.
 
-    `mean_response` in tokens, for the time of sampling; 0: the longest allowed. Without `compiled`,
-    which takes a pod that compiles, formulas tell what programs cost. `programs`: those of
-    `machinery.trace`, where they are known. `only`: names of programs, of which no others are
-    compiled; (): all. Raises ValueError where a mesh does not fit the pod, or the formulas, and for
-    a name that no program has.
+    Args:
+      pod: the pod.
+      planned: a plan on the pod's devices.
+      mean_response: tokens, for the time of sampling; 0: the longest allowed.
+      compiled: compile the programs, which needs a pod that compiles; else formulas give the costs.
+      programs: those of runtime.build.trace; None: they are traced here.
+      only: names of the programs to compile; (): all.
+
+    Raises ValueError if a mesh does not fit the pod, or the formulas do not cover it, and for an
+    unknown name in `only`.
     """
     pod.check_mesh("mesh", planned.sizes.mesh)
     for role, mesh in planned.sizes.role_meshes.items():
@@ -277,12 +279,12 @@ def plan_on(
 
 
 def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
-    """Of the programs' names those that are not asked for. ValueError for `only` what is none."""
+    """The names of programs not in `only`. Raises ValueError for an unknown name in `only`."""
     unknown = [name for name in only if name not in names]
     if unknown:
         raise ValueError(
-            f"--only={','.join(only)}: no program is named {', '.join(map(repr, unknown))}; this "
-            f"run has {', '.join(names)}"
+            f"--only={','.join(only)}: unknown programs {', '.join(map(repr, unknown))}; this run "
+            f"has {', '.join(names)}"
         )
     return tuple(name for name in names if only and name not in only)
 
@@ -290,7 +292,7 @@ def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
 def _compiled(
     pod: Pod, planned: RunPlan, programs: Mapping[str, Program], left_out: Collection[str]
 ) -> tuple[dict[str, Costs], dict[str, str]]:
-    """(costs by the segment's name, why others are too large)."""
+    """(costs by the segment's name, reasons of programs that are too large)."""
     work: dict[str, Callable[[], Costs]] = {}
     if planned.samplers:
         for name in _SAMPLER:
@@ -326,7 +328,7 @@ def _generation(pod: Pod, planned: RunPlan, load: Load) -> GenerationEstimate:
 
 
 def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
-    """What a data rank of the samplers has to do in a step."""
+    """The work of one data rank of the samplers in a step."""
     config, sizes = planned.config, planned.sizes
     longest = config.rollout.max_response_length
     if mean_response > longest:

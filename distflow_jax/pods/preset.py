@@ -1,8 +1,7 @@
-"""GRPO of a large model on a pod: what configs/qwen*.py have in common.
+"""GRPO of a large model on a pod: the common part of configs/qwen*.py.
 
-Such a config takes a text, CHIPS,CONTEXT: `--config=configs/qwen25_72b.py:v5p-64,8k` is 64 chips of
-a v5p (chips, where the names of Google Cloud count two cores for each) and sequences of up to 8,192
-tokens.
+Such a config takes an argument CHIPS,CONTEXT: `--config=configs/qwen25_72b.py:v5p-64,8k` means 64
+v5p chips (Google Cloud's names count two cores per chip) and sequences of up to 8,192 tokens.
 """
 
 import dataclasses
@@ -26,20 +25,21 @@ _SAMPLES = 8  # responses to a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a model is divided over chips of one kind; mesh.data takes those that are left."""
+    """Division of a model over chips of one kind; mesh.data takes the chips that are left."""
 
     fsdp: int
     tensor: int
     rollout_tensor: int
     expert: int = 1
     context: int = 1
-    cache_fraction: float = 0.15  # of HBM, of a sampler's keys and values
-    sampler_dtype: str = "auto"  # int8: of a sampler's weights, keys and values, with a correction
+    cache_fraction: float = 0.15  # of HBM, for a sampler's keys and values
+    # of a sampler's weights, keys and values; int8 turns the token_tis correction on
+    sampler_dtype: str = "auto"
     offload: str = "none"
 
     @property
     def chips(self) -> int:
-        """The fewest that hold it."""
+        """The fewest chips of this division."""
         return self.fsdp * self.tensor * self.expert * self.context
 
 
@@ -51,12 +51,18 @@ def grpo(
     positions: int,
     yarn_factor: float = 1.0,
 ) -> Config:
-    """The config for `choice`, CHIPS,CONTEXT.
+    """The config for a choice of chips and context.
 
-    `divisions` by (kind of chip, context); `positions`: the longest sequence that the model was
-    trained on. YaRN with `yarn_factor` makes it so many times as long, where the context needs it.
-    Every pod has as many sequences per chip: the more chips, the larger the batch. Raises
-    ValueError.
+    The batch grows with the pod: the number of sequences per chip is constant.
+
+    Args:
+      source: the model.
+      choice: CHIPS,CONTEXT, for example "v5p-64,8k".
+      divisions: by (kind of chip, context).
+      positions: the longest sequence on which the model was trained.
+      yarn_factor: extends `positions` by YaRN, where the context needs it.
+
+    Raises ValueError for a choice that is malformed, or that the model has no division for.
     """
     kind, chips, context = _read(choice)
     stretched = CONTEXTS[context] > positions
@@ -68,12 +74,12 @@ def grpo(
         )
     if (kind, context) not in divisions:
         known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
-        raise ValueError(f"{source} has no division for {kind} at {context}; there are {known}")
+        raise ValueError(f"{source} has no division for {kind} at {context}; use one of {known}")
     by = divisions[kind, context]
     if chips % by.chips:
         raise ValueError(
             f"{choice!r}: {source} at {context} is divided over {by.chips} chips of {kind}; use a "
-            "multiple of these"
+            f"multiple of {by.chips}"
         )
     tokens = CONTEXTS[context]
     return Config(
@@ -84,7 +90,7 @@ def grpo(
             correction="none" if by.sampler_dtype == "auto" else "token_tis",
         ),
         data=DataConfig(
-            # as many tokens of a chip whatever the context
+            # the same number of tokens per chip for every context
             prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),
             max_prompt_length=_PROMPT,
             overlong="drop",
@@ -102,7 +108,7 @@ def grpo(
             steps=200,
             row_tokens=tokens,
             remat="full",
-            attention="kernel",  # auto would take the scores of a whole row where none fits
+            attention="kernel",  # auto would materialise the scores of a row where no kernel fits
             offload=by.offload,
         ),
         mesh=MeshConfig(
@@ -127,9 +133,9 @@ def _read(choice: str) -> tuple[str, int, str]:
         )
     kind, chips, context = found[1], int(found[2]), found[3]
     if kind not in CHIPS:
-        raise ValueError(f"{choice!r}: no chip {kind!r} is known; use {_listed(CHIPS)}")
+        raise ValueError(f"{choice!r}: unknown chip {kind!r}; use {_listed(CHIPS)}")
     if context not in CONTEXTS:
-        raise ValueError(f"{choice!r}: no context {context!r} is known; use {_listed(CONTEXTS)}")
+        raise ValueError(f"{choice!r}: unknown context {context!r}; use {_listed(CONTEXTS)}")
     low, high = CHIPS[kind]
     if not low <= chips <= high:
         raise ValueError(f"{choice!r}: a pod of {kind} has {low} to {high} chips")

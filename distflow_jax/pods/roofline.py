@@ -1,6 +1,7 @@
-"""How long a program takes at least, by its chips' peak rates (Williams et al. 2009,
-doi.org/10.1145/1498765.1498785), with links beside compute and memory. docs/scaling.md has the
-formulas in one place.
+"""Roofline model: a lower bound on a program's time from the peak rates of its chips.
+
+Williams et al. 2009 (doi.org/10.1145/1498765.1498785), with links in addition to compute and
+memory. docs/scaling.md lists all formulas.
 """
 
 import dataclasses
@@ -20,20 +21,20 @@ class Estimate:
 
     compute: float
     memory: float  # of HBM
-    links: Mapping[str, float]  # by mesh axes, "fsdp" or "data*fsdp": all that goes over them
-    exposed: float  # of `links`, what nothing else is at work beside
+    links: Mapping[str, float]  # by mesh axes, "fsdp" or "data*fsdp": all collectives over them
+    exposed: float  # of `links`, the time that overlaps with nothing
 
     @property
     def total(self) -> float:
-        """Whichever takes longest of what runs at once, and then what nothing runs beside."""
-        beside = sum(self.links.values()) - self.exposed
-        return max(self.compute, self.memory, beside) + self.exposed
+        """The longest of the terms that overlap, plus the exposed time."""
+        overlapped = sum(self.links.values()) - self.exposed
+        return max(self.compute, self.memory, overlapped) + self.exposed
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "memory" or the axes of links."""
-        parts = {"compute": self.compute, "memory": self.memory} | dict(self.links)
-        return max(parts, key=parts.__getitem__)
+        """The longest term: "compute", "memory" or the axes of links."""
+        terms = {"compute": self.compute, "memory": self.memory} | dict(self.links)
+        return max(terms, key=terms.__getitem__)
 
     def __add__(self, other: "Estimate") -> "Estimate":
         axes = dict.fromkeys([*self.links, *other.links])
@@ -45,15 +46,15 @@ class Estimate:
         )
 
     def to_tree(self) -> dict[str, Any]:
-        """Plain numbers, as JSON has them."""
+        """The estimate as plain JSON values."""
         return dataclasses.asdict(self) | {"total": self.total, "bound": self.bound}
 
 
 def estimate(pod: Pod, *, flops: float, accessed: float, traffic: Iterable[Traffic]) -> Estimate:
-    """Roofline of a program on a pod.
+    """Roofline estimate of a program on a pod.
 
-    `flops` and `accessed` (bytes of HBM) are those of one chip. Links that different axes use are
-    not the same, but programs wait for one collective after the other: their times add up.
+    `flops` and `accessed` (bytes of HBM) are per chip. Different axes use different links, but a
+    program waits for one collective after the other, so their times are added.
     """
     links: dict[str, float] = {}
     exposed = 0.0
@@ -67,7 +68,7 @@ def estimate(pod: Pod, *, flops: float, accessed: float, traffic: Iterable[Traff
 
 
 def collective_seconds(interconnect: Interconnect, traffic: Traffic) -> float:
-    """Seconds of all of it, with the latency of each."""
+    """Seconds of all collectives of `traffic`, latencies included."""
     each = traffic.bytes / traffic.times
     if traffic.kind == "collective-permute":
         return traffic.times * interconnect.permute_seconds(traffic.groups, each)
@@ -75,8 +76,11 @@ def collective_seconds(interconnect: Interconnect, traffic: Traffic) -> float:
 
 
 def _slowest(interconnect: Interconnect, groups: np.ndarray) -> Span:
-    """Of all groups the one with the slowest ring. Those that fit no box of a torus go round all
-    of its places, as their traffic has to."""
+    """The rates of the group with the slowest ring.
+
+    A group that is no box of a torus is treated as a ring through all places, as its traffic is
+    routed through them.
+    """
     everything = range(int(groups.max()) + 1)
     spans = [interconnect.span(group) for group in np.unique(np.sort(groups, axis=1), axis=0)]
     whole = interconnect.span(everything) if None in spans else None

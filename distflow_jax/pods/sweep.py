@@ -1,5 +1,8 @@
-"""Which layout a run should have on a pod: all that the pod and the model allow, priced by
-formulas, and the fastest of them compiled until one fits."""
+"""Search for the fastest layout of a run on a pod.
+
+All layouts that the pod and the model allow are priced by formulas, and the fastest of them are
+compiled until one fits.
+"""
 
 import dataclasses
 import itertools
@@ -17,33 +20,33 @@ from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.runtime.build import trace
 
-# Of mesh.*. The others stay as configured: stages are not known to the formulas, and what experts
-# and rows in parts are for, temporaries, is not either
+# Axes of mesh.* that are searched. The others stay as configured: formulas do not cover pipelines,
+# nor temporaries, which expert and context reduce
 AXES = ("data", "fsdp", "tensor", "rollout_tensor")
 _SHOWN = 12  # rows of the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout, planned by formulas, and compiled where it was among the best."""
+    """A layout, priced by formulas, and compiled if it was among the fastest."""
 
     guess: PodPlan
     compiled: PodPlan | None = None
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of AXES."""
+        """Sizes by axis, of AXES."""
         sizes = self.guess.planned.sizes
         return {a: getattr(sizes.mesh, a) for a in AXES[:-1]} | {AXES[-1]: sizes.rollout_tensor}
 
     @property
     def flags(self) -> str:
-        """What the command line needs for it."""
+        """Command-line flags that choose this layout."""
         return " ".join(f"--config.mesh.{axis}={size}" for axis, size in self.mesh.items())
 
     @property
     def is_small(self) -> bool:
-        """Whether what lives on a chip leaves SPARE of its memory, temporaries not counted."""
+        """Whether live arrays, without temporaries, leave SPARE of a chip's memory."""
         return not self.guess.problem and self.guess.spare >= SPARE
 
     @property
@@ -53,7 +56,7 @@ class Candidate:
         return found is not None and not found.problem and found.spare >= SPARE
 
     def verdict(self) -> str:
-        """What is known of its memory, for people."""
+        """Text on the memory that it needs."""
         if self.compiled is None:
             return "not compiled" if self.is_small else "too large without temporaries"
         if self.compiled.refused:
@@ -61,7 +64,7 @@ class Candidate:
         return f"compiled: {self.compiled.spare:.1%} to spare"
 
     def to_tree(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The candidate as plain JSON values."""
         compiled = self.compiled and {
             "fullest": self.compiled.memory.fullest.total,
             "spare": self.compiled.spare,
@@ -81,21 +84,21 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """All layouts that are a run, the fastest first."""
+    """All layouts that the run allows, the fastest first."""
 
     pod: Pod
     candidates: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate | None:
-        """The first that fits, as compiled; where none was compiled, the first that is small."""
+        """The first compiled candidate that fits; if none was compiled, the first small one."""
         if any(c.compiled for c in self.candidates):
             return next((c for c in self.candidates if c.fits), None)
         return next((c for c in self.candidates if c.is_small), None)
 
     @property
     def problem(self) -> str:
-        """Why no layout is suggested, in one line; "" where one is."""
+        """The reason why no layout is suggested, in one line; "" if one is."""
         if self.best is not None:
             return ""
         tried = [c for c in self.candidates if c.compiled]
@@ -116,7 +119,7 @@ class Sweep:
         )
 
     def describe(self) -> str:
-        """The table for people, and the flags of the layout that it suggests."""
+        """The candidates as a table of text, and the flags of the suggested layout."""
         small = [c for c in self.candidates if c.is_small]
         large = len(self.candidates) - len(small)
         shown = small[:_SHOWN] or self.candidates[:_SHOWN]
@@ -128,12 +131,12 @@ class Sweep:
             f"{1 - SPARE:.0%} of a chip's memory without temporaries\n",
         ]
         if self.best is not None:
-            known = "" if self.best.compiled else ", whose temporaries are not known"
+            known = "" if self.best.compiled else ", whose temporaries are unknown"
             parts.append(f"suggested: {_text(self.best)}{known}\n\n  {self.best.flags}\n")
         return "\n".join(parts)
 
     def to_tree(self) -> dict[str, Any]:
-        """The same as plain JSON values, with every layout."""
+        """All candidates as plain JSON values."""
         return {
             "pod": self.pod.name,
             "spare": SPARE,
@@ -167,11 +170,17 @@ def sweep(
     compiles: int = 3,
     say: Callable[[str], None] = lambda line: None,
 ) -> Sweep:
-    """Prices all layouts of a run, and compiles the fastest, at most `compiles`, until one fits.
+    """Prices all layouts of a run, and compiles the fastest of them until one fits.
 
-    `chosen` are the config keys that the command line gives; `mean_response` as of `plan_on`. `say`
-    is told what is at work. Raises ValueError where there is no layout, and what `open_shapes`
-    does.
+    Args:
+      pod: the pod.
+      config: of the run.
+      chosen: config keys set on the command line.
+      mean_response: see `plan_on`.
+      compiles: the most layouts to compile.
+      say: called with lines on the progress.
+
+    Raises ValueError if no layout is possible, and the errors of `open_shapes`.
     """
     candidates = price(pod, config, chosen, mean_response=mean_response, say=say)
     if pod.compiles:
@@ -189,11 +198,14 @@ def price(
     mean_response: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Candidate]:
-    """All layouts by estimated seconds, by formulas. FLOPs, links and HBM decide; what offload
-    takes to move is not known. Arguments and errors: see `sweep`."""
+    """All layouts, sorted by estimated seconds of a step, from formulas.
+
+    The formulas cover FLOPs, links and HBM, but not the transfers of offload. Arguments and errors:
+    see `sweep`.
+    """
     source = open_shapes(config.model.source, **config.model.options())
     kept = {*chosen, *(f"mesh.{axis}" for axis in AXES)}
-    unlike: list[str] = []  # why sizes are no mesh of this model
+    unlike: list[str] = []  # reasons why sizes are no mesh of this model
     meshes = list(_training_meshes(pod, config, source, unlike))
     widths = list(_sampler_widths(pod, source))
     candidates, reasons = [], []
@@ -206,7 +218,7 @@ def price(
             )
             try:
                 planned = _planned(pod, tried, kept, source)
-                # what a training mesh runs does not depend on the samplers
+                # the programs of a training mesh do not depend on the samplers
                 programs = programs or trace(planned)
                 guess = plan_on(
                     pod, planned, mean_response=mean_response, compiled=False, programs=programs
@@ -231,9 +243,12 @@ def compile_fastest(
     compiles: int = 3,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Candidate]:
-    """The candidates, of which the first are compiled, at most `compiles`, until one fits."""
+    """Compiles the first candidates, at most `compiles`, until one fits; returns all candidates.
+
+    Arguments: see `sweep`.
+    """
     found = list(candidates)
-    count, too_large = 0, []  # training programs that no width of a sampler can help
+    count, too_large = 0, []  # training programs that are too large whatever the sampler's width
     for number, candidate in enumerate(candidates):
         guess = candidate.guess
         if not candidate.is_small or any(guess.programs is programs for programs in too_large):
@@ -254,7 +269,7 @@ def compile_fastest(
 def _training_meshes(
     pod: Pod, config: Config, source: ModelSource, unlike: list[str]
 ) -> Iterator[MeshConfig]:
-    """Those that the pod's torus holds and the model's sizes divide."""
+    """Training meshes that the pod holds and the model's sizes allow."""
     for data, tensor in itertools.product(_divisors(pod.size), repeat=2):
         mesh = dataclasses.replace(config.mesh, data=data, fsdp=0, tensor=tensor, rollout_tensor=1)
         try:

@@ -1,5 +1,4 @@
-"""Opens a pod by its name: v5p:8x8x16 through libtpu, which needs no TPU; gpu:64x8 as numbers. Or
-the devices that are there."""
+"""Pods by name: v5p:8x8x16 through libtpu, which needs no TPU; gpu:64x8 as numbers only."""
 
 import dataclasses
 import importlib.util
@@ -18,8 +17,7 @@ from distflow_jax.planning.chips import CHIPS, Chip
 from distflow_jax.planning.machine import Machine
 from distflow_jax.pods.interconnect import Interconnect, Nodes, Torus
 
-# libtpu looks for the machine's own TPU and its neighbours, and locks it, unless told that there
-# are none
+# without these libtpu looks for a TPU of this machine and its neighbours, and locks it
 _ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -33,7 +31,7 @@ _TPU_NAMES = tuple(c.name for c in CHIPS.values() if c.platform == "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class TracedDevice:
-    """Stands for a device in meshes that programs are traced on, and nothing is compiled for."""
+    """Stand-in for a device in meshes on which programs are traced but not compiled."""
 
     id: int
     process_index: int
@@ -43,8 +41,11 @@ class TracedDevice:
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """Chips and how they are joined. `devices` in the canonical order: what XLA compiles for, or
-    TracedDevices where there is no compiler for them here."""
+    """Chips and their interconnect.
+
+    `devices`, in the canonical order: those for which XLA compiles, or TracedDevices if there is no
+    compiler for them here.
+    """
 
     name: str
     chip: Chip
@@ -60,12 +61,12 @@ class Pod:
 
     @property
     def compiles(self) -> bool:
-        """Whether programs can be compiled for it here; else formulas tell what they cost."""
+        """Whether programs can be compiled for the pod here; otherwise formulas give the costs."""
         return not isinstance(self.devices[0], TracedDevice)
 
     @property
     def machine(self) -> Machine:
-        """What a run finds there."""
+        """The pod as a Machine."""
         return Machine(
             processes=self.hosts,
             devices=self.size,
@@ -75,18 +76,21 @@ class Pod:
         )
 
     def numbers(self, mesh: jax.sharding.Mesh) -> np.ndarray:
-        """Where the devices of a mesh are in the canonical order, in the mesh's. int [devices]."""
+        """Numbers of a mesh's devices in the canonical order, int [devices] in the mesh's order."""
         places = {device.id: number for number, device in enumerate(self.devices)}
         return np.array([places[device.id] for device in mesh.devices.flat])
 
-    def part(self, numbers: np.ndarray) -> "Pod":
-        """A TPU slice as large as the box that these chips take, alone."""
+    def slice_of(self, numbers: np.ndarray) -> "Pod":
+        """A separate TPU slice as large as the box around these chips.
+
+        `numbers`: int [chips], in the canonical order.
+        """
         places = self.interconnect.places[numbers]
         sizes = places.max(0) - places.min(0) + 1
         return open_topology(f"{self.chip.name}:{'x'.join(map(str, sizes))}")
 
     def describe(self) -> str:
-        """The pod in two lines, for people."""
+        """The pod in two lines of text."""
         c = self.chip
         links = f"{c.link_bandwidth / 1e9:.0f} GB/s "
         if c.dims:
@@ -103,11 +107,11 @@ class Pod:
         """Whether the devices along each axis of a mesh are a box of the pod's places."""
         names, shape = zip(*mesh.layout.axes, strict=True)
         if math.prod(shape) != self.size:
-            return True  # a part of every host
+            return True  # a submesh
         return all(self._spans(names, shape, axis) for axis in names)
 
     def check_mesh(self, where: str, mesh: MeshSizes) -> None:
-        """ValueError with sizes that the pod holds, where it does not hold this mesh."""
+        """Raises ValueError, with sizes that fit, unless the pod holds this mesh."""
         if self.holds(mesh):
             return
         names, shape = zip(*mesh.layout.axes, strict=True)
@@ -117,12 +121,12 @@ class Pod:
             rest = {n: s for n, s in zip(names, shape, strict=True) if n != axis}
             fits = [n for n in range(1, self.size + 1) if self._fits(axis, n, rest)]
             raise ValueError(
-                f"{where}.{axis}={dict(mesh.layout.axes)[axis]} is no box of the chips of "
-                f"{self.name}, beside {rest}: use one of {fits}, and fsdp or data for what is left"
+                f"{where}.{axis}={dict(mesh.layout.axes)[axis]} is not a box of the chips of "
+                f"{self.name}, with {rest}: use one of {fits}, and fsdp or data for the rest"
             )
 
     def _fits(self, axis: str, size: int, rest: dict[str, int]) -> bool:
-        """Whether the axis could have that size, others giving way: fsdp, or else data."""
+        """Whether the axis could have that size if fsdp, or else data, takes the rest."""
         free = next((n for n in ("fsdp", "data") if n != axis), "")
         fixed = size * math.prod(s for n, s in rest.items() if n != free)
         if self.size % fixed:
@@ -141,16 +145,16 @@ class Pod:
 
 
 def open_topology(name: str) -> Pod:
-    """The pod of that name: CHIP:AxBxC of a TPU's torus, or gpu:NODESxGPUS (h100, h200).
+    """Opens a pod by name: CHIP:AxBxC for a TPU torus, gpu:NODESxGPUS (or h100, h200) for GPUs.
 
-    To be called before JAX looks for devices: this process has CPUs afterwards. Raises ValueError
-    or FileNotFoundError (no libtpu) with what to do.
+    Call it before JAX initialises its devices: afterwards this process has CPUs only. Raises
+    ValueError for a name that is unknown, and FileNotFoundError if libtpu is missing.
     """
     kind, _, size = name.partition(":")
     if kind not in (*_TPU_NAMES, *_GPU_NAMES):
         raise ValueError(
-            f"--topology={name}: known are {', '.join(f'{n}:...' for n in _TPU_NAMES)} with the "
-            f"sizes of the torus (v5p:4x4x8, v5e:16x16), and {', '.join(_GPU_NAMES)} with nodes x "
+            f"--topology={name}: use {', '.join(f'{n}:...' for n in _TPU_NAMES)} with the "
+            f"sizes of the torus (v5p:4x4x8, v5e:16x16), or {', '.join(_GPU_NAMES)} with nodes x "
             "GPUs (gpu:64x8 has H100s)"
         )
     sizes = tuple(int(n) for n in size.split("x")) if re.fullmatch(r"\d+(x\d+)*", size) else ()
@@ -160,7 +164,7 @@ def open_topology(name: str) -> Pod:
 
 
 def present_pod(chip: Chip) -> Pod:
-    """This job's own devices as nodes of such chips: what it compiles runs here."""
+    """This job's own devices as nodes of such chips; programs are compiled for them."""
     devices, per_host = canonical_order(jax.devices()), jax.local_device_count()
     hosts = len(devices) // per_host
     return Pod("here", chip, hosts, per_host, Nodes(chip, hosts, per_host), tuple(devices))
@@ -169,8 +173,8 @@ def present_pod(chip: Chip) -> Pod:
 def _nodes(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
     if len(sizes) != 2 or not 1 <= sizes[1] <= 8 or sizes[0] < 1:
         raise ValueError(
-            f"--topology={name}: write nodes x GPUs, of which a node has 1 to 8: "
-            f"{chip.name}:64x8 are 512"
+            f"--topology={name}: write nodes x GPUs, with 1 to 8 GPUs per node: "
+            f"{chip.name}:64x8 has 512"
         )
     devices = (
         TracedDevice(number, number // sizes[1], chip.platform, chip.name)
@@ -183,26 +187,26 @@ def _slice(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
     most = "x".join(map(str, chip.largest))
     if len(sizes) != chip.dims or 0 in sizes:
         raise ValueError(
-            f"--topology={name}: a slice of {chip.name} has {chip.dims} sizes, up to {most}: "
+            f"--topology={name}: give {chip.dims} sizes for a slice of {chip.name}, up to {most}: "
             f"{chip.name}:{'x'.join(['4'] * chip.dims)}"
         )
     if any(n > m for n, m in zip(sorted(sizes), chip.largest, strict=True)):
         raise ValueError(f"--topology={name}: a slice of {chip.name} has at most {most} chips")
     if importlib.util.find_spec("libtpu") is None:
         raise FileNotFoundError(
-            f"--topology={name} is compiled for by libtpu, which is not installed: pip install -r "
-            f"{REQUIREMENTS} (no TPU is needed)"
+            f"--topology={name} needs libtpu as its compiler: pip install -r {REQUIREMENTS} (no "
+            "TPU is needed)"
         )
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)
     jax.config.update("jax_platforms", "cpu")
     try:
         found = topologies.get_topology_desc(name, "tpu").devices
-    except Exception as error:  # which one depends on the version
+    except Exception as error:  # the type depends on the version
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"--topology={name}: libtpu knows no such slice ({reason}); sizes that work are powers "
-            f"of 2 up to {most}, of v5p multiples of 4"
+            f"--topology={name}: libtpu has no such slice ({reason}); use powers of 2 up to "
+            f"{most}, for v5p multiples of 4"
         ) from error
     devices = canonical_order(found)
     places = np.array([device.coords[: chip.dims] for device in devices])

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: programs compiled once, for every start after that."""
+"""JAX's persistent compilation cache: programs compiled once are loaded by later starts."""
 
 import contextlib
 import logging
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# JAX's own setting, which wins over ours.
+# JAX's own setting, which overrides compilation_cache.
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# By itself JAX keeps only what took a second to compile. A start has many that take less.
+# By default JAX keeps only programs that took a second to compile; many of a start take less.
 _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -23,14 +23,14 @@ log = logging.getLogger("distflow_jax")
 
 @contextlib.contextmanager
 def kept_programs(folder: str) -> Iterator[None]:
-    """Inside, compiled programs are kept in `folder` and taken from there; "" leaves JAX as it is.
+    """Keeps compiled programs in `folder` and loads them from there; "" changes nothing.
 
-    What was compiled for other shapes, options, devices or versions is another program. Raises
-    ValueError for a folder that cannot be written to.
+    Programs for other shapes, options, devices or versions are separate entries. Raises ValueError
+    for a folder that cannot be written to.
     """
     if chosen := os.environ.get(VARIABLE):
         if folder and folder != chosen:
-            log.info("%s=%s wins over compilation_cache=%s", VARIABLE, chosen, folder)
+            log.info("%s=%s overrides compilation_cache=%s", VARIABLE, chosen, folder)
         folder = ""
     if not folder:
         yield
@@ -50,7 +50,7 @@ def kept_programs(folder: str) -> Iterator[None]:
 def _configure(settings: dict) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    # or JAX would go on as it did at the first program of this process; it says so each time
+    # without a reset JAX keeps the settings of the process's first program; it logs every reset
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     compilation_cache.reset_cache()
 

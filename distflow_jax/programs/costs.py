@@ -1,4 +1,4 @@
-"""What a program costs, before it has run."""
+"""Costs of a program from its jaxpr and its compiled form, before it has run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,34 +14,34 @@ from distflow_jax.programs.traffic import Traffic, bytes_by_axes, merged, traffi
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """None: not known, because the program was not compiled or the platform does not tell.
+    """FLOPs, memory and traffic of a program.
 
-    A loop with a bound counts as often as it may run at most.
+    A bounded loop counts as often as it may run at most. None: not known, because the program was
+    not compiled or the platform does not report it.
     """
 
     flops: float  # of matrix products, over all devices
-    # while loops that do not say how often they run at most, by their names in jaxpr or HLO
-    unbounded: tuple[str, ...] = ()
+    unbounded: tuple[str, ...] = ()  # while loops without a bound, by their names in jaxpr or HLO
     # on each device:
     bytes_accessed: float | None = None  # read and written
-    collective_bytes: Mapping[str, float] | None = None  # by kind, of those there are
-    traffic: tuple[Traffic, ...] = ()  # the same collectives, by the axes they go over
+    collective_bytes: Mapping[str, float] | None = None  # by the kinds that occur
+    traffic: tuple[Traffic, ...] = ()  # the same collectives, by mesh axes
     argument_bytes: int | None = None
     output_bytes: int | None = None
     temp_bytes: int | None = None
-    alias_bytes: int | None = None  # of outputs that take the place of donated arguments
-    unread: int = 0  # lines of the HLO that could not be read, and count nothing
+    alias_bytes: int | None = None  # of outputs that reuse the buffers of donated arguments
+    unread: int = 0  # lines of the HLO that could not be parsed; they count as 0
 
     @property
     def peak_bytes(self) -> int | None:
-        """Memory on each device while it runs: arguments, outputs and temporaries."""
+        """Memory of each device while the program runs: arguments, outputs and temporaries."""
         sizes = self.argument_bytes, self.output_bytes, self.temp_bytes, self.alias_bytes
         if None in sizes:
             return None
         return sizes[0] + sizes[1] + sizes[2] - sizes[3]
 
     def to_tree(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts, as JSON has them."""
+        """The costs as plain JSON values."""
         tree = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del tree["traffic"]
         more = {"peak_bytes": self.peak_bytes, "bytes_by_axes": bytes_by_axes(self.traffic)}
@@ -54,10 +54,13 @@ def costs_of(
     mesh: Mapping[str, int] | None = None,
     numbers: np.ndarray | None = None,
 ) -> Costs:
-    """All costs of `traced`, of which `compiled` was made; without that, what the jaxpr tells.
+    """Costs of a program from its jaxpr and, if given, its compiled form.
 
-    `mesh` (axis -> size) is what it was compiled for, and `numbers` its devices, as traffic_of
-    takes them; None: no traffic by axes.
+    Args:
+      traced: the program.
+      compiled: made of `traced`; None: only the costs that follow from the jaxpr.
+      mesh: {axis: size} of the mesh it was compiled for; None: no traffic by axes.
+      numbers: of the mesh's devices, int [devices], as for traffic_of.
     """
     found = matmul_flops(traced.jaxpr)
     costs = Costs(found.total, found.unbounded)
@@ -87,10 +90,10 @@ def costs_of(
 
 
 def in_turn(parts: Sequence[tuple[Costs, int]], *, argument_bytes: int, output_bytes: int) -> Costs:
-    """Costs of compiled programs that run one after the other, each so many times, as of one.
+    """Costs of compiled programs that run one after the other, as if they were one program.
 
-    `argument_bytes` and `output_bytes` are those of all of them; temporaries those of the program
-    that takes the most.
+    `parts`: (costs, number of runs). `argument_bytes` and `output_bytes` are those of all programs
+    together. Temporaries are those of the program that needs the most.
     """
     kinds: dict[str, float] = {}
     for cost, times in parts:

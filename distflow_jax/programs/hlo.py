@@ -1,7 +1,7 @@
-"""What a compiled program does on each device, from its HLO: bytes, collectives, matrix products.
+"""Bytes, collectives and matrix products of a compiled program on each device, from its HLO.
 
-XLA's own `cost_analysis` counts the body of a loop once; here loops are multiplied. Which bytes an
-instruction touches follows xla/service/hlo_cost_analysis.cc.
+XLA's own `cost_analysis` counts the body of a loop once; here it counts once per trip. The bytes
+that an instruction accesses follow xla/service/hlo_cost_analysis.cc.
 """
 
 import dataclasses
@@ -30,36 +30,35 @@ _GROUPS = re.compile(
     r"(mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}|"
     r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
 )
-# A TPU's asynchronous collective stands in several fusions: in the one that starts it (-1), in
-# those that go on with it beside work of their own, and in the one that waits for its end.
-_PIECE = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
+# An asynchronous collective of a TPU is spread over several fusions: the one that starts it (-1),
+# others that continue it next to work of their own, and the one that waits for its end.
+_ASYNC_FUSION = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction, or the pair of an asynchronous one. `bytes` on each device, each
-    time: of what it gives for an all-gather, of what it takes for all others."""
+    """One collective instruction, or the start and end of an asynchronous one."""
 
     kind: str  # of COLLECTIVES
-    bytes: float
+    bytes: float  # per device and time: of the result of an all-gather, of the operands otherwise
     times: int
-    groups: str  # replica groups (of a permutation its pairs), as the text writes them; "": unread
+    groups: str  # replica groups (pairs of a permutation) as in the text; "": could not be parsed
     overlapped: bool = False  # asynchronous: other instructions run meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """Per device; loops multiplied."""
+    """Totals of one device over a module; the body of a loop counts once per trip."""
 
-    # of the device's main memory, read and written by each instruction; inside a fusion nothing is
+    # of main memory, read and written by each instruction; instructions inside a fusion access none
     bytes_accessed: float = 0.0
-    flops: float = 0.0  # of matrix products, as far as the text says their sizes
+    flops: float = 0.0  # of matrix products whose sizes are in the text
     collectives: tuple[Collective, ...] = ()
-    unbounded: tuple[str, ...] = ()  # op_names of loops that do not say how often: counted once
-    unread: int = 0  # lines and names of the text that could not be read
+    unbounded: tuple[str, ...] = ()  # op_names of loops without a trip count: counted once
+    unread: int = 0  # lines and names of the text that could not be parsed
 
     def bytes_by(self, kind: str) -> float:
-        """Bytes of all collectives of a kind, of COLLECTIVES."""
+        """Bytes of all collectives of one kind, of COLLECTIVES."""
         return float(sum(c.bytes * c.times for c in self.collectives if c.kind == kind))
 
     def __add__(self, other: "Module") -> "Module":
@@ -71,17 +70,17 @@ class Module:
         )
 
     def renamed(self, kind: str, to: str) -> "Module":
-        """The same with collectives of one kind taken for another."""
+        """A copy with collectives of one kind counted as another kind."""
         found = (dataclasses.replace(c, kind=to) if c.kind == kind else c for c in self.collectives)
         return dataclasses.replace(self, collectives=tuple(found))
 
     def overlapped(self) -> "Module":
-        """The same, whose collectives run beside other work."""
-        beside = tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
-        return dataclasses.replace(self, collectives=beside)
+        """A copy whose collectives overlap with other work."""
+        found = tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
+        return dataclasses.replace(self, collectives=found)
 
     def times(self, trips: int) -> "Module":
-        """All of it, `trips` times over."""
+        """A copy with all totals multiplied by `trips`."""
         many = tuple(dataclasses.replace(c, times=c.times * trips) for c in self.collectives)
         return dataclasses.replace(
             self,
@@ -92,9 +91,9 @@ class Module:
 
 
 def read(text: str) -> Module:
-    """What one device does in a module printed by `compiled.as_text()`.
+    """Totals of one device over a module printed by `compiled.as_text()`.
 
-    Never raises: what it cannot read costs nothing, and is counted in `unread`.
+    Never raises: text that cannot be parsed costs nothing, and is counted in `unread`.
     """
     parsed = parse(text)
     total = _Reader(parsed).computation(parsed.entry) if parsed.entry else Module()
@@ -102,7 +101,7 @@ def read(text: str) -> Module:
 
 
 class _Reader:
-    """Adds up computations; each is read once, however many call it."""
+    """Adds up the costs of computations; each computation is visited once."""
 
     def __init__(self, text: Text):
         self.text = text
@@ -134,8 +133,8 @@ class _Reader:
             return self._fusion(inside, one)
         accessed = _bytes_accessed(inside, one)
         if opcode in COLLECTIVES:
-            goes_on = _goes_on(one)
-            return Module(accessed, 0.0, () if goes_on else (_collective(inside, one),))
+            continued = _continues(one)
+            return Module(accessed, 0.0, () if continued else (_collective(inside, one),))
         return Module(accessed, product_flops(inside, one))
 
     def _loop(self, one: Instruction) -> Module:
@@ -150,8 +149,7 @@ class _Reader:
         return once.times(trips)
 
     def _counted_to(self, one: Instruction) -> int | None:
-        """The constant below which a loop's counter stays, as every scan's does: TPU texts say no
-        trip counts."""
+        """The constant bound of a loop's counter, as in every scan: TPU text has no trip counts."""
         for name in one.called.get("condition", ()):
             condition = self.text.computations[name]
             root = condition.root
@@ -163,7 +161,7 @@ class _Reader:
         return None
 
     def _fusion(self, inside: Computation, one: Instruction) -> Module:
-        # what is inside stays inside: only its operands and its result touch memory
+        # only the operands and the result of a fusion access memory
         names = one.called.get("calls", ())
         total = sum((self.computation(name) for name in names), Module())
         fused = self.text.computations[names[0]] if names else None
@@ -178,7 +176,7 @@ class _Reader:
         return dataclasses.replace(total, bytes_accessed=moved)
 
     def _read(self, fused: Computation, value: Instruction) -> float:
-        """Bytes of a fused parameter (or a view of it) that are read."""
+        """Bytes read of a fused parameter, or of a view of it."""
         if not value.memory_bytes:
             return 0.0
         total = 0.0
@@ -186,7 +184,7 @@ class _Reader:
             places = [i for i, name in enumerate(user.operands) if name == value.name]
             if user.opcode == "bitcast":
                 total += self._read(fused, user)
-            elif _goes_on(user):
+            elif _continues(user):
                 continue
             elif user.opcode == "fusion" and user.called.get("calls"):
                 inner = self.text.computations[user.called["calls"][0]]
@@ -201,12 +199,12 @@ class _Reader:
         return min(total, value.bytes)
 
     def _written(self, fused: Computation, value: Instruction, aliased: bool) -> float:
-        """Bytes that a fusion's root writes. `aliased`: parameters that it gives are not copies."""
+        """Bytes written by a fusion's root. `aliased`: returned parameters are not copied."""
         if value.opcode == "tuple":
-            return sum(self._written(fused, part, aliased) for part in fused.operands(value))
+            return sum(self._written(fused, leaf, aliased) for leaf in fused.operands(value))
         if value.opcode == "bitcast" and (source := fused.operand(value, 0)) is not None:
             return self._written(fused, source, aliased)
-        if _goes_on(value):
+        if _continues(value):
             return 0.0
         if value.opcode == "parameter":
             return 0.0 if value.is_root or aliased else value.memory_bytes
@@ -216,8 +214,10 @@ class _Reader:
 
 
 def _updates(inside: Computation, one: Instruction) -> list[Instruction]:
-    """What a dynamic-update-slice (target, update, indices...) or a scatter (targets..., indices,
-    updates...) writes."""
+    """The update operands of a dynamic-update-slice or a scatter.
+
+    Their operands are (target, update, indices...) and (targets..., indices, updates...).
+    """
     if one.opcode == "dynamic-update-slice":
         return inside.operands(one)[1:2]
     return inside.operands(one)[(len(one.operands) + 1) // 2 :]
@@ -228,12 +228,12 @@ def _update_bytes(inside: Computation, one: Instruction) -> float:
 
 
 def _target_bytes(inside: Computation, one: Instruction) -> float:
-    """Bytes read of what is updated in place: a scatter combines, an update overwrites."""
+    """Bytes read of the target of an in-place update: a scatter combines, an update overwrites."""
     return _update_bytes(inside, one) if one.opcode == "scatter" else 0.0
 
 
 def _bytes_accessed(inside: Computation, one: Instruction) -> float:
-    """Operands and result of an instruction outside a fusion, or the slices that it touches."""
+    """Bytes of the operands and result of an unfused instruction, or of the slices it accesses."""
     operands = inside.operands(one)
     taken = sum(i.memory_bytes for i in operands)
     if one.opcode in ("dynamic-slice", "slice", "gather"):
@@ -251,15 +251,15 @@ def _bytes_accessed(inside: Computation, one: Instruction) -> float:
     return taken + one.memory_bytes
 
 
-def _goes_on(one: Instruction) -> bool:
-    """Whether it is a later piece of a collective that was started elsewhere, or its end."""
-    piece = _PIECE.search(one.attributes)
+def _continues(one: Instruction) -> bool:
+    """Whether it continues or ends a collective that was started by another instruction."""
+    fusion = _ASYNC_FUSION.search(one.attributes)
     ends = '"AsyncCollectiveDone"' in one.attributes
-    return ends or (piece is not None and piece[1] != "-1")
+    return ends or (fusion is not None and fusion[1] != "-1")
 
 
 def _scatters(fused: Computation) -> bool:
-    """Whether a fusion sums over devices and keeps this one's share: a TPU's reduce-scatter."""
+    """Whether a fusion sums over devices and keeps one device's shard: a TPU's reduce-scatter."""
     if fused.root is None or fused.root.opcode != "dynamic-slice":
         return False
     source = fused.operand(fused.root, 0)
@@ -273,5 +273,5 @@ def _collective(inside: Computation, one: Instruction) -> Collective:
     if kind == "all-gather":
         # the first half of an asynchronous pair returns its operands with the result
         size = max(one.bytes - size, 0.0) if asynchronous else one.bytes
-    asynchronous = asynchronous or _PIECE.search(one.attributes) is not None
+    asynchronous = asynchronous or _ASYNC_FUSION.search(one.attributes) is not None
     return Collective(kind, size, 1, groups[1] if groups else "", asynchronous)

@@ -1,7 +1,7 @@
-"""FLOPs of a matrix product in HLO, in the forms that the platforms make of it.
+"""FLOPs of a matrix product in HLO, in the forms to which the platforms lower it.
 
 CPU: dot, and custom calls to oneDNN. GPU: custom calls to cuBLAS. TPU: convolution, and kernels
-that say what they cost.
+with a cost estimate.
 """
 
 import math
@@ -17,7 +17,7 @@ _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def product_flops(inside: Computation, one: Instruction) -> float:
-    """2 for each multiply-add; 0 of what is no product, or does not say its sizes."""
+    """FLOPs of a product, 2 per multiply-add; 0 for other instructions, or if sizes are unknown."""
     if one.opcode == "custom-call" and (found := _ESTIMATE.search(one.attributes)):
         return float(found[1])
     sides = [leaves(side.shape) for side in inside.operands(one)[:2]]
@@ -43,8 +43,10 @@ def product_flops(inside: Computation, one: Instruction) -> float:
 def _convolution_flops(
     attributes: str, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]
 ) -> float:
-    """Of the window's places only those that meet an element of the input: a batched product is a
-    convolution whose padding or dilation leaves one place each."""
+    """FLOPs of a convolution, counting only window positions that meet an input element.
+
+    A batched product is a convolution whose padding or dilation leaves one such position each.
+    """
     labels = _LABELS.search(attributes)
     if not labels or [len(found) for found in labels.groups()] != [len(lhs), len(rhs), len(out)]:
         return 0.0
@@ -65,7 +67,7 @@ def _convolution_flops(
 
 
 def _places_met(attributes: str, place: int, size: int, window: int, outputs: int) -> int:
-    """Pairs of an output and a place of its window that lie on an input, in one spatial dim."""
+    """Pairs of an output and a window position on an input element, in one spatial dim."""
 
     def of(key: str, default: int) -> int:
         found = re.search(rf"\bwindow=\{{[^}}]*\b{key}=([-\dx_]+)", attributes)

@@ -1,7 +1,7 @@
-"""HLO text, as `compiled.as_text()` prints it, into instructions.
+"""Parser of HLO text, as printed by `compiled.as_text()`, into instructions.
 
-Only what costs are counted from is read; whatever the platform adds (tilings, schedules, comments)
-is passed over.
+Only the fields that costs depend on are parsed; additions of the platform (tilings, schedules,
+comments) are skipped.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import re
 
 _LEAF = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\](\{[^}]*\})?")
-# of a layout: S(1) is a TPU's own memory beside its cores, S(5) the host's
+# memory space in a layout: S(1) is a TPU's memory next to its cores, S(5) the host's
 _ELSEWHERE = re.compile(r"S\([1-9]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 _ASSIGNED = re.compile(r"(ROOT )?%?([^\s=]+) = (.*)$")
@@ -30,32 +30,32 @@ class Instruction:
     name: str
     opcode: str
     shape: str  # of its result, with layouts
-    operands: tuple[str, ...]  # names, of the same computation; "" where there is none such
-    arguments: str  # what stands between the opcode's parentheses
-    attributes: str  # all behind them
-    called: dict[str, tuple[str, ...]]  # names of computations by the attribute that has them
+    operands: tuple[str, ...]  # names in the same computation; "" for an unknown name
+    arguments: str  # text between the opcode's parentheses
+    attributes: str  # text after them
+    called: dict[str, tuple[str, ...]]  # names of called computations by attribute
     is_root: bool
 
     @functools.cached_property
     def bytes(self) -> float:
-        """Size of the result, all parts of a tuple together."""
+        """Size of the result, the sum over a tuple's elements."""
         return sum(math.prod(dims) * bits / 8 for bits, dims in leaves(self.shape))
 
     @functools.cached_property
     def memory_bytes(self) -> float:
-        """Of these, what lies in the device's main memory."""
-        there = zip(leaves(self.shape), _LEAF.findall(self.shape), strict=True)
-        parts = (leaf for leaf, (*_, layout) in there if not _ELSEWHERE.search(layout))
-        return sum(math.prod(dims) * bits / 8 for bits, dims in parts)
+        """Size of the result's elements in the device's main memory."""
+        found = zip(leaves(self.shape), _LEAF.findall(self.shape), strict=True)
+        there = (leaf for leaf, (*_, layout) in found if not _ELSEWHERE.search(layout))
+        return sum(math.prod(dims) * bits / 8 for bits, dims in there)
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Name that the traced function gave it."""
+        """Its name in the traced function, with name scopes."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     def dims(self, key: str) -> tuple[int, ...]:
-        """An attribute that is a list of numbers: `lhs_contracting_dims={1}` -> (1,)."""
+        """The numbers of an attribute: `lhs_contracting_dims={1}` -> (1,)."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
         return tuple(int(d) for d in found[1].split(",") if d) if found else ()
 
@@ -79,7 +79,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads the value of a name."""
+        """The instructions that read each name."""
         found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for name in set(instruction.operands) & found.keys():
@@ -87,12 +87,12 @@ class Computation:
         return found
 
     def operand(self, instruction: Instruction, index: int) -> Instruction | None:
-        """The instruction that gives an operand; None where there is none that could be read."""
+        """The instruction of an operand; None if it is unknown."""
         names = instruction.operands
         return self.instructions.get(names[index]) if index < len(names) else None
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that give its operands, of those that could be read."""
+        """The instructions of all known operands."""
         found = (self.instructions.get(name) for name in instruction.operands)
         return [i for i in found if i is not None]
 
@@ -102,12 +102,12 @@ class Text:
     """All computations of a module."""
 
     computations: dict[str, Computation]
-    entry: str  # name of the one that runs; "" where the text has none
-    unread: int  # lines that are no instruction, and names of nothing
+    entry: str  # name of the entry computation; "" if the text has none
+    unread: int  # lines that could not be parsed, and unknown names
 
 
 def leaves(shape: str) -> list[tuple[int, tuple[int, ...]]]:
-    """(bits per element, dims) of an array's shape, or of each part of a tuple's."""
+    """(bits per element, dims) of an array's shape, or of each element of a tuple's."""
     found = []
     for dtype, dims, _ in _LEAF.findall(shape):
         width = re.search(r"\d+", dtype)  # f32, bf16, f8e4m3fn, s4
@@ -117,10 +117,9 @@ def leaves(shape: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def parse(text: str) -> Text:
-    """Splits a module into its computations. What it cannot read it counts, and goes on.
+    """Splits a module into its computations; counts and skips lines that it cannot parse.
 
-    Names mean what stands above them, as it does in every printed module; so nothing can turn in a
-    circle.
+    A name refers only to definitions above it, as in every printed module, so there are no cycles.
     """
     computations: dict[str, Computation] = {}
     entry, current, unread = "", None, 0
@@ -157,7 +156,7 @@ def _instruction(line: str) -> Instruction | None:
     if not assigned:
         return None
     rest = assigned[3]
-    # a tuple's shape has spaces and, in tilings, parentheses of its own
+    # a tuple's shape contains spaces and, in tilings, parentheses
     end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
     opcode = _OPCODE.match(rest, end) if end > 0 else None
     if not opcode:
@@ -179,7 +178,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index behind the parenthesis that closes the one at `start`; -1 where none does."""
+    """Index after the parenthesis that closes the one at `start`; -1 if none does."""
     depth = 0
     for found in _PARENTHESIS.finditer(text, start):
         depth += 1 if found[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in a jaxpr, loops multiplied."""
+"""FLOPs of the matrix products in a jaxpr; the body of a loop counts once per trip."""
 
 import dataclasses
 import math
@@ -11,26 +11,27 @@ from distflow_jax.programs.bounded_loops import bound_of, sharing
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs, and the while loops that do not say how often they run at most: counted once."""
+    """FLOPs of matrix products."""
 
     total: float
-    unbounded: tuple[str, ...] = ()
+    unbounded: tuple[str, ...] = ()  # names of while loops without a bound, which count once
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.total + other.total, self.unbounded + other.unbounded)
 
     def times(self, factor: float) -> "Flops":
-        """All of it, `factor` times over."""
+        """A copy with the total multiplied by `factor`."""
         return Flops(self.total * factor, self.unbounded)
 
 
 def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
-    """FLOPs, 2 for each multiply-add, of all matrix products of a jaxpr, over all its devices.
+    """FLOPs of all matrix products of a jaxpr over all its devices, 2 per multiply-add.
 
-    A scan counts its length, a `bounded_loop` its bound, a conditional its dearest branch, a
-    `shard_map` every device of its manual axes. Where attention is masked the whole product counts,
-    as it runs, and of a layer with a window all blocks of keys. A ragged product counts each row
-    once, a kernel what it says of itself; what devices `share` counts once for all of them.
+    A scan counts by its length, a `bounded_loop` by its bound, a `shard_map` by the devices of its
+    manual axes, a conditional by its most expensive branch. Masked attention counts as the whole
+    product, as it is computed, and a layer with a window as all blocks of keys. A ragged product
+    counts each row once, a kernel its own cost estimate. Work within `share` counts once for all
+    devices.
     """
     return _flops(jaxpr, "")
 
@@ -51,7 +52,7 @@ def _eqn_flops(eqn: core.JaxprEqn, path: str) -> Flops:
     if kind == "ragged_dot_general":
         return Flops(_ragged_dot_flops(eqn))
     if kind == "pallas_call" and (estimate := eqn.params["cost_estimate"]) is not None:
-        return Flops(estimate.flops)  # its jaxpr is of one step of a grid
+        return Flops(estimate.flops)  # its jaxpr is one step of a grid
     # names inside are relative to the equation that holds them
     path = "/".join(filter(None, (path, str(eqn.source_info.name_stack), kind)))
     inner = [_flops(jaxpr, path) for jaxpr in _jaxprs_in(eqn)]
@@ -89,5 +90,5 @@ def _ragged_dot_flops(eqn: core.JaxprEqn) -> float:
     lhs, _, sizes = (v.aval.shape for v in eqn.invars)
     flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracting)
     if set(dims.lhs_ragged_dimensions) & set(contracting):
-        flops /= sizes[-1]  # the output has a dim of groups, each of which sums its own part
+        flops /= sizes[-1]  # the output has a dim of groups, each a sum over its own rows
     return flops

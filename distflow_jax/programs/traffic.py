@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, by kind and mesh axes."""
+"""Traffic of a compiled program between devices, by kind of collective and mesh axes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,36 +9,38 @@ import numpy as np
 from distflow_jax.programs.hlo import Collective
 from distflow_jax.programs.replica_groups import axes_of, read_groups
 
-UNKNOWN = ("?",)  # for axes: groups in a form that could not be read
+UNKNOWN = ("?",)  # for axes: groups that could not be parsed
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same groups of devices, loops multiplied.
-
-    `bytes` on each device, of what an all-gather gives, of what all others take.
-    """
+    """Collectives of one kind over the same groups of devices; a loop counts once per trip."""
 
     kind: str  # of hlo.COLLECTIVES
-    axes: tuple[str, ...]  # of the mesh; UNKNOWN where the groups could not be read
-    overlapped: bool  # asynchronous: other work goes on meanwhile
-    bytes: float
+    axes: tuple[str, ...]  # of the mesh; UNKNOWN if the groups could not be parsed
+    overlapped: bool  # asynchronous: other work runs meanwhile
+    bytes: float  # per device: of the results of all-gathers, of the operands of all others
     times: int
-    # devices, int [groups, devices of one]; of a permutation [pairs, 2]
+    # devices, int [groups, devices per group]; of a permutation [pairs, 2]
     groups: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     def repeated(self, times: int) -> "Traffic":
-        """That of a program that runs so many times."""
+        """The traffic of `times` runs of the program."""
         return dataclasses.replace(self, bytes=times * self.bytes, times=times * self.times)
 
 
 def traffic_of(
     collectives: Iterable[Collective], mesh: Mapping[str, int], numbers: np.ndarray | None = None
 ) -> list[Traffic]:
-    """Collectives of a program that was compiled for a mesh (axis -> size), the largest first.
+    """Collectives of a program compiled for a mesh, summed by kind and groups, largest first.
 
-    `numbers`, by which groups then go, are those of the mesh's devices, in its order; None: 0, 1,
-    ... Collectives that leave everything where it is are left out.
+    Args:
+      collectives: those of the program.
+      mesh: {axis: size}.
+      numbers: of the mesh's devices in its order, int [devices], used in the groups of the result;
+        None: 0, 1, ...
+
+    Collectives that move no data between devices are left out.
     """
     devices = int(np.prod(list(mesh.values())))
     sums: dict[tuple[str, bool, str], tuple[float, int]] = {}
@@ -60,7 +62,7 @@ def traffic_of(
 
 
 def bytes_by_axes(traffic: Iterable[Traffic]) -> dict[str, dict[str, float]]:
-    """{"fsdp": {"all-gather": bytes}}, axes of one group joined by "*"."""
+    """{"fsdp": {"all-gather": bytes}}, with several axes joined by "*"."""
     found: dict[str, dict[str, float]] = {}
     for one in traffic:
         kinds = found.setdefault("*".join(one.axes), {})
@@ -69,7 +71,7 @@ def bytes_by_axes(traffic: Iterable[Traffic]) -> dict[str, dict[str, float]]:
 
 
 def merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Traffic of several programs, one for each kind and groups of devices, the largest first."""
+    """Traffic of several programs summed by kind and groups of devices, largest first."""
     found: dict[tuple[Any, ...], Traffic] = {}
     for one in traffic:
         key = (one.kind, one.axes, one.overlapped, one.groups.shape, one.groups.tobytes())

@@ -1,6 +1,6 @@
-"""What XLA is told about programs beside their code: per platform, in this one place.
+"""XLA compiler options of all programs, by platform.
 
-What a person sets in XLA_FLAGS or LIBTPU_INIT_ARGS is left alone.
+Options that the user sets in XLA_FLAGS or LIBTPU_INIT_ARGS are left unchanged.
 """
 
 import functools
@@ -18,24 +18,25 @@ log = logging.getLogger("distflow_jax")
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NONE: Mapping[str, Any] = MappingProxyType({})
-# XLA:CPU hands sums to a library (YNNPACK) that takes one thread and some 6 ns a number: of the
-# softmax of an update's logits, or of a norm, more time than all else there. Products alone are
-# what it is good at.
+# XLA:CPU gives sums to a library (YNNPACK) that uses one thread and some 6 ns per number: for the
+# softmax of an update's logits, or for a norm, more time than everything else there. The library is
+# fast for products only.
 _CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 OF_ALL: Mapping[str, Mapping[str, Any]] = {"cpu": _CPU}
-# XLA:GPU would put weights of products with one input side by side, in every decode step: a copy of
-# them, which costs more than the few rows of a product can gain.
+# XLA:GPU would concatenate the weights of products with the same input in every decode step: a
+# copy, which costs more than a product of a few rows can gain.
 OF_SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "cpu": _CPU,
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
-# Collectives of training programs on several devices, beside other work. None is on by default.
-# GPU: what XLA's optimization level O1 turns on for them (openxla.org/xla/gpu_optimization_levels;
-# NVIDIA's images for JAX set the first), but for unrolled loops, which hold two layers' gathered
-# weights at once. Pipelining has another name and kind of value from jax 0.12 on.
+# Overlap of collectives with other work, for training programs on several devices. None of these is
+# on by default.
+# GPU: the options of XLA's optimization level O1 (openxla.org/xla/gpu_optimization_levels; NVIDIA's
+# images for JAX set the first), except unrolled loops, which hold two layers' gathered weights at
+# once. Pipelining has another name and kind of value from jax 0.12 on.
 # TPU: the asynchronous collectives that openxla.org/xla/flags_guidance suggests where they differ
-# from the default; all-gathers are asynchronous without being told.
+# from the default; all-gathers are asynchronous by default.
 OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -54,9 +55,9 @@ OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
 
 
 def compiler_options(mesh: Mesh, *, sampler: bool = False) -> dict[str, Any]:
-    """Options of a program on a mesh: jax.jit's `compiler_options`.
+    """Options of a program on a mesh, for jax.jit's `compiler_options`.
 
-    Those that this version of XLA does not know are left out, which the log says once.
+    Options unknown to this version of XLA are left out and logged once.
     """
     device = _own_device(mesh)
     wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
@@ -64,7 +65,7 @@ def compiler_options(mesh: Mesh, *, sampler: bool = False) -> dict[str, Any]:
 
 
 def wanted_options(platform: str, devices: int, *, sampler: bool = False) -> dict[str, Any]:
-    """Options of a program on so many devices, whether or not XLA knows them."""
+    """Options of a program on `devices` devices, including those unknown to this XLA."""
     platform = _PLATFORMS.get(platform, platform)
     wanted = dict((OF_SAMPLERS if sampler else OF_ALL).get(platform, _NONE))
     if devices > 1 and not sampler:
@@ -74,17 +75,17 @@ def wanted_options(platform: str, devices: int, *, sampler: bool = False) -> dic
 
 
 def describe(options: Mapping[str, Any]) -> str:
-    """Options in one line."""
+    """Formats options in one line."""
     return " ".join(f"{name}={value}" for name, value in options.items()) or "none"
 
 
 def _names(flags: str) -> list[str]:
-    """Names in "--xla_a=true --xla_b"."""
+    """Names of flags: "--xla_a=true --xla_b" -> ["xla_a", "xla_b"]."""
     return [flag.lstrip("-").partition("=")[0] for flag in flags.split()]
 
 
 def _own_device(mesh: Mesh) -> jax.Device:
-    """One of this process; of a mesh that is planned for, the first."""
+    """A device of this process; the first device of a mesh that is only planned for."""
     devices = list(mesh.devices.flat)
     own = (device for device in devices if device.process_index == jax.process_index())
     return next(own, devices[0])
@@ -96,7 +97,7 @@ def _known(device: jax.Device, name: str, value: Any) -> bool:
     try:
         program = jax.jit(lambda: 0, out_shardings=there).lower()
         program.compile(compiler_options={name: value})
-    except Exception as error:  # which one depends on the version
+    except Exception as error:  # the type depends on the version
         log.info("XLA does not take the option %s=%s: %s", name, value, error)
         return False
     return True

@@ -1,1 +1,1 @@
-"""Arrays on their way between meshes: rows between stages, weights to the sampler."""
+"""Moves of arrays between meshes: rows between training meshes, weights to the samplers."""

@@ -1,7 +1,7 @@
-"""From one mesh to another over the same devices, in steps that are one kind of collective each.
+"""Resharding between two meshes over the same devices, one kind of collective per step.
 
-Left to itself XLA gives every device the whole array where layouts are too far apart, and cuts off
-what it should have.
+Where two layouts differ too much, XLA by itself gathers the whole array on every device and then
+cuts out each device's shard.
 """
 
 import itertools
@@ -12,16 +12,16 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Axes = tuple[tuple[str, ...], ...]  # over which each dim of an array is divided
+Axes = tuple[tuple[str, ...], ...]  # the mesh axes that divide each dim of an array
 
 
-class Refinement:
-    """Layouts on two meshes whose devices are in the same order, as layouts on one.
+class CommonMesh:
+    """A mesh on which the layouts of two meshes over the same device order can both be written.
 
-    Its axes are parts of those of both: of (fsdp 16, tensor 4) and (replica 8, tensor 8) they are
-    8, 2, 4, of which fsdp is the first two, and the samplers' tensor the last two. Where an axis of
-    one ends within a factor of the other's (6 = 3 x 2 and 2 x 3) there is no such mesh, layouts
-    stay as they are, and XLA is left to itself.
+    Its axes divide the axes of both: for (fsdp 16, tensor 4) and (replica 8, tensor 8) they are
+    8, 2, 4. fsdp is the first two of them, the samplers' tensor the last two. No such mesh exists
+    where an axis of one ends within a factor of the other's (6 = 3 x 2 and 2 x 3): layouts are then
+    kept unchanged, and XLA chooses the collectives.
     """
 
     def __init__(self, first: Mesh, second: Mesh):
@@ -33,7 +33,7 @@ class Refinement:
             self._mesh = Mesh(first.devices.reshape(shape), [_name(p) for p in self._pairs])
 
     def layout(self, sharding: NamedSharding) -> NamedSharding:
-        """The same layout on the common mesh."""
+        """`sharding`, a layout on one of the two meshes, written on the common mesh."""
         if not self._exists:
             return sharding
         axes = self._axes(sharding.mesh)
@@ -41,18 +41,18 @@ class Refinement:
         return self._sharding([sum((axes[n] for n in names), ()) for names in entries])
 
     def view(self, x: Any) -> Any:
-        """An array or a ShapeDtypeStruct in the same layout on the common mesh."""
+        """An array or ShapeDtypeStruct, its layout written on the common mesh; copies nothing."""
         layout = self.layout(x.sharding)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-        return relabelled(x, layout)
+        return relabel(x, layout)
 
-    def travel(self, x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
-        """`x` from one layout to another; traceable.
+    def reshard(self, x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
+        """Reshards `x`, any shape, from one layout to another; traceable.
 
-        Axes that divide another dim there go to that (all-to-all), those that divide none here are
-        cut; then they come in the target's order (permutation), and what divides nothing there is
-        gathered.
+        Axes that divide another dim in the target move to that dim (all-to-all), and axes that
+        divide none in the source are applied by slicing. Then axes are brought into the target's
+        order (permutation), and those that the target does not use are gathered.
         """
         source, target = self.layout(source), self.layout(target)
         for step in self._steps(source, target, x.ndim) if self._exists else (source, target):
@@ -62,22 +62,22 @@ class Refinement:
     def _steps(
         self, source: NamedSharding, target: NamedSharding, dims: int
     ) -> list[NamedSharding]:
-        here, there = _dims(source, dims), _dims(target, dims)
-        wanted = {axis for axes in there for axis in axes}
-        left = [tuple(a for a in axes if a not in wanted) for axes in here]
+        own_dims, target_dims = _dims(source, dims), _dims(target, dims)
+        wanted = {axis for axes in target_dims for axis in axes}
+        left = [tuple(a for a in axes if a not in wanted) for axes in own_dims]
         moved = [
             tuple(a for a in own if a not in wanted or a in aim)
             + tuple(a for a in aim if a not in own)
-            for own, aim in zip(here, there, strict=True)
+            for own, aim in zip(own_dims, target_dims, strict=True)
         ]
-        ordered = [aim + rest for aim, rest in zip(there, left, strict=True)]
+        ordered = [aim + rest for aim, rest in zip(target_dims, left, strict=True)]
         return [source, *map(self._sharding, (moved, ordered)), target]
 
     def _sharding(self, dims: list[tuple[str, ...]]) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*(axes or None for axes in dims)))
 
     def _axes(self, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-        """The common mesh's axes that each axis of one of the two is, the outermost first."""
+        """The axes of the common mesh that make up each axis of `mesh`, the outermost first."""
         found, inner = {}, 1
         for name, size in reversed(mesh.shape.items()):
             outer = inner * size
@@ -86,9 +86,11 @@ class Refinement:
         return found
 
 
-def relabelled(x: jax.Array, layout: NamedSharding) -> jax.Array:
-    """An array under another name of its layout: where that is of this process's devices alone,
-    what these have of it. Nothing is copied."""
+def relabel(x: jax.Array, layout: NamedSharding) -> jax.Array:
+    """An array, any shape, of the same shards under another sharding; copies nothing.
+
+    If `layout` covers only this process's devices, the result is their part of the array.
+    """
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, layout, shards)
 
@@ -103,6 +105,6 @@ def _name(pair: tuple[int, int]) -> str:
 
 
 def _ends(mesh: Mesh) -> list[int]:
-    """Products of the sizes of axes, from the innermost on."""
+    """Cumulative products of the axis sizes, from the innermost axis."""
     sizes = reversed(mesh.shape.values())
     return list(itertools.accumulate(sizes, lambda a, b: a * b))

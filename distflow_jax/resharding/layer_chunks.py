@@ -1,7 +1,7 @@
-"""Stacked layers piece by piece: some of every stage's at a time.
+"""Stacked layers synced in chunks, each with some layers of every pipeline rank.
 
-L layers, S stages of the trainer's mesh, which divide them in order; a piece has c layers of each
-stage, [S c, ...], the first stage's in front.
+L layers, S pipeline ranks of the trainer's mesh, which divide the layers in order. A chunk has c
+layers of each rank, [S c, ...], those of the first rank in front.
 """
 
 import dataclasses
@@ -17,78 +17,85 @@ from distflow_jax.resharding.routes import Layouts, Route
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """`size` layers of each stage in a piece, from each of `starts`, which count within a stage.
+class LayerChunks:
+    """Division of the layers into chunks: `size` layers of each rank, from each of `starts`.
 
-    All are of one size; where that does not divide a stage's layers, the last two overlap.
+    All chunks have one size. Where that does not divide the layers of a rank, the last two overlap.
     """
 
-    layers: int  # of all stages
-    stages: int
-    size: int
+    layers: int  # L, over all ranks
+    ranks: int  # S
+    size: int  # c
 
     @classmethod
-    def of_at_most(cls, layers: int, stages: int, most: int) -> "Pieces":
-        """As few as there can be with `most` layers in each, but one of every stage at least."""
-        of_stage = layers // stages
-        count = -(-of_stage // max(1, most // stages))
-        return cls(layers, stages, -(-of_stage // count))
+    def of_at_most(cls, layers: int, ranks: int, most: int) -> "LayerChunks":
+        """The fewest chunks of at most `most` layers each, but at least one layer of every rank."""
+        per_rank = layers // ranks
+        count = -(-per_rank // max(1, most // ranks))
+        return cls(layers, ranks, -(-per_rank // count))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first layer of each piece, within its stage."""
-        of_stage = self.layers // self.stages
-        firsts = range(0, of_stage, self.size)
-        return tuple(min(first, of_stage - self.size) for first in firsts)
+        """The first layer of each chunk, counted within a rank."""
+        per_rank = self.layers // self.ranks
+        firsts = range(0, per_rank, self.size)
+        return tuple(min(first, per_rank - self.size) for first in firsts)
 
-    def numbers(self, start: int) -> list[int]:
-        """Which layers the piece has, in its order."""
-        of_stage = self.layers // self.stages
-        return [s * of_stage + start + i for s in range(self.stages) for i in range(self.size)]
+    def layer_numbers(self, start: int) -> list[int]:
+        """Numbers of the layers in the chunk at `start`, in the order of the chunk."""
+        per_rank = self.layers // self.ranks
+        return [s * per_rank + start + i for s in range(self.ranks) for i in range(self.size)]
 
     def take(self, x: jax.Array, start: jax.Array) -> jax.Array:
-        """[L, ...] -> [S c, ...]. Traceable; moves nothing between stages."""
-        by_stage = x.reshape(self.stages, -1, *x.shape[1:])
-        piece = lax.dynamic_slice_in_dim(by_stage, start, self.size, axis=1)
-        return piece.reshape(-1, *x.shape[1:])
+        """Cuts a chunk out: x [L, ...] -> [S c, ...], `start` a scalar.
 
-    def put(self, out: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
-        """`out` [L, ...] with the piece [S c, ...] in its place: the inverse of `take`."""
-        by_stage = out.reshape(self.stages, -1, *out.shape[1:])
-        piece = piece.reshape(self.stages, self.size, *piece.shape[1:])
-        return lax.dynamic_update_slice_in_dim(by_stage, piece, start, axis=1).reshape(out.shape)
+        Traceable; moves nothing between ranks.
+        """
+        by_rank = x.reshape(self.ranks, -1, *x.shape[1:])
+        chunk = lax.dynamic_slice_in_dim(by_rank, start, self.size, axis=1)
+        return chunk.reshape(-1, *x.shape[1:])
+
+    def put(self, out: jax.Array, chunk: jax.Array, start: jax.Array) -> jax.Array:
+        """Writes a chunk [S c, ...] into `out` [L, ...] at `start`: the inverse of `take`."""
+        by_rank = out.reshape(self.ranks, -1, *out.shape[1:])
+        chunk = chunk.reshape(self.ranks, self.size, *chunk.shape[1:])
+        return lax.dynamic_update_slice_in_dim(by_rank, chunk, start, axis=1).reshape(out.shape)
 
 
-class LayerSteps:
-    """Brings layers to samplers in pieces: into stacked arrays, or a list of layers apart.
+class LayerSync:
+    """Brings the layers to the samplers in chunks: as stacked arrays, or as a list of layers.
 
-    Of stacked layers, any number of them: `prepare`, traceable, is done before they go, and `hold`
-    when they have arrived. `layers` are the trainer's, or their ShapeDtypeStructs; `layouts` those
-    of stacked layers, but held ones apart are in a list.
+    Args:
+      route: from the trainer's mesh to the samplers.
+      chunks: the division of the layers.
+      layers: the trainer's stacked layers, or their ShapeDtypeStructs.
+      prepare: applied to a chunk before it is moved; traceable, takes any number of layers.
+      hold: applied to a chunk after it has arrived, likewise.
+      layouts: of the stacked layers; `layouts.held` is a list where samplers hold a list.
     """
 
     def __init__(
         self,
         route: Route,
-        pieces: Pieces,
+        chunks: LayerChunks,
         layers: Any,
         prepare: Callable[[Any], Any],
         hold: Callable[[Any], Any],
         layouts: Layouts,
     ):
-        self._pieces, self._out = pieces, None
+        self._chunks, self._out = chunks, None
 
         def take(layers, start):
-            return prepare(jax.tree.map(lambda x: pieces.take(x, start), layers))
+            return prepare(jax.tree.map(lambda x: chunks.take(x, start), layers))
 
-        def put(out, piece, start):
+        def put(out, chunk, start):
             if out is None:
-                return hold(piece)
-            return jax.tree.map(lambda x, new: pieces.put(x, new, start), out, hold(piece))
+                return hold(chunk)
+            return jax.tree.map(lambda x, new: chunks.put(x, new, start), out, hold(chunk))
 
         if isinstance(layouts.held, list):
-            of_piece = layouts.held[: pieces.stages * pieces.size]
-            layouts = dataclasses.replace(layouts, held=of_piece)
+            of_chunk = layouts.held[: chunks.ranks * chunks.size]
+            layouts = dataclasses.replace(layouts, held=of_chunk)
         else:
             self._out = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=route.place(s)),
@@ -102,25 +109,25 @@ class LayerSteps:
         self._step = route.step(take, put, layouts)
 
     def __call__(self, layers: Any) -> Any:
-        """All layers as samplers hold them."""
+        """All layers, in the form in which samplers hold them."""
         if self._out is None:
-            return self._bring_apart(layers)
+            return self._sync_list(layers)
         out = self._empty()
-        for start in self._pieces.starts:
-            out = self._bring_piece(out, layers, start)
+        for start in self._chunks.starts:
+            out = self._sync_chunk(out, layers, start)
         return out
 
     def trace(self, layers: Any) -> tuple[jax.stages.Traced, int]:
-        """The program that brings a piece on the trainer's devices, and how often it runs."""
-        return self._step.trace(self._out, layers, np.int32(0)), len(self._pieces.starts)
+        """The program that moves a chunk on the trainer's devices, and how often it runs."""
+        return self._step.trace(self._out, layers, np.int32(0)), len(self._chunks.starts)
 
-    def _bring_apart(self, layers: Any) -> list[Any]:
+    def _sync_list(self, layers: Any) -> list[Any]:
         found: dict[int, Any] = {}
-        for start in self._pieces.starts:
-            piece = self._bring_piece(None, layers, start)
-            found |= zip(self._pieces.numbers(start), piece, strict=True)
+        for start in self._chunks.starts:
+            chunk = self._sync_chunk(None, layers, start)
+            found |= zip(self._chunks.layer_numbers(start), chunk, strict=True)
         return [found[number] for number in sorted(found)]
 
-    def _bring_piece(self, out: Any, layers: Any, start: int) -> Any:
-        # what is handed to the devices ahead of time has its memory ahead of time
+    def _sync_chunk(self, out: Any, layers: Any, start: int) -> Any:
+        # programs that are enqueued ahead of time allocate their outputs ahead of time
         return jax.block_until_ready(self._step(out, layers, np.int32(start)))

@@ -1,10 +1,11 @@
-"""Rows of device arrays from one mesh to another over the same devices, by all-to-all.
+"""Rows of device arrays moved from one mesh to another over the same devices, by all-to-all.
 
-K mini-batches, R rows per data rank, D devices; m and n data ranks of source and target.
+K mini-batches, R rows per data rank of the source, R' of the target, D devices; m and n data ranks
+of source and target.
 
-The row maps come from the host, where everybody knows them; a program of fixed shape carries up to
-`capacity` rows from each device to each other one, and runs again while some pair has more. A row
-goes straight from a device that has it to every device that needs it: nothing is gathered.
+Every host computes the same row maps. A program of fixed shape moves up to `capacity` rows from
+each device to each other one, and runs again while any pair has more. A row goes straight from a
+device that has it to every device that needs it: nothing is gathered.
 """
 
 import dataclasses
@@ -25,14 +26,14 @@ Row = tuple[int, int, int]  # mini-batch, data rank, row within the rank
 
 @dataclasses.dataclass(frozen=True)
 class RowMoves:
-    """Which rows each device sends to each other in each round; int32 [rounds, D, D, capacity].
+    """Rows that each device sends to each other one in each round.
 
-    `send[t, d, e, c]` is a row of d's [K R] local rows, `receive[t, e, d, c]` the row of e's it
-    becomes. What is out of range stands for nothing.
+    `send[t, d, e, c]` is an index into the K R local rows of device d, `receive[t, e, d, c]` the
+    index into those of device e at which the row is written. Out-of-range indices are empty places.
     """
 
-    send: np.ndarray
-    receive: np.ndarray
+    send: np.ndarray  # int32 [rounds, D, D, capacity]
+    receive: np.ndarray  # int32 [rounds, D, D, capacity]
     moved: int  # rows that leave their device, every copy counted
 
 
@@ -44,10 +45,10 @@ def plan_moves(
     rows: tuple[int, int],
     capacity: int,
 ) -> RowMoves:
-    """Routes of rows, given as (source, target) pairs, from `ranks[0]` to `ranks[1]` data ranks.
+    """Routes of the rows in `pairs`, (source, target), from m to n data ranks.
 
-    `rows`: R of source and target. A device that has a row already takes it from itself; copies of
-    a source rank take turns in sending.
+    `ranks`: (m, n); `rows`: (R, R'). A device that already has a row takes its own; otherwise the
+    devices that hold copies of a source rank send alternately.
     """
     copies = tuple(devices // r for r in ranks)
     routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -72,19 +73,21 @@ def plan_moves(
     return RowMoves(send, receive, moved)
 
 
-class Repartition:
-    """Moves rows between two meshes of training over one order of devices."""
+class RowsAllToAll:
+    """Moves rows between two training meshes over one device order."""
 
     def __init__(self, source: Mesh, target: Mesh, rows: tuple[int, int], *, capacity: int = 2):
+        """`rows`: (R, R'); `capacity`: rows that a device sends to each other one in a round."""
         assert source.devices.flatten().tolist() == target.devices.flatten().tolist()
         self._source, self._target, self._rows = source, target, rows
         self._capacity = capacity
         self._by_device = NamedSharding(source, PartitionSpec(source.axis_names))
 
     def __call__(self, value: Any, pairs: Sequence[tuple[Row, Row]]) -> tuple[Any, Traffic]:
-        """A pytree of [K, m R, ...] leaves -> the same rows as [K, n R', ...], others zero.
+        """A pytree of [K, m R, ...] leaves -> the rows in `pairs` as [K, n R', ...], others zero.
 
-        Also returns what a process received from the others at most, padding included. Collective.
+        Also returns the bytes that this process's devices received from other devices, padding
+        included. Collective.
         """
         ranks = data_ranks(self._source.shape), data_ranks(self._target.shape)
         moves = plan_moves(
@@ -94,8 +97,8 @@ class Repartition:
             rows=self._rows,
             capacity=self._capacity,
         )
-        sends = [self._place(part) for part in moves.send]
-        receives = [self._place(part) for part in moves.receive]
+        sends = [self._place(index) for index in moves.send]
+        receives = [self._place(index) for index in moves.receive]
 
         def one(x):
             out = _empty(self._source, x.shape[0], self._rows[1], x.shape[2:], x.dtype)
@@ -111,7 +114,7 @@ class Repartition:
         )
 
     def _as_target(self, out: jax.Array) -> jax.Array:
-        """[K, D R', ...], a part per device -> [K, n R', ...]: copies of a rank are alike."""
+        """[K, D R', ...], a shard per device -> [K, n R', ...]: copies of a rank are equal."""
         rows = data_ranks(self._target.shape) * self._rows[1]
         shape = (out.shape[0], rows, *out.shape[2:])
         layout = NamedSharding(self._target, rows_spec(self._target))
@@ -120,7 +123,7 @@ class Repartition:
         )
 
     def _traffic(self, moves: RowMoves, leaves: Sequence[jax.Array]) -> Traffic:
-        """What this process's devices receive from other devices."""
+        """Bytes that this process's devices receive from other devices."""
         here = [i for i, d in enumerate(self._source.devices.flat) if d in set(_local_devices())]
         row_bytes = sum(x.dtype.itemsize * int(np.prod(x.shape[2:])) for x in leaves)
         rounds, devices, _, capacity = moves.send.shape
@@ -128,8 +131,8 @@ class Repartition:
         for place, device in enumerate(here):
             filled[:, place, device] = False  # from itself
         payload = int(filled.sum()) * row_bytes
-        room = rounds * len(here) * (devices - 1) * capacity * row_bytes
-        return Traffic(payload, room - payload, rounds)
+        capacity_bytes = rounds * len(here) * (devices - 1) * capacity * row_bytes
+        return Traffic(payload, capacity_bytes - payload, rounds)
 
 
 def _local_devices() -> list[Any]:
@@ -145,16 +148,16 @@ def _empty(mesh, minis, rows, rest, dtype):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _round(mesh, x, out, send, receive):
-    """One all-to-all: out [K, D R', ...] with the rows that came written into it."""
+    """One all-to-all: writes the received rows into out [K, D R', ...]."""
     axes = mesh.axis_names
     parts = PartitionSpec(None, axes)
 
     def move(x, out, send, receive):
         flat = x.reshape(-1, *x.shape[2:])
-        going = jnp.take(flat, send[0], axis=0, mode="fill", fill_value=0)  # [D, capacity, ...]
-        came = jax.lax.all_to_all(going, axes, split_axis=0, concat_axis=0, tiled=True)
+        sent = jnp.take(flat, send[0], axis=0, mode="fill", fill_value=0)  # [D, capacity, ...]
+        received = jax.lax.all_to_all(sent, axes, split_axis=0, concat_axis=0, tiled=True)
         target = out.reshape(-1, *out.shape[2:])
-        return target.at[receive[0]].set(came, mode="drop").reshape(out.shape)
+        return target.at[receive[0]].set(received, mode="drop").reshape(out.shape)
 
     return jax.shard_map(
         move,

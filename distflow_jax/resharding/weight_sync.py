@@ -1,11 +1,11 @@
-"""Weights from the training layout to every host's sampler, piece by piece.
+"""Weight sync: weights from the training layout to every host's sampler, in chunks.
 
-A piece is a table (an embedding, a head) or some layers of all stages. One program casts it, brings
-it into the form in which a sampler holds it, reshards it, and writes it where it stays: beside the
-new weights never more is there than what a piece takes on its way. Where the trainer has a part of
-every host's devices, copies within the host follow (part_weights.py).
+A chunk is a table (an embedding, a head) or some layers of all pipeline ranks. One program casts
+it, reshards it, brings it into the form in which samplers hold it, and writes it to its place: next
+to the new weights, memory is needed for one chunk in flight only. If the trainer runs on a submesh,
+copies within the host follow (submesh_route.py).
 
-All processes issue the programs together; afterwards each holds its own copy and needs nobody.
+All processes issue the programs together. Afterwards each process holds its own copy.
 """
 
 import dataclasses
@@ -20,54 +20,62 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from distflow_jax.resharding.common_mesh import relabelled
-from distflow_jax.resharding.layer_chunks import LayerSteps, Pieces
+from distflow_jax.resharding.common_mesh import relabel
+from distflow_jax.resharding.layer_chunks import LayerChunks, LayerSync
 from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
-from distflow_jax.resharding.submesh_route import PartRoute
+from distflow_jax.resharding.submesh_route import SubmeshRoute
 
-# Of a device's weights that are on their way at a time, where a layer is not more: about a
-# millisecond of a link. Programs that move much less would be bound by latency.
-PIECE_BYTES = 256 * 2**20
+# Bytes of a device's weights in flight at a time, unless one layer is larger: about a millisecond
+# of a link. Programs that move much less would be bound by latency.
+CHUNK_BYTES = 256 * 2**20
 
-_LAYERS = "layers"  # what is stacked, of the parameters
+_LAYERS = "layers"  # key of the stacked parameters
 _FIRST = np.int32(0)
 
 
-class Holding(Protocol):
-    """The form in which a sampler holds weights."""
+class SamplerForm(Protocol):
+    """The form in which samplers hold weights."""
 
     def hold(self, params: Any) -> Any:
-        """Some of the parameters, by their first keys, in that form; traceable. "layers" come
-        stacked, any number of them, and stay so or become a list."""
+        """Converts some of the parameters, by their first keys; traceable.
+
+        "layers" are stacked, any number of them, and stay stacked or become a list.
+        """
 
     def layouts(self, mesh: Mesh) -> Any:
-        """NamedShardings of all of them in that form."""
+        """NamedShardings of all weights in this form, on `mesh`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AsTheyCome:
-    """The form in which they are trained, in the layouts `shardings`."""
+class TrainedForm:
+    """The form in which weights are trained, with the layouts `shardings`."""
 
     shardings: Any
 
     def hold(self, params: Any) -> Any:
-        """`params`."""
+        """Returns `params` unchanged."""
         return params
 
     def layouts(self, mesh: Mesh) -> Any:
-        """`shardings`, on another mesh."""
+        """`shardings` on another mesh."""
         return jax.tree.map(lambda s: NamedSharding(mesh, s.spec), self.shardings)
 
 
 class WeightSync:
     """Brings parameters from a training mesh to this process's sampler.
 
-    `shardings` (nested dicts, like the parameters) are the samplers' layouts on the (replica,
-    tensor) mesh over all devices; `local_mesh` lists this process's in the same order, so that its
-    shards are the local arrays. The training mesh is that on which the parameters come: over all
-    devices, or a part of them. `prepare`, traceable: what becomes of some of the parameters, or of
-    some of their layers, before they go: those of `shardings`. `holding`: the form in which they
-    stay.
+    The training mesh is that of the parameters passed in: over all devices, or over a submesh.
+
+    Args:
+      shardings: nested dicts like the parameters, the samplers' layouts on the (replica, tensor)
+        mesh over all devices.
+      local_mesh: this process's devices in the same order, so that the shards of the replica mesh
+        are the local arrays.
+      dtype: of the samplers' weights.
+      form: the form in which samplers hold the weights; None: that of training.
+      prepare: turns some of the parameters, or some of their layers, into those of `shardings`
+        before they are moved (merges adapters, for example); traceable.
+      chunk_bytes: bytes per device in flight at a time.
     """
 
     def __init__(
@@ -75,29 +83,31 @@ class WeightSync:
         shardings: Any,
         local_mesh: Mesh,
         dtype: str,
-        holding: Holding | None = None,
+        form: SamplerForm | None = None,
         prepare: Callable[[Any], Any] = lambda params: params,
         *,
-        piece_bytes: int = PIECE_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
     ):
         self._shardings, self._local_mesh = shardings, local_mesh
-        self._dtype, self._piece_bytes = jnp.dtype(dtype), piece_bytes
-        self._holding, self._prepare = holding or AsTheyCome(shardings), prepare
-        self._plans: dict[Mesh, _Plan] = {}  # by the training mesh
+        self._dtype, self._chunk_bytes = jnp.dtype(dtype), chunk_bytes
+        self._form, self._prepare = form or TrainedForm(shardings), prepare
+        self._plans: dict[Mesh, _SyncPlan] = {}  # by the training mesh
 
     def __call__(self, params: Any) -> Any:
-        """Weights on this process's own devices, in arrays of their own."""
+        """Copies of the weights on the devices of this process's sampler."""
         plan = self._plan(params)
         params, held = jax.tree.map(plan.view, params), {}
         for keys, step in plan.tables.items():
             held |= jax.block_until_ready(step(None, _some(params, keys), _FIRST))
         if plan.layers is not None:
             held[_LAYERS] = plan.layers(params[_LAYERS])
-        return jax.tree.map(relabelled, held, self._holding.layouts(self._local_mesh))
+        return jax.tree.map(relabel, held, self._form.layouts(self._local_mesh))
 
     def programs(self, params: Any) -> Iterator[tuple[jax.stages.Traced, int]]:
-        """What a sync of parameters, or of ShapeDtypeStructs with shardings, runs on the trainer's
-        devices, and how often."""
+        """(program, number of runs) for each program of a sync on the trainer's devices.
+
+        `params`: parameters, or ShapeDtypeStructs with shardings.
+        """
         plan = self._plan(params)
         params = jax.tree.map(plan.view, params)
         for keys, step in plan.tables.items():
@@ -106,31 +116,33 @@ class WeightSync:
             yield plan.layers.trace(params[_LAYERS])
 
     def temporaries(self, params: Any) -> int | None:
-        """Bytes of a device that a sync takes beside parameters and new weights; None where the
-        platform does not tell. After a sync nothing is compiled for it."""
+        """Bytes per device that a sync needs next to the parameters and the new weights.
+
+        None if the platform does not report it. After a sync this compiles nothing.
+        """
         found = [t.lower().compile().memory_analysis() for t, _ in self.programs(params)]
         return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
 
-    def _plan(self, params: Any) -> "_Plan":
+    def _plan(self, params: Any) -> "_SyncPlan":
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         if mesh not in self._plans:
             self._plans[mesh] = self._make_plan(mesh, params)
         return self._plans[mesh]
 
-    def _make_plan(self, mesh: Mesh, params: Any) -> "_Plan":
+    def _make_plan(self, mesh: Mesh, params: Any) -> "_SyncPlan":
         replicas = jax.tree.leaves(self._shardings)[0].mesh
-        kind = PartRoute if mesh.size < replicas.size else WholeRoute
+        kind = SubmeshRoute if mesh.size < replicas.size else WholeRoute
         route = kind(mesh, replicas, self._local_mesh)
         arriving = jax.eval_shape(self._prepare, params)
         leaving = _like(arriving, jax.tree.map(lambda x: x.sharding, params))
-        layouts = Layouts(leaving, self._shardings, self._holding.layouts(replicas))
+        layouts = Layouts(leaving, self._shardings, self._form.layouts(replicas))
         sizes = {key: self._bytes(arriving[key], self._shardings[key]) for key in arriving}
-        at_once = sum(sizes.values()) <= self._piece_bytes
+        at_once = sum(sizes.values()) <= self._chunk_bytes
         groups = [tuple(sizes)] if at_once else [(key,) for key in sizes if key != _LAYERS]
         tables = {
             keys: route.step(
                 lambda params, start: self._cast(params),
-                lambda out, params, start: self._holding.hold(params),
+                lambda out, params, start: self._form.hold(params),
                 layouts.of(lambda tree, keys=keys: _some(tree, keys)),
             )
             for keys in groups
@@ -139,49 +151,52 @@ class WeightSync:
         if not at_once and _LAYERS in sizes:
             stacked = jax.tree.leaves(params[_LAYERS])[0]
             count, of_stage = stacked.shape[0], stacked.sharding.shard_shape(stacked.shape)[0]
-            most = self._piece_bytes * count // sizes[_LAYERS]
-            layers = LayerSteps(
+            most = self._chunk_bytes * count // sizes[_LAYERS]
+            layers = LayerSync(
                 route,
-                Pieces.of_at_most(count, count // of_stage, most),
+                LayerChunks.of_at_most(count, count // of_stage, most),
                 params[_LAYERS],
                 lambda layers: self._cast({_LAYERS: layers})[_LAYERS],
-                lambda layers: self._holding.hold({_LAYERS: layers})[_LAYERS],
+                lambda layers: self._form.hold({_LAYERS: layers})[_LAYERS],
                 layouts.of(lambda tree: tree[_LAYERS]),
             )
-        return _Plan(route.view, tables, layers)
+        return _SyncPlan(route.view, tables, layers)
 
     def _cast(self, params: Any) -> Any:
-        """Some of the parameters, prepared and in the samplers' dtype: the fewer bytes move."""
+        """Prepares some of the parameters and casts them before the move: fewer bytes move."""
 
         def cast(x):
             if x.dtype != self._dtype:
-                # for good: XLA may skip a cast that is followed by one back to float32
+                # reduce_precision stays: XLA may drop a cast that a cast back to float32 follows
                 to = jnp.finfo(self._dtype)
                 x = lax.reduce_precision(x, to.nexp, to.nmant).astype(self._dtype)
-            # a copy: of an equal layout and dtype the trainer's own buffers would come, which the
-            # next update overwrites
+            # a copy: with equal layout and dtype the output would be the trainer's own buffers,
+            # which the next update overwrites
             return jnp.copy(x)
 
         return jax.tree.map(cast, self._prepare(params))
 
     def _bytes(self, shapes: Any, shardings: Any) -> int:
-        """Of a device, in the samplers' dtype."""
+        """Bytes per device in the samplers' dtype."""
         counts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), shapes, shardings)
         return sum(jax.tree.leaves(counts)) * self._dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """How parameters come from one training mesh: as `view` has them, tables by their keys, and
-    layers in pieces, unless all goes at once."""
+class _SyncPlan:
+    """The steps of a sync from one training mesh: tables by their keys, and layers in chunks.
+
+    `layers` is None if all parameters move at once. `view` gives parameters the layout of the
+    steps.
+    """
 
     view: Callable[[Any], Any]
     tables: Mapping[tuple[str, ...], Step]
-    layers: LayerSteps | None
+    layers: LayerSync | None
 
 
 def _like(prepared: Any, given: Any) -> Any:
-    """Of `given` what has the same paths as what was prepared of it."""
+    """The leaves of `given` at the paths of `prepared`."""
     flat = flatten_dict(given, sep="/")
     return unflatten_dict({path: flat[path] for path in flatten_dict(prepared, sep="/")}, sep="/")
 
@@ -191,5 +206,5 @@ def _some(params: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all leaves, counted once each whatever their replication."""
+    """Bytes of all leaves, each counted once whatever its replication."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

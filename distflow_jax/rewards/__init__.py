@@ -1,1 +1,1 @@
-"""Scores for responses, and the processes that compute them."""
+"""Reward functions, and the processes that run them."""

@@ -1,4 +1,4 @@
-"""Calling a reward function in the signature that it has, and judging what it returns."""
+"""Calls of a reward function by its signature, and checks of what it returns."""
 
 import asyncio
 import functools
@@ -21,10 +21,10 @@ def score_requests(
     timeout_seconds: float,
     on_error: float,
 ) -> list[RewardResult]:
-    """Calls the function on requests, one result for each in order; never raises what it raises.
+    """Scores requests; returns one result each, in order. The function's exceptions are results.
 
-    A batch function is called once, a coroutine function for all requests concurrently (each with
-    the deadline), any other row by row without one: to end a hanging call is the pool's business.
+    A batch function is called once, a coroutine function concurrently for all requests (each with
+    the deadline), any other function row by row without a deadline: RewardPool ends hanging calls.
     """
     if is_batch(function):
         call = functools.partial(_call_batch, function, kwargs, requests)
@@ -36,12 +36,13 @@ def score_requests(
 
 
 def result_from(value: Any) -> RewardResult:
-    """What a function returned for one response -> RewardResult.
+    """The RewardResult of the value that a function returned for one response.
 
-    A number, or a dict with `score`; of the dict's other entries those that are numbers are logged.
+    The value is a number, or a dict with a number as `score`. Other entries of the dict are logged
+    if they are numbers.
 
     Raises:
-      TypeError: anything else.
+      TypeError: any other value.
       ValueError: a score that is not finite.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
@@ -58,7 +59,7 @@ def result_from(value: Any) -> RewardResult:
 
 
 def error_result(error: BaseException, on_error: float) -> RewardResult:
-    """An exception of the user's function, with its place and its traceback, as a result."""
+    """An exception of the user's function as a result, with its file, line and traceback."""
     trace = _beyond_this_file(error.__traceback__)
     summary = "".join(traceback.format_exception_only(error)).strip()
     if trace is not None:
@@ -142,7 +143,7 @@ async def _gather(
             async with asyncio.timeout(timeout_seconds) as deadline:
                 return result_from(await call())
         except TimeoutError as error:
-            # the function's own time-outs, of a socket say, are exceptions like others
+            # a timeout inside the function, of a socket for instance, is an ordinary exception
             if deadline.expired():
                 return RewardResult(on_error, error="timeout")
             return error_result(error, on_error)
@@ -153,14 +154,14 @@ async def _gather(
 
 
 def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
-    # Our own frames say nothing about what is wrong in the user's function.
+    # the frames of this file do not help to find the error in the user's function
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
 def _number(value: Any) -> float | None:
-    """Python's, NumPy's and torch's numbers as a float; None for anything else."""
+    """A number of Python, NumPy or torch as a float; None for anything else."""
     if isinstance(value, str | bytes):
         return None
     try:

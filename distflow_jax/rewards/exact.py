@@ -1,4 +1,4 @@
-"""Answers that must match word for word."""
+"""Reward for an exact match."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ def exact(
     strip: bool = True,
     casefold: bool = False,
 ) -> float:
-    """1.0 if the response is the ground truth, or one of them where that is a list, else 0.0.
+    """1.0 if the response equals the ground truth, or one of a list of them, else 0.0.
 
-    `strip` ignores white space around both, `casefold` the difference of upper and lower case.
+    `strip` ignores white space around both, `casefold` ignores case.
     """
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
 

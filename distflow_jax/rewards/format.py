@@ -1,4 +1,4 @@
-"""Whether a response has the asked form, whatever it says."""
+"""Rewards for the format of a response, whatever its content."""
 
 import re
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ def tagged_format(
 ) -> float:
     """1.0 if the response is `<think>..</think><answer>..</answer>` and nothing else, else 0.0.
 
-    Each tag must come once, in the order of `tags`, around some text; white space may stand between
-    them. DeepSeek-AI 2025, arxiv.org/abs/2501.12948, sec. 2.2.
+    Each tag must occur once, in the order of `tags`, and enclose some text; white space may stand
+    between them. DeepSeek-AI 2025, arxiv.org/abs/2501.12948, sec. 2.2.
     """
     rest = solution_str.strip()
     for tag in tags:

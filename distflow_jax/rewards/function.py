@@ -1,4 +1,4 @@
-"""Finding a reward function by its name, and telling its signature."""
+"""Reward functions: loading by name, and checks of the signature."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,24 +9,24 @@ from distflow_jax.did_you_mean import nearest
 from distflow_jax.rewards.registry import REWARDS
 
 ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-OPTIONAL_ROW_PARAMETERS = ("prompt", "response_length")  # given to functions that name them
+OPTIONAL_ROW_PARAMETERS = ("prompt", "response_length")  # passed to functions that name them
 BATCH_PARAMETERS = ("prompts", "completions")
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """`gsm8k` (built in), `my_module:my_function` or `path/to/file.py:function` -> the function.
+    """Loads `gsm8k` (built in), `my_module:my_function` or `path/to/file.py:function`.
 
     Raises:
-      ValueError, FileNotFoundError: nothing by that name (the nearest is named), or importing its
-        module raises.
+      ValueError, FileNotFoundError: no such function (the message names the nearest), or importing
+        its module raised.
     """
     if ":" in name:
         return user_functions.load_function(name, "reward function")
     if name not in REWARDS:
         near = nearest(name, REWARDS) or ", ".join(REWARDS)
         raise ValueError(
-            f"unknown reward function {name!r}; did you mean {near}? A function of your "
-            "own is named my_module:my_function or path/to/file.py:my_function"
+            f"unknown reward function {name!r}; did you mean {near}? Name a function of your own "
+            "as my_module:my_function or path/to/file.py:my_function"
         )
     return REWARDS[name]
 
@@ -38,28 +38,30 @@ def is_batch(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine."""
+    """Whether calling the function returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  an instance with an async __call__
     )
 
 
 def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError unless the function can be called in verl's or TRL's way with these kwargs."""
+    """Raises ValueError unless the function takes verl's or TRL's arguments and these kwargs."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     shown = f"{name}{inspect.signature(function)}"
-    given = [*BATCH_PARAMETERS] if is_batch(function) else [*ROW_PARAMETERS]
+    own = [*BATCH_PARAMETERS] if is_batch(function) else [*ROW_PARAMETERS]
     for key in kwargs:
-        if key in (*given, *OPTIONAL_ROW_PARAMETERS):
-            raise ValueError(f"reward.kwargs: {key!r} is an argument that the run itself gives")
+        if key in (*own, *OPTIONAL_ROW_PARAMETERS):
+            raise ValueError(
+                f"reward.kwargs: {key!r} is an argument that the run itself passes; take it out"
+            )
         if key not in names and not takes_any:
             near = nearest(key, names)
             hint = f"did you mean {near!r}?" if near else "take it out of reward.kwargs"
             raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
     if is_batch(function):
-        return  # columns of the data may fill any other parameter
+        return  # any other parameter may be a column of the data
     required = {
         p.name
         for p in parameters
@@ -71,5 +73,5 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
         raise ValueError(
             f"reward function {shown} must take ({', '.join(ROW_PARAMETERS)}=None) as verl's do, "
             "or (prompts, completions, **columns) as TRL's do"
-            + (f"; nothing is there to give for {', '.join(sorted(unknown))}" if unknown else "")
+            + (f"; there is no value for {', '.join(sorted(unknown))}" if unknown else "")
         )

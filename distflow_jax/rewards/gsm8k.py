@@ -25,9 +25,9 @@ def gsm8k(
 ) -> float:
     """1.0 if the response's final number equals the ground truth, else 0.0.
 
-    The final number is the one after the last `####`; with method "flexible", where there is none,
-    the last number of the response. Commas between thousands, a dollar sign, a full stop at the end
-    and zeros after the decimal point make no difference.
+    The final number is the one after the last `####`; without one, method "flexible" takes the last
+    number of the response. Commas between thousands, a dollar sign, a full stop at the end and
+    zeros after the decimal point make no difference.
 
     Raises:
       ValueError: the ground truth is not a number, or the method is unknown.
@@ -38,14 +38,14 @@ def gsm8k(
     if truth is None:
         raise ValueError(
             f"gsm8k needs a number as ground truth, got {ground_truth!r}; "
-            "the reward functions math and exact take other answers"
+            "use reward.function=math or exact for other answers"
         )
     answer = last_number(solution_str, method)
     return float(answer is not None and answer == truth)
 
 
 def last_number(text: str, method: str) -> Decimal | None:
-    """The final number of a text, exactly; None where there is none."""
+    """The exact final number of a text; None without one."""
     text = text.replace("\N{MINUS SIGN}", "-")
     found = AFTER_HASHES.findall(text)
     if not found and method == "flexible":

@@ -1,4 +1,4 @@
-"""Mathematical answers, compared as expressions by the package math-verify."""
+"""Reward for mathematical answers, compared as expressions by the package math-verify."""
 
 import functools
 import importlib
@@ -18,14 +18,14 @@ def math(
 ) -> float:
     r"""1.0 if the response's final expression equals the ground truth, else 0.0.
 
-    LaTeX (`\boxed{\frac{1}{2}}`, `$0.5$`) and plain expressions (`1/2`) are understood; the ground
-    truth may be either, or bare LaTeX. math-verify gives up on a parse or a comparison after
-    `timeout_seconds`, which then counts as wrong.
+    LaTeX (`\boxed{\frac{1}{2}}`, `$0.5$`) and plain expressions (`1/2`) are parsed; the ground
+    truth may be either, or bare LaTeX. A parse or comparison that takes longer than
+    `timeout_seconds` counts as wrong.
 
     Raises:
       ValueError: the ground truth cannot be parsed.
     """
-    # Its limits are alarm signals, which exist in a main thread only: a worker's calls run there.
+    # its limits are alarm signals, which only a main thread has: a worker calls in its main thread
     in_main_thread = threading.current_thread() is threading.main_thread()
     limit = timeout_seconds if in_main_thread else None
     truth = str(ground_truth)
@@ -40,8 +40,8 @@ def math(
 
 @functools.cache
 def load() -> ModuleType:
-    """The package, imported when first needed: with sympy it takes a second."""
+    """Imports the package at first use: with sympy that takes a second."""
     package = importlib.import_module("math_verify")
-    # its warnings repeat whole responses that it could not read, which is nothing unusual
+    # its warnings quote whole responses that cannot be parsed, which is common
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return package

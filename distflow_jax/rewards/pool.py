@@ -1,4 +1,4 @@
-"""Scores of many responses by one reward function, in processes and with deadlines."""
+"""RewardPool: scores responses by one reward function, in worker processes with deadlines."""
 
 import contextlib
 import dataclasses
@@ -17,30 +17,30 @@ from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.registry import QUICK
 from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
 
-MAX_WORKERS = 8  # as many as `num_workers=-1` takes at most
-CLOSE_SECONDS = 5.0  # for the threads to notice that their workers were killed
+MAX_WORKERS = 8  # at most, with num_workers=-1
+CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """The reward function, and what becomes of its errors."""
+    """The reward function, its worker processes, and the handling of its errors."""
 
-    # gsm8k, math, exact, format, pattern, reasoning_gym, zero (all comes from rollout.environment),
-    # my_module:my_function, file.py:function
+    # the function: gsm8k, math, exact, format, pattern, reasoning_gym, zero (all rewards come from
+    # rollout.environment), my_module:my_function or file.py:function
     function: str = "gsm8k"
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the function
-    timeout_seconds: float = 10.0  # one call of the function
-    start_seconds: float = 60.0  # start of a worker and import of the function's module
-    # processes per host process; 0 = none (quick built-in functions only), -1 = none for these, and
-    # one per core up to 8 for others
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its keyword arguments
+    timeout_seconds: float = 10.0  # deadline of one call
+    start_seconds: float = 60.0  # deadline for starting a worker and importing the function
+    # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
+    # these, one per core up to 8 for others
     num_workers: int = -1
-    on_error: float = 0.0  # score where the function raises, hangs or crashes
-    max_error_rate: float = 0.1  # of one step's responses; the run stops above it
-    # tokens before the length limit in which DAPO's penalty grows, or below 1 their share of that
-    # limit; 0 = off
+    on_error: float = 0.0  # score of a response whose call raises, hangs or crashes
+    max_error_rate: float = 0.1  # share of a step's responses above which errors end the run
+    # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of
+    # the limit; 0: no penalty
     overlong_buffer: float = 0.0
-    overlong_penalty: float = 1.0  # that penalty at the length limit
-    overlong_cap: bool = False  # that penalty is never below -1
+    overlong_penalty: float = 1.0  # length penalty at the limit
+    overlong_cap: bool = False  # clip the length penalty at -1
 
     def __post_init__(self):
         for name in ("timeout_seconds", "start_seconds"):
@@ -58,7 +58,7 @@ class RewardConfig:
             )
         if self.overlong_buffer >= 1 and self.overlong_buffer != int(self.overlong_buffer):
             raise ValueError(
-                "reward.overlong_buffer must be a whole number of tokens, or below 1 a share, got "
+                "reward.overlong_buffer must be a whole number of tokens, or a share below 1, got "
                 f"{self.overlong_buffer}"
             )
         if self.num_workers == 0 and self.function not in QUICK:
@@ -68,7 +68,7 @@ class RewardConfig:
             )
 
     def overlong_tokens(self, limit: int) -> int:
-        """`overlong_buffer` in tokens, for responses of up to `limit`."""
+        """`overlong_buffer` in tokens, for responses of at most `limit` tokens."""
         share = 0 < self.overlong_buffer < 1
         return max(1, round(self.overlong_buffer * limit)) if share else int(self.overlong_buffer)
 
@@ -76,12 +76,12 @@ class RewardConfig:
 class RewardPool:
     """Owns the worker processes of one reward function.
 
-    A call that hangs past its deadline or kills its process costs that process, which is replaced,
-    and only its request scores `on_error`. A batch function (TRL's signature) gets the requests of
-    one `score` in as many contiguous parts as there are workers; where a part fails, it is called
-    again for each of its requests alone, so that one bad row does not cost the others.
+    If a call misses its deadline or its process dies, the process is replaced and only that request
+    scores `on_error`. A batch function (TRL's signature) gets the requests of one `score` in one
+    contiguous chunk per worker; if a chunk fails, the function is called again for each of its
+    requests alone, so that one bad row does not affect the others.
 
-    Threads that wait for the workers belong to the pool; they touch neither JAX nor NumPy.
+    One thread of the pool waits for each worker; these threads use neither JAX nor NumPy.
     """
 
     def __init__(self, config: RewardConfig):
@@ -105,7 +105,7 @@ class RewardPool:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
         self._kind: Future[str] = Future()
-        # Not a bound method: a thread that held the pool would keep it from ever being collected.
+        # not a bound method: a thread that references the pool would keep it alive forever
         self._threads = [
             threading.Thread(
                 target=_serve,
@@ -126,25 +126,25 @@ class RewardPool:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether responses may be submitted as they come, to processes that score each alone.
+        """Whether responses may be submitted as they finish, to processes that score each alone.
 
-        Not so for a batch function, which sees all responses of a step, nor for the quick ones that
-        run in the caller's thread.
+        False for a batch function, which gets all responses of a step at once, and for quick
+        functions, which run in the caller's thread.
         """
         return self._num_workers > 0 and self._kind.result() != "batch"
 
     def check(self, request: RewardRequest) -> RewardResult:
-        """Scores one row of the data, before the first step.
+        """Scores one row of the data, as a check before the first step.
 
         Raises:
-          ValueError, FileNotFoundError: the function is missing (the nearest name is given), raises
-            (what and where), hangs (the deadline), or returns something else than a score.
+          ValueError, FileNotFoundError: the function is missing (the message names the nearest),
+            raises, misses the deadline, or does not return a score.
         """
         result = self.submit(request).result()
         if result.error == "timeout":
             raise ValueError(
                 f"reward function {self._config.function!r} did not return within "
-                f"reward.timeout_seconds {self._config.timeout_seconds} on the first row; mend it, "
+                f"reward.timeout_seconds {self._config.timeout_seconds} on the first row; fix it, "
                 "or raise that"
             )
         if result.error is not None:
@@ -155,7 +155,7 @@ class RewardPool:
         return result
 
     def submit(self, request: RewardRequest) -> Future[RewardResult]:
-        """Starts scoring one response; its result comes by `.result()`."""
+        """Starts to score one response; `.result()` of the future waits for its result."""
         return self._submit([request])[0]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
@@ -163,12 +163,12 @@ class RewardPool:
         size = 1
         if self._num_workers and requests and self._kind.result() != "row":
             size = -(-len(requests) // self._num_workers)
-        parts = [requests[i : i + size] for i in range(0, len(requests), size)]
-        futures = [future for part in parts for future in self._submit(part)]
+        chunks = [requests[i : i + size] for i in range(0, len(requests), size)]
+        futures = [future for chunk in chunks for future in self._submit(chunk)]
         return [future.result() for future in futures]
 
     def check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        """RuntimeError, with the first traceback, if too many of one step's rewards failed."""
+        """Raises RuntimeError, with the first traceback, if too many of a step's rewards failed."""
         failed = [result.error for result in results if result.error is not None]
         if len(failed) > self._config.max_error_rate * len(results):
             raise RuntimeError(
@@ -178,7 +178,7 @@ class RewardPool:
             )
 
     def close(self) -> None:
-        """Kills the workers; what was submitted and not begun is cancelled. May be called twice."""
+        """Kills the workers and cancels waiting requests. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> "RewardPool":
@@ -208,7 +208,7 @@ class RewardPool:
 
 
 def error_counts(results: Sequence[RewardResult]) -> dict[str, int]:
-    """The metrics `reward/errors` (exceptions and crashes) and `reward/timeouts`."""
+    """Metrics `reward/errors` (exceptions and crashes) and `reward/timeouts`."""
     failed = [result.error for result in results if result.error is not None]
     timeouts = failed.count("timeout")
     return {"reward/errors": len(failed) - timeouts, "reward/timeouts": timeouts}
@@ -222,7 +222,7 @@ def _serve(
     *,
     on_error: float,
 ) -> None:
-    """One thread: gives jobs to its worker until a None comes. Sets `kind` when it is known."""
+    """Runs one worker's thread: calls the worker for each job until a None. Sets `kind` first."""
     if kind is not None:
         _fulfil([kind], lambda: [worker.kind()])
     while (job := jobs.get()) is not None:
@@ -237,7 +237,7 @@ def _fulfil(futures: Sequence[Future], work: Callable[[], Sequence[Any]]) -> Non
         return
     try:
         values = work()
-    except Exception as error:  # whoever waits for the result gets it, not this thread
+    except Exception as error:  # any error must reach the threads that wait for the futures
         for future in futures:
             future.set_exception(error)
         return
@@ -265,7 +265,7 @@ def _attempt(
     except WorkerDied as died:
         error = f"exception: {died}"
     if error is not None and not closing.is_set():
-        worker.start()  # now, so that the next call finds it ready
+        worker.start()  # now, so that the worker is ready for the next call
     if len(requests) == 1:
         return [RewardResult(on_error, error=error)]
     one_by_one = (_attempt(worker, [r], closing, on_error=on_error) for r in requests)
@@ -293,5 +293,5 @@ def _close(
 
 
 def _num_cores() -> int:
-    # not all of the machine's where a container or a launcher gave this process fewer
+    # a container or a launcher may have given this process fewer than the machine has
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

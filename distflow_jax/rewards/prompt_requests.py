@@ -1,6 +1,6 @@
-"""Requests for the reward function, made from a prompt and a response.
+"""Reward requests made from a prompt and a response.
 
-Apart from records.py, which the workers import: `Prompt` would bring JAX into them.
+Not in records.py, which the workers import: `Prompt` would import JAX there.
 """
 
 from distflow_jax.batch import Prompt
@@ -8,7 +8,7 @@ from distflow_jax.rewards.records import RewardRequest
 
 
 def request_for(prompt: Prompt, solution: str, response_length: int) -> RewardRequest:
-    """The request that scores `solution`, a response of `response_length` tokens, as text."""
+    """The request that scores `solution`, the text of a response of `response_length` tokens."""
     return RewardRequest(
         data_source=prompt.data_source,
         solution=solution,
@@ -20,5 +20,5 @@ def request_for(prompt: Prompt, solution: str, response_length: int) -> RewardRe
 
 
 def trial_request(prompt: Prompt) -> RewardRequest:
-    """The request on which a reward function is tried before step 1."""
+    """The request that checks a reward function before step 1."""
     return request_for(prompt, str(prompt.ground_truth), 1)

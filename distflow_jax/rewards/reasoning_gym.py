@@ -1,4 +1,4 @@
-"""Scores of the optional package reasoning_gym, for its own data sets."""
+"""Reward of the optional package reasoning_gym, for its own data sets."""
 
 import functools
 import importlib
@@ -15,15 +15,19 @@ def reasoning_gym(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
 ) -> float:
-    """What the data set's own `score_answer` gives the response, from 0.0 to 1.0.
+    """The score of the data set's own `score_answer`, from 0.0 to 1.0.
 
-    The answer is what the last `<answer>..</answer>` holds, or else the whole response. Needs data
-    of `reasoning_gym:NAME`, whose `extra_info["entry"]` names the data set.
+    The answer is the content of the last `<answer>..</answer>`, or else the whole response. Needs
+    data of `reasoning_gym:NAME`, whose `extra_info["entry"]` names the data set.
+
+    Raises:
+      ValueError: other data, or the package is not installed.
     """
     entry = (extra_info or {}).get("entry")
     if entry is None:
         raise ValueError(
-            f"the reward reasoning_gym scores data of reasoning_gym:NAME, not of {data_source!r}"
+            f"the reward reasoning_gym scores data of reasoning_gym:NAME, not of {data_source!r}; "
+            "choose another reward.function or data.train"
         )
     tagged = ANSWER.findall(solution_str)
     answer = (tagged[-1] if tagged else solution_str).strip()
@@ -33,7 +37,7 @@ def reasoning_gym(
 
 @functools.cache
 def load() -> ModuleType:
-    """The package, imported when first needed: that takes several seconds."""
+    """Imports the package at first use: that takes several seconds."""
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:

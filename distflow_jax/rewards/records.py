@@ -1,4 +1,4 @@
-"""What goes to a reward function's worker and what comes back."""
+"""Requests to a reward worker, and its results."""
 
 import dataclasses
 from typing import Any
@@ -12,17 +12,17 @@ class RewardRequest:
     solution: str  # the response as text
     ground_truth: Any
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prompt: str = ""  # as the model saw it
+    prompt: str = ""  # the text that the model was given, with its chat template
     response_length: int = 0  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """What one response is worth.
+    """The score of one response.
 
     `logged` holds the numbers that the function returned beside its score. `error` is None,
-    "timeout", or "exception: ..." with the traceback from the second line on; an error scores what
-    `reward.on_error` says.
+    "timeout", or "exception: ..." with the traceback from the second line on; with an error the
+    score is `reward.on_error`.
     """
 
     score: float

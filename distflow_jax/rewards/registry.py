@@ -16,8 +16,8 @@ REWARDS = {
     "zero": zero,
 }
 
-# These take microseconds, whatever the text: no process of their own would guard against anything.
+# They take microseconds for any text, and need no process of their own.
 QUICK = frozenset({"gsm8k", "exact", "format", "zero"})
 
-# Packages that a function imports at its first call, so that a worker can before the clock runs.
+# Packages that a function imports at its first call; workers import them before any deadline runs.
 LOAD = {"math": math_answer.load, "reasoning_gym": reasoning_gym.load}

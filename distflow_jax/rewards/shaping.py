@@ -1,4 +1,4 @@
-"""Terms added to a score for the length of a response."""
+"""Length penalty that is added to scores."""
 
 import numpy as np
 
@@ -11,20 +11,23 @@ def overlong_penalty(
     factor: float = 1.0,
     cap: bool = False,
 ) -> np.ndarray:
-    """min(-(len - (Lmax - buffer)) / buffer * factor, 0): soft punishment of long responses.
+    """Soft penalty of long responses: min(-(len - (Lmax - buffer)) / buffer * factor, 0).
 
     Yu et al. 2025 (DAPO), arxiv.org/abs/2503.14476, eq. 13. It starts `buffer` tokens before the
     limit and reaches -factor at the limit.
 
     Args:
-      response_length_N: tokens of each response.
+      response_length_N: int [N], tokens of each response.
       max_response_length: Lmax, tokens.
       buffer: tokens before Lmax in which the penalty grows.
       factor: penalty at Lmax.
-      cap: never below -1.
+      cap: clip the penalty at -1.
 
     Returns:
       float32 [N], to be added to the scores.
+
+    Raises:
+      ValueError: `buffer` is not between 1 and `max_response_length`.
     """
     if not 0 < buffer <= max_response_length:
         raise ValueError(

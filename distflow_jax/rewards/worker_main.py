@@ -1,7 +1,7 @@
-"""A worker process: loads one reward function and answers requests until its pool goes away.
+"""A reward worker process: loads one function and scores requests until its pool closes.
 
 Started as `python -m distflow_jax.rewards.worker_main SOCKET_FD PARENT_PID`. Not through
-multiprocessing, whose spawn imports the parent's main script, and with that all of JAX, again.
+multiprocessing, whose spawn imports the parent's main script again, and all of JAX with it.
 """
 
 import os
@@ -19,11 +19,11 @@ PARENT_CHECK_SECONDS = 0.5
 
 
 def main(connection: Connection) -> None:
-    """Answers what comes over the connection.
+    """Serves a connection until it closes.
 
-    First (name, kwargs, timeout_seconds, on_error), answered by ("ready", kind) with kind "row",
-    "async" or "batch", or by ("error", the exception). Then lists of RewardRequest, answered by
-    lists of RewardResult.
+    The first message is (name, kwargs, timeout_seconds, on_error); the answer is ("ready", kind)
+    with kind "row", "async" or "batch", or ("error", exception). Each further message is a list of
+    RewardRequest; the answer is a list of RewardResult.
     """
     name, kwargs, timeout_seconds, on_error = connection.recv()
     try:
@@ -49,7 +49,7 @@ def main(connection: Connection) -> None:
 def end_with_parent(parent: int) -> None:
     """Kills this process's group (its own session) once the parent is gone.
 
-    An idle worker sees its socket close; this is for one that is busy in a function that hangs.
+    An idle worker ends when its socket closes; this is for a worker whose function hangs.
     """
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
@@ -58,8 +58,8 @@ def end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     socket_fd, parent_pid = map(int, sys.argv[1:])
-    # Schedulers send it to every process of a job: the run finishes its step, and needs us for it.
-    # A handler and not SIG_IGN, which programs that the function starts would inherit.
+    # Schedulers send SIGTERM to every process of a job, and the run needs its workers to finish the
+    # step. A handler, not SIG_IGN: programs that the function starts would inherit that.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(socket_fd, False)  # or a child of the function would keep it open
     threading.Thread(target=end_with_parent, args=(parent_pid,), daemon=True).start()

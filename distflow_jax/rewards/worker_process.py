@@ -1,4 +1,4 @@
-"""The pool's end of one worker process: start, call with a deadline, kill."""
+"""The pool's handle on one worker process: start, call with a deadline, kill."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 
-ASYNC_GRACE_SECONDS = 1.0  # coroutines watch their deadline themselves and should be first
+ASYNC_GRACE_SECONDS = 1.0  # coroutines have deadlines of their own, which should expire first
 
 
 class CallTimeout(Exception):
@@ -26,17 +26,17 @@ class WorkerDied(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a worker is started with."""
+    """Settings of a worker."""
 
     function: str
     kwargs: Mapping[str, Any]
-    timeout_seconds: float  # one call
-    start_seconds: float  # start of Python and import of the function's module
-    on_error: float
+    timeout_seconds: float  # of one call
+    start_seconds: float  # for the start of Python and the import of the function's module
+    on_error: float  # score of a response whose call fails
 
 
 class WorkerProcess:
-    """One process with one reward function; after a failed call the next one starts a new process.
+    """One process with one reward function; a call after a failed one starts a new process.
 
     Used by one thread at a time, apart from `interrupt`.
     """
@@ -61,8 +61,8 @@ class WorkerProcess:
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # its own session: Ctrl-C reaches the parent alone, and a kill reaches what the
-                # function started
+                # its own session: Ctrl-C reaches the parent alone, and a kill reaches all processes
+                # that the function started
                 start_new_session=True,
                 env=_environment(),
             )
@@ -78,7 +78,7 @@ class WorkerProcess:
           ValueError, FileNotFoundError: the function cannot be loaded.
         """
         if self._process is None or (self._kind is not None and self._process.poll() is not None):
-            self.kill()  # it died between two calls, which is no request's fault
+            self.kill()  # it died between two calls: no request is to blame
             self.start()
         if self._kind is None:
             seconds = self._job.start_seconds
@@ -87,7 +87,7 @@ class WorkerProcess:
             except CallTimeout:
                 raise ValueError(
                     f"importing the reward function {self._job.function!r} took more than "
-                    f"reward.start_seconds {seconds}"
+                    f"reward.start_seconds {seconds}; raise that"
                 ) from None
             except WorkerDied as error:
                 raise ValueError(
@@ -106,12 +106,12 @@ class WorkerProcess:
           CallTimeout, WorkerDied: the process is gone, and no request was scored.
         """
         grace = ASYNC_GRACE_SECONDS if self.kind() == "async" else 0.0
-        with contextlib.suppress(OSError):  # then it has died, which receiving will tell
+        with contextlib.suppress(OSError):  # it has died: receiving raises WorkerDied
             self._connection.send(list(requests))
         return self._receive(self._job.timeout_seconds + grace)
 
     def kill(self) -> None:
-        """Ends the process and all that it started; harmless when there is none."""
+        """Ends the process and all that it started; does nothing without a process."""
         self.interrupt()
         if self._process is not None:
             self._process.wait()
@@ -119,7 +119,7 @@ class WorkerProcess:
         self._process = None
 
     def interrupt(self) -> None:
-        """Ends the process from another thread: a call that is under way raises WorkerDied."""
+        """Ends the process from another thread: a running call raises WorkerDied."""
         process = self._process
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -138,6 +138,6 @@ class WorkerProcess:
 
 
 def _environment() -> dict[str, str]:
-    # The same modules as here, and never the accelerator, should the function use JAX.
+    # the same modules as here, and no accelerator if the function uses JAX
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""No reward of its own: where an environment gives all there is."""
+"""Reward 0 for every response, for runs whose environment gives all rewards."""
 
 from typing import Any
 
@@ -9,5 +9,5 @@ def zero(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
 ) -> float:
-    """0.0 for every response; the score is then what rollout.environment gave."""
+    """0.0 for every response; the score is then the sum of rollout.environment's rewards."""
     return 0.0

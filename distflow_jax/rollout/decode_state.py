@@ -80,6 +80,12 @@ def longest_read(config: EngineConfig) -> int:
     return max(config.max_prompt, config.max_read)
 
 
+def check_length(length: int, most: int) -> None:
+    """ValueError for a prompt that is empty or longer than `most` tokens."""
+    if not 0 < length <= most:
+        raise ValueError(f"a prompt must have 1 to {most} tokens, got {length}")
+
+
 def history_length(config: EngineConfig) -> int:
     """X: tokens that a slot can hold, its prompt's and its response's."""
     return longest_read(config) + config.max_response

@@ -1,4 +1,4 @@
-"""What is asked of the sampler, and what comes back. T tokens."""
+"""Requests to the sampler and its responses. T tokens."""
 
 import dataclasses
 
@@ -7,18 +7,70 @@ import numpy as np
 from distflow_jax.batch import Prompt
 
 
+def check_sampling(
+    *,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    section: str = "",
+) -> None:
+    """Raises ValueError for values that no response can be sampled with.
+
+    `section`: printed before the name of the value, e.g. "rollout.".
+    """
+    if num_samples < 1:
+        raise ValueError(f"{section}num_samples must be at least 1, got {num_samples}")
+    if not temperature >= 0:  # true of nan too
+        raise ValueError(
+            f"{section}temperature must not be negative, got {temperature:g}; 0 is greedy"
+        )
+    if top_k < 0:
+        raise ValueError(f"{section}top_k must not be negative, got {top_k}; 0 is off")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"{section}top_p must be above 0 and at most 1, got {top_p:g}; 1 is off")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the responses to a prompt are sampled: the host's record.
+
+    A new option of sampling touches three places: the config that sets it (RolloutConfig,
+    EvalConfig), this record, and the column of the decode state that holds it for each slot
+    (DecodeState, SlotRequest.columns, and engine.sampling.SlotSampling where tokens are drawn).
+
+    Raises ValueError for values that no response can be sampled with.
+    """
+
+    num_samples: int  # responses to each prompt
+    limit: int  # longest response in tokens, the end token included
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # likeliest tokens that are drawn from; 0: off
+    top_p: float = 1.0  # probability of the likeliest tokens that are drawn from; 1: off
+    record: bool = True  # with the experts of the tokens, where the engine records them
+
+    def __post_init__(self):
+        if self.limit < 1:
+            raise ValueError(f"the limit of a response must be at least 1 token, got {self.limit}")
+        check_sampling(
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupRequest:
-    """One prompt and how many responses are wanted to it."""
+    """One prompt and how its responses are sampled."""
 
     prompt: Prompt
-    num_samples: int
-    limit: int  # longest response in tokens, the end token included
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    hold: bool = False  # a response that has ended may be gone on with: Scheduler.extend
-    record: bool = True  # its experts are wanted, where the engine records them
+    sampling: SamplingParams
+    hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
+
+    def with_limit(self, limit: int) -> "GroupRequest":
+        """The request with another longest response, in tokens."""
+        return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, limit=limit))
 
 
 @dataclasses.dataclass
@@ -34,7 +86,7 @@ class Response:
     version: np.ndarray  # int32: of the weights that each token was sampled by
     # int8 or int16 [prompt + all of the response, layers, experts of a token]: those that the
     # sampler sent each token through, -1 for the last one, which it has not read; None where they
-    # are not recorded (EngineConfig.record_experts) or not wanted (GroupRequest.record)
+    # are not recorded (EngineConfig.record_experts) or not wanted (SamplingParams.record)
     routed_experts: np.ndarray | None = None
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.decode_state import (
@@ -15,7 +14,13 @@ from distflow_jax.rollout.decode_state import (
     check_weights_dtype,
 )
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats
+from distflow_jax.rollout.requests import (
+    GroupRequest,
+    Response,
+    RolloutStats,
+    SamplingParams,
+    check_sampling,
+)
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 
@@ -58,7 +63,6 @@ class RolloutConfig:
 
     def __post_init__(self):
         for name in (
-            "num_samples",
             "max_response_length",
             "tokens_per_call",
             "max_turns",
@@ -88,11 +92,9 @@ class RolloutConfig:
                 f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
                 "needs samples (eval.temperature may be 0)"
             )
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"rollout.top_k must be at least 0 and top_p in (0, 1], got {self.top_k} and "
-                f"{self.top_p}"
-            )
+        check_sampling(
+            num_samples=self.num_samples, top_k=self.top_k, top_p=self.top_p, section="rollout."
+        )
         if self.environment_seconds <= 0:
             raise ValueError(
                 f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
@@ -109,42 +111,39 @@ class RolloutConfig:
                 "name one in rollout.environment, or leave them"
             )
 
+    def sampling_params(self) -> SamplingParams:
+        """How the responses that a policy is trained on are sampled."""
+        return SamplingParams(
+            self.num_samples, self.max_response_length, self.temperature, self.top_k, self.top_p
+        )
+
 
 @dataclasses.dataclass
 class SamplerState:
-    """Weights on this process's devices and the (free) decode slots."""
+    """The weights on this process's devices and the decode slots, all of them free."""
 
     params: Any
     version: int  # training steps that these weights have seen
     decode: DecodeState
 
 
-def respond(
+def sample(
     engine: RolloutEngine,
     state: SamplerState,
     prompts: Sequence[Prompt],
+    sampling: SamplingParams,
     *,
-    num_samples: int,
-    limit: int,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    record: bool = True,
     on_response: Callable[[Response], None] | None = None,
 ) -> tuple[SamplerState, list[Response], RolloutStats]:
-    """`num_samples` responses of up to `limit` tokens to each prompt, in (prompt, sample) order.
+    """Samples responses to each prompt; they are ordered by (prompt, sample).
 
-    `record`: with the experts of their tokens, where the engine records them.
+    `on_response` is called in this thread as soon as a response ends.
     """
-    requests = [
-        GroupRequest(p, num_samples, limit, temperature, top_k, top_p, record=record)
-        for p in prompts
-    ]
     decode, responses, stats = run_requests(
         engine,
         state.params,
         state.decode,
-        requests,
+        [GroupRequest(prompt, sampling) for prompt in prompts],
         version=state.version,
         on_response=on_response,
     )
@@ -155,15 +154,3 @@ def update_weights(state: SamplerState, sync: Callable[[Any], Any], params: Any,
     """The state with `params` in place of its weights, which are freed first."""
     jax.tree.map(lambda x: x.delete(), state.params)
     return dataclasses.replace(state, params=sync(params), version=version)
-
-
-def columns(responses: Sequence[Response], version: int) -> dict[str, Any]:
-    """Responses as the batch's columns; `routed_experts` is None where none are recorded."""
-    return {
-        "response": [r.tokens for r in responses],
-        "response_mask": [np.ones(len(r.tokens), bool) for r in responses],
-        "rollout_logp": [r.logp for r in responses],
-        "version": np.full(len(responses), version, np.int32),
-        "finished": np.array([r.finished for r in responses], bool),
-        "routed_experts": [r.routed_experts for r in responses],
-    }

@@ -1,8 +1,8 @@
-"""Models that wait in host memory while others have the devices.
+"""Offload: eviction of models to host memory, and their prefetch before the nodes that use them.
 
-What comes and goes when is decided from the plan (dag/residency.py); here it is done. Nothing waits
-for a transfer, except that a model is fetched ahead only when the node before the one that is at
-work has ended: more than two do not share the devices.
+dag/residency.py decides from the plan when each item moves. Nothing waits for a transfer, except
+that a model is prefetched only after the node before the running one has ended: at most two nodes'
+models share the devices.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from distflow_jax.training.state import TrainState
 
 @dataclasses.dataclass
 class _Copies:
-    """Of one item: a copy on the host, one on the devices, or both, which then are equal."""
+    """One item's copies: on the host, on the devices, or both, which then are equal."""
 
     host: Any = None
     device: Any = None
@@ -33,27 +33,27 @@ class _Copies:
 
 
 class Offload:
-    """Holds the states of a run's models and samplers, on the host or on their devices.
+    """The states of a run's models and samplers, on the host or on their devices.
 
-    `layouts` are those of the models, by the key of their state; a sampler has all devices.
-    `new_cache` makes a sampler's cache anew: it holds nothing between two rollouts.
+    `layouts` are keyed by the models' state keys; a sampler has all devices. `new_cache` allocates
+    a sampler's cache, which holds nothing between two rollouts.
     """
 
     def __init__(
         self,
-        stays: Mapping[str, Residency],
+        residencies: Mapping[str, Residency],
         layouts: Mapping[str, Layout],
         new_cache: Callable[[], Any] | None,
     ):
-        self._stays, self._layouts, self._new_cache = stays, layouts, new_cache
-        self._keys = {key for s in stays.values() for key, _ in s.uses | s.replaces}
-        self._states: dict[str, Any] = {}  # as handed out last
+        self._residencies, self._layouts, self._new_cache = residencies, layouts, new_cache
+        self._keys = {key for s in residencies.values() for key, _ in s.uses | s.replaces}
+        self._states: dict[str, Any] = {}  # as returned last
         self._copies: dict[Item, _Copies] = {}
-        self._last: dict[Layout, Any] = {}  # what the last node on these devices gave
+        self._last: dict[Layout, Any] = {}  # outputs of the last node on these devices
 
     def wrap(self, name: str, key: str, runner: Runner) -> Runner:
-        """The runner of a node that uses model `key`, which finds on its devices what it uses."""
-        if name not in self._stays:
+        """The runner of a node that uses model `key`, with the node's items on its devices."""
+        if name not in self._residencies:
             return runner
 
         def wrapped(states, values):
@@ -67,24 +67,24 @@ class Offload:
         return wrapped
 
     def adopt(self, key: str, state: Any) -> Any:
-        """Takes over a state that was made elsewhere, and lets it wait on the host."""
+        """Takes over a state that was built elsewhere, and evicts it to the host."""
         if key not in self._keys:
             return state
         self._take(key, state)
-        self._put_away(item for item in list(self._copies) if item[0] == key)
+        self._evict(item for item in list(self._copies) if item[0] == key)
         return self._hand_out(key)
 
     def update(self, states: dict[str, Any]) -> None:
-        """Brings those of `states` that are held here up to where they lie now."""
+        """Replaces the entries of `states` that are held here by their current copies."""
         states |= {key: self._hand_out(key) for key in states.keys() & self._states.keys()}
 
     def abstract(self, states: Mapping[str, TrainState]) -> dict[str, TrainState]:
-        """The shapes and layouts of `states` as they wait: to be read from a checkpoint."""
+        """Shapes and host layouts of evicted `states`, for reading them from a checkpoint."""
         return {key: _waiting(x) if key in self._keys else x for key, x in states.items()}
 
     @contextlib.contextmanager
     def staying(self, name: str, states: dict[str, Any]) -> Iterator[None]:
-        """A block with a stay of its own, within which `states` may be given new ones."""
+        """A block with a residency of its own; `states` may be replaced inside."""
         self.enter(name)
         self.update(states)
         yield
@@ -95,35 +95,34 @@ class Offload:
         self.update(states)
 
     def enter(self, name: str) -> None:
-        """Before a node, or what else has a stay: its devices have what it uses, and no other
-        model."""
-        stay = self._stays.get(name)
-        if stay is None:
+        """Before a node or block: evicts other models from its devices and fetches its items."""
+        residency = self._residencies.get(name)
+        if residency is None:
             return
-        there = stay.uses | stay.replaces
-        self._put_away(
+        there = residency.uses | residency.replaces
+        self._evict(
             item
             for item, copies in self._copies.items()
-            if item not in there and self._shares_devices(item, stay)
+            if item not in there and self._shares_devices(item, residency)
         )
-        for item in stay.replaces & self._copies.keys():
+        for item in residency.replaces & self._copies.keys():
             copies = self._copies[item]
             host_memory.delete((copies.host, copies.device))
-        self._fetch(stay.uses)
+        self._fetch(residency.uses)
 
     def leave(self, name: str, given: Any = None) -> None:
-        """After it; `given` are arrays that are there when its devices are done."""
-        stay = self._stays.get(name)
-        if stay is None:
+        """After it: evicts and prefetches. `given`: arrays that are ready when it has ended."""
+        residency = self._residencies.get(name)
+        if residency is None:
             return
-        self._put_away(stay.put_away)
-        jax.block_until_ready(self._last.get(stay.layout))
-        self._last[stay.layout] = given
-        self._fetch(stay.fetch_ahead)
+        self._evict(residency.evict)
+        jax.block_until_ready(self._last.get(residency.layout))
+        self._last[residency.layout] = given
+        self._fetch(residency.prefetch)
 
-    def _shares_devices(self, item: Item, stay: Residency) -> bool:
+    def _shares_devices(self, item: Item, residency: Residency) -> bool:
         layout = self._layouts.get(item[0])
-        return layout is None or overlaps(layout, stay.layout)
+        return layout is None or overlaps(layout, residency.layout)
 
     def _fetch(self, items: frozenset[Item]) -> None:
         for item in sorted(items & self._copies.keys()):
@@ -134,7 +133,7 @@ class Offload:
                     self._new_cache() if is_cache else host_memory.to_device(copies.host)
                 )
 
-    def _put_away(self, items: Iterable[Item]) -> None:
+    def _evict(self, items: Iterable[Item]) -> None:
         for item in items:
             copies = self._copies.get(item)
             if copies is None or copies.device is None:
@@ -145,7 +144,7 @@ class Offload:
             copies.device = None
 
     def _take(self, key: str, state: Any) -> None:
-        """Splits a state into its items. What is new makes a copy on the host worthless."""
+        """Splits a state into its items. A new value invalidates the item's copy on the host."""
         for what, tree in _split(state).items():
             copies = self._copies.setdefault((key, what), _Copies())
             if tree is copies.any:

@@ -1,4 +1,4 @@
-"""A model that answers, without training: what evaluate.py and generate.py share."""
+"""A model that answers, without training: for scripts/evaluate.py, generate.py and serve.py."""
 
 import contextlib
 import dataclasses
@@ -10,16 +10,15 @@ import jax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.run_config import Config
-from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.make_sampler import make_engine, make_sync
 
 
 @dataclasses.dataclass
@@ -38,29 +37,22 @@ def open_answerer(config: Config, source: ModelSource, run: str = "") -> Answere
     Raises FileNotFoundError if that folder holds no checkpoint.
     """
     weights, step = read_weights(config, source, run)
-    engine = make_engine(config, source)
+    engine = make_engine(source, config, answer_sizes(config, source))
     return Answerer(source, engine, SamplerState(weights, step, engine.init_decode_state()), step)
 
 
-def make_engine(
+def answer_sizes(
     config: Config,
     source: ModelSource,
-    change: Callable[[EngineConfig], EngineConfig] = lambda sizes: sizes,
-) -> RolloutEngine:
-    """A sampler of the source's model; `change` may alter the sizes that follow from the config.
+    change: Callable[[EngineConfig], EngineConfig] = lambda engine: engine,
+) -> Sizes:
+    """The config's sizes on this machine, for a sampler that nothing trains on.
 
-    It records no experts, whatever the config: nobody trains on what it says.
+    It records no experts, whatever the config. `change` may alter the engine's sizes.
     """
     sizes = derive_sizes(config, source.config, Machine.current())
-    answers = dataclasses.replace(sizes.engine, record_experts=False)
-    return RolloutEngine(
-        source.config,
-        change(answers),
-        mesh_lib.sampler_mesh(sizes.rollout_tensor),
-        stop_ids=source.tokenizer.stop_ids,
-        seed=config.seed,
-        tokenizer=source.tokenizer,
-    )
+    engine = dataclasses.replace(sizes.engine, record_experts=False)
+    return dataclasses.replace(sizes, engine=change(engine))
 
 
 def read_weights(
@@ -83,9 +75,6 @@ def read_weights(
         step, params = read_trained(pathlib.Path(run), "actor", source.config, mesh)
     else:
         params = load_or_init_params(source, config.seed, mesh)
-    local = mesh_lib.sampler_mesh(sizes.rollout_tensor)
-    replica = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
-    holding = held_weights(source.config, sizes.engine, local)
     with turn or contextlib.nullcontext():
-        weights = WeightSync(replica, local, sizes.engine.dtype, holding)(params)
+        weights = make_sync(source, config, sizes)(params)
         return jax.block_until_ready(weights), step

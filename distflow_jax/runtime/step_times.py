@@ -1,4 +1,4 @@
-"""What a step cost: times by node, throughput, memory, compilations, and who waited for whom."""
+"""The cost of a step: times by node, throughput, memory, compilations, waiting processes."""
 
 import logging
 import time
@@ -10,10 +10,9 @@ import numpy as np
 
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.observe import memory
-from distflow_jax.observe.compilations import Compilations
-from distflow_jax.observe.phases import Phases, straggler_report
-from distflow_jax.observe.spans import Spans
+from distflow_jax.observe.phases import straggler_report
 from distflow_jax.parallel import processes
+from distflow_jax.runtime.instruments import Instruments
 
 # node (role, type) -> verl's name of its time
 _TIMINGS = {
@@ -34,8 +33,9 @@ class StepTimes:
     """Counts from its creation, and from step to step. `warm`: whether a step has run; nothing may
     compile after it."""
 
-    def __init__(self, plan: Plan, spans: Spans, phases: Phases, compilations: Compilations):
-        self._spans, self._phases, self._compilations = spans, phases, compilations
+    def __init__(self, plan: Plan, instruments: Instruments):
+        self._spans, self._phases = instruments.spans, instruments.phases
+        self._compilations = instruments.compilations
         self._names = {unit.name: _timing(unit) for unit in plan.units}
         self._communicated = processes.communication_seconds()
         self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
@@ -80,7 +80,7 @@ class StepTimes:
         return measured, stragglers
 
     def _per_process(self, received: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """What differs between processes: who was slow, and what it took. Collective.
+        """Work and waiting of each process. Collective.
 
         Metrics are means over the processes, of bytes the maximum.
         """

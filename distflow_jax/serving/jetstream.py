@@ -34,6 +34,7 @@ from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.messages import MAX_UID, Limits, prompt_length_error, token_ids_error
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.text_stream import TextStream
@@ -41,6 +42,8 @@ from distflow_jax.serving.text_stream import TextStream
 STOPPING = "the server is stopping; ask again later"
 # lengths that JetStream pads to; it knows no others
 _PADDED_LENGTHS = tuple(1 << n for n in range(4, 16))
+# JetStream's protocol has no fields for it; the limit is that of each question
+GREEDY = SamplingParams(num_samples=1, limit=1, temperature=0.0)
 
 
 def prepare() -> None:
@@ -93,15 +96,6 @@ class LimitedPrefix:
     limit: int = struct.field(pytree_node=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How JetStream's door samples: its protocol has no fields for it."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0
-    top_p: float = 1.0
-
-
 class DoorTokenizer(JetStreamTokenizer):
     """Lets a `Question` through as it is; a plain text as the engine's own tokenizer does."""
 
@@ -119,9 +113,15 @@ class DoorEngine(engine_api.Engine):
     result is there, so that who waits for a turn waits for one call at most.
     """
 
-    def __init__(self, engine: RolloutEngine, weights: Weights, tokenizer: Tokenizer, how=None):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        weights: Weights,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams = GREEDY,
+    ):
         self._engine, self._weights = engine, weights
-        self._tokenizer, self._how = tokenizer, how or Sampling()
+        self._tokenizer, self._sampling = tokenizer, sampling
         self._counter = itertools.count()
 
     def load_params(self, *args, **kwargs) -> Weights:
@@ -152,8 +152,7 @@ class DoorEngine(engine_api.Engine):
     def insert(self, prefix: LimitedPrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Starts the response in `slot`, with noise of its own."""
         uid = next(self._counter) % MAX_UID
-        how = self._how
-        request = SlotRequest(uid, 0, prefix.limit, how.temperature, how.top_k, how.top_p)
+        request = SlotRequest(uid, 0, dataclasses.replace(self._sampling, limit=prefix.limit))
         with self._weights.turns:
             # a response that the Driver has given up may still be in the slot, and have pages
             state = self._engine.change(decode_state, drop=[slot])

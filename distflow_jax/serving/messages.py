@@ -14,7 +14,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 
 SERVICE = "distflow.Sampler"
 MAX_STOPS = 16
@@ -87,19 +87,16 @@ def sample_request(
     samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
     length = _integer(message, "max_tokens", limits.default_response, 1, limits.max_response)
     temperature = _number(message, "temperature", 1.0)
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature:g}; 0 is greedy")
     top_k = _integer(message, "top_k", 0, 0, MAX_UID)
     top_p = _number(message, "top_p", 1.0)
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p:g}; 1 is off")
+    sampling = SamplingParams(samples, length, temperature, top_k, top_p)
     if message.get("uid") is None:
         uid = new_uid()
     else:
         uid = _integer(message, "uid", 0, 0, MAX_UID)
     prompt = Prompt(uid, uid, tokens, text, "", None, {})
     return SampleRequest(
-        GroupRequest(prompt, samples, length, temperature, top_k, top_p),
+        GroupRequest(prompt, sampling),
         _stop(message),
         _boolean(message, "stream", True),
     )

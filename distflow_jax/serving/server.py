@@ -16,10 +16,11 @@ from prometheus_client.registry import Collector
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.jetstream import (
+    GREEDY,
     DoorEngine,
     JetStreamServicer,
-    Sampling,
     ServedDriver,
     prepare,
 )
@@ -50,7 +51,7 @@ class ServerConfig:
     max_samples: int = 64  # responses to one request at most
     max_waiting: int = 1024  # requests to each door; those beyond are refused
     grace_seconds: float = 10.0  # for requests that run when the server is stopped
-    jetstream: Sampling = Sampling()  # how JetStream's door samples
+    jetstream: SamplingParams = GREEDY  # how JetStream's door samples
 
 
 class Server:

@@ -20,10 +20,10 @@ from distflow_jax.algorithms.token_reward import (
 )
 from distflow_jax.algorithms.value import explained_variance
 from distflow_jax.batch import Rows
-from distflow_jax.stages.stage_context import Stage, StageContext, require
+from distflow_jax.stages.stage_context import RewardContext, Stage, require
 
 
-def build_advantage(context: StageContext) -> Stage:
+def build_advantage(context: RewardContext) -> Stage:
     """score [K, R, S], response_mask (Rows), and what the algorithm needs beyond that (value,
     baseline, old_logp, ref_logp) -> advantage and returns [K, R, L], 0 outside responses.
 
@@ -60,7 +60,7 @@ def build_advantage(context: StageContext) -> Stage:
     return advantage
 
 
-def first_coefficient(context: StageContext) -> np.float32 | None:
+def first_coefficient(context: RewardContext) -> np.float32 | None:
     """The state that an advantage begins with: a steered KL coefficient as the config gives it."""
     return np.float32(context.algorithm.kl_coef) if context.algorithm.kl_target else None
 

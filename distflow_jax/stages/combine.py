@@ -6,10 +6,10 @@ import numpy as np
 
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
-from distflow_jax.stages.stage_context import Stage, StageContext
+from distflow_jax.stages.stage_context import RewardContext, Stage
 
 
-def build_weighted_sum(context: StageContext) -> Stage:
+def build_weighted_sum(context: RewardContext) -> Stage:
     """{name: scores, float32 [N]} -> score, float32 [N]: the sum of weight x score.
 
     The names are those of the node's reads; `options: {weights: {name: number}}` has a weight for

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
 from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, respond
-from distflow_jax.stages.stage_context import own_part
+from distflow_jax.rollout.requests import SamplingParams, check_sampling
+from distflow_jax.rollout.sampler import SamplerState
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 _FIRST_COUNTER = 1 << 30
@@ -28,7 +28,7 @@ _FIRST_COUNTER = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """What is evaluated, and when."""
+    """The evaluation set, how it is sampled, and when."""
 
     dataset: str = ""  # as data.train; "": no evaluation
     every: int = 0  # steps between evaluations; 0: only the untrained weights and the last ones
@@ -39,18 +39,30 @@ class EvalConfig:
     max_response_length: int = 0  # tokens; 0: as rollout.max_response_length
 
     def __post_init__(self):
-        for name in ("every", "num_prompts", "temperature", "max_response_length"):
+        for name in ("every", "num_prompts", "max_response_length"):
             if getattr(self, name) < 0:
                 raise ValueError(f"eval.{name} must not be negative, got {getattr(self, name)}")
-        if self.num_samples < 1:
-            raise ValueError(f"eval.num_samples must be at least 1, got {self.num_samples}")
+        check_sampling(
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            section="eval.",
+        )
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"eval.num_samples={self.num_samples} needs eval.temperature above 0: greedy "
                 "responses to one prompt are all the same"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"eval.top_p must be in (0, 1], got {self.top_p}")
+
+    def sampling_params(self, longest: int) -> SamplingParams:
+        """How responses are sampled; `longest`: tokens, where max_response_length is 0."""
+        return SamplingParams(
+            self.num_samples,
+            self.max_response_length or longest,
+            self.temperature,
+            top_p=self.top_p,
+            record=False,  # nothing is trained on these responses
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,54 +90,32 @@ def evaluate(
     tokenizer: Tokenizer,
     rewards: RewardPool,
     prompts: Sequence[Prompt],
-    config: EvalConfig,
+    sampling: SamplingParams,
     *,
-    limit: int,
-    member: int = 0,
-    hosts: int = 1,
+    own: slice,
     environments: Environments | None = None,
-    rollout: RolloutConfig | None = None,
 ) -> tuple[SamplerState, list[Scored]]:
-    """Samples the prompts, and scores those that this process answers for.
+    """Samples responses to the prompts and scores the responses to `own` of them.
 
-    All `hosts` processes of a sampler are given the same prompts; `member` is one's number. With
-    `environments` responses are in turns, under the limits of `rollout`, and what the environments
-    give is part of the score.
+    All processes of a sampler pass the same prompts, and each its own slice of them (`own_part`).
+    With `environments` a response has several turns, and its score contains their rewards.
     """
     shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]
-    limit = config.max_response_length or limit
-    sampling = {
-        "num_samples": config.num_samples,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "record": False,  # nobody trains on it
-    }
-    if environments is None:
-        state, responses, _ = respond(engine, state, shifted, limit=limit, **sampling)
-        given = [0.0] * len(responses)
-    else:
-        limits = TurnLimits.of(rollout, limit)
-        state, episodes, _ = respond_in_turns(
-            engine, state, shifted, environments, limits, **sampling
-        )
-        responses, given = [e.response for e in episodes], [e.reward for e in episodes]
-    own = own_part(len(prompts), member, hosts)
-    n = config.num_samples
-    of_own = slice(own.start * n, own.stop * n)
-    prompts, responses, given = prompts[own], responses[of_own], given[of_own]
-    texts = [tokenizer.decode(r.tokens) for r in responses]
+    state, episodes, _ = sample_episodes(engine, state, shifted, sampling, environments)
+    n = sampling.num_samples
+    episodes = episodes[own.start * n : own.stop * n]
+    texts = [tokenizer.decode(e.response.tokens) for e in episodes]
     results = rewards.score(
         [
-            request_for(r.prompt, text, len(r.tokens))
-            for r, text in zip(responses, texts, strict=True)
+            request_for(e.response.prompt, text, len(e.response.tokens))
+            for e, text in zip(episodes, texts, strict=True)
         ]
     )
-    scored = []
-    for i, prompt in enumerate(prompts):
-        span = slice(i * n, (i + 1) * n)
-        scores = [r.score + more for r, more in zip(results[span], given[span], strict=True)]
-        scored.append(Scored(prompt, texts[span], scores))
-    return state, scored
+    scores = [r.score + e.reward for r, e in zip(results, episodes, strict=True)]
+    return state, [
+        Scored(prompt, texts[i * n : (i + 1) * n], scores[i * n : (i + 1) * n])
+        for i, prompt in enumerate(prompts[own])
+    ]
 
 
 def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:

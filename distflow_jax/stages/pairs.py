@@ -2,19 +2,19 @@
 
 import numpy as np
 
-from distflow_jax.stages.stage_context import Stage, StageContext
+from distflow_jax.stages.stage_context import RewardContext, Stage
 
 
-def build_choose_pairs(context: StageContext) -> Stage:
+def build_choose_pairs(context: RewardContext) -> Stage:
     """prompt, score -> keep, int [N]: 1 for the best of a group, 2 for the worst, 0 for the others.
 
     The first of equals is taken. A group whose scores are all equal says nothing about what is
     better, and goes. Guo et al. 2024 (online DPO, arxiv.org/abs/2402.04792), sec. 3.
     """
-    if context.rollout.num_samples < 2:
+    if context.num_samples < 2:
         raise ValueError(
             f"node {context.node.id!r}: a pair takes two responses to a prompt, and "
-            f"rollout.num_samples={context.rollout.num_samples}; use at least 2"
+            f"rollout.num_samples={context.num_samples}; use at least 2"
         )
 
     def choose(state, fields, options):

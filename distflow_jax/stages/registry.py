@@ -1,10 +1,11 @@
-"""Which stage a node runs: by its role and type, by a built-in name, or the function it names."""
+"""The stage of a node: by its role and type, by a built-in name, or the function it names."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.graph import Node
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
@@ -13,7 +14,14 @@ from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
 from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
-from distflow_jax.stages.stage_context import NodeLike, Stage, StageContext
+from distflow_jax.stages.stage_context import (
+    ModelContext,
+    NodeContext,
+    RewardContext,
+    SamplingContext,
+    Stage,
+    TrainContext,
+)
 from distflow_jax.stages.update_model import (
     build_policy_update,
     build_preference_update,
@@ -24,17 +32,17 @@ from distflow_jax.stages.update_model import (
 from distflow_jax.stages.values import build_scores, build_values
 from distflow_jax.user_functions import load_function
 
-Builder = Callable[[StageContext], Stage]
+Builder = Callable[[Any], Stage]  # of the record that StageKind.context names
 
 
 @dataclasses.dataclass(frozen=True)
 class Demands:
-    """What a run asks of its stages, beyond what they cannot do without."""
+    """The fields that a run's settings ask of its stages, beyond those that these always read."""
 
     algorithm: AlgorithmConfig
     updates: int  # optimizer steps that a batch gets
 
-    def of(self, node: NodeLike) -> dict[str, str]:
+    def of(self, node: Node) -> dict[str, str]:
         """{field inside the stage: why it is needed} of a node that runs a default stage."""
         if node.fn is not None:
             return {}
@@ -58,32 +66,36 @@ class Demands:
 
 
 class StageKind(NamedTuple):
-    """A built-in stage: the fields that it cannot do without, and those that it writes if asked.
+    """A built-in stage: its builder, the record that this takes, and the fields of the stage.
 
-    `reads` None: the names are the node's own. `per_token`: those that it writes on the host with
-    one number per response token, not one per response. `first_state` makes the state that a node
-    with one of its own begins with.
+    `reads` and `writes` are those that it cannot do without, `may_write` those that it writes if
+    the node names them. `reads` None: the names are the node's own. `per_token`: those that it
+    writes on the host with one number per response token, not one per response. `first_state`
+    makes the state that a node with one of its own begins with.
     """
 
     build: Builder
+    context: type[NodeContext]
     reads: frozenset[str] | None
     writes: frozenset[str]
     may_write: frozenset[str]
     per_token: frozenset[str] = frozenset()
-    first_state: Callable[[StageContext], Any] | None = None
+    first_state: Callable[[Any], Any] | None = None
 
 
 def _kind(
     build: Builder,
+    context: type[NodeContext],
     reads: str | None,
     writes: str,
     may_write: str = "",
     *,
     per_token: str = "",
-    first_state: Callable[[StageContext], Any] | None = None,
+    first_state: Callable[[Any], Any] | None = None,
 ) -> StageKind:
     return StageKind(
         build,
+        context,
         None if reads is None else frozenset(reads.split()),
         frozenset(writes.split()),
         frozenset(may_write.split()),
@@ -95,44 +107,50 @@ def _kind(
 STAGES: dict[tuple[str, str], StageKind] = {
     ("ROLLOUT", "MODEL_INFERENCE"): _kind(
         build_rollout,
+        SamplingContext,
         "prompt",
         "response",
         f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
         per_token="rollout_logp",
     ),
-    ("REWARD", "COMPUTE"): _kind(build_reward, "prompt response", "score", "unshaped_score"),
-    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, "response", "score"),
-    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, "response", ""),
+    ("REWARD", "COMPUTE"): _kind(
+        build_reward, RewardContext, "prompt response", "score", "unshaped_score"
+    ),
+    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, ModelContext, "response", "score"),
+    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, TrainContext, "response", ""),
     ("ACTOR", "COMPUTE"): _kind(
         build_advantage,
+        RewardContext,
         "score response_mask",
         "advantage",
         "returns",
         first_state=first_coefficient,
     ),
-    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, "response", "old_logp"),
-    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, "response advantage", ""),
-    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, "response", "value"),
-    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, "response value returns", ""),
-    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, "response", "ref_logp"),
+    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, ModelContext, "response", "old_logp"),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, TrainContext, "response advantage", ""),
+    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, ModelContext, "response", "value"),
+    ("CRITIC", "MODEL_TRAIN"): _kind(
+        build_value_update, TrainContext, "response value returns", ""
+    ),
+    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, ModelContext, "response", "ref_logp"),
 }
 
 # of ACTOR MODEL_TRAIN, by options.objective
 OBJECTIVES: dict[str, StageKind] = {
     "policy": STAGES["ACTOR", "MODEL_TRAIN"],
-    "preference": _kind(build_preference_update, "response ref_logp", ""),
-    "sft": _kind(build_sft_update, "response", ""),
+    "preference": _kind(build_preference_update, TrainContext, "response ref_logp", ""),
+    "sft": _kind(build_sft_update, TrainContext, "response", ""),
 }
 
 # by the name that a node gives in `fn`
 NAMED: dict[str, StageKind] = {
-    "choose_pairs": _kind(build_choose_pairs, "prompt score", "keep"),
-    "weighted_sum": _kind(build_weighted_sum, None, "score"),
+    "choose_pairs": _kind(build_choose_pairs, RewardContext, "prompt score", "keep"),
+    "weighted_sum": _kind(build_weighted_sum, RewardContext, None, "score"),
 }
 
 
-def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
-    """Node id -> what builds its stage.
+def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
+    """Node id -> the builder of its stage, which takes the record that `context_of` names.
 
     A function that a node names in `fn` is a stage itself: (state, fields, options) -> (state,
     fields, metrics).
@@ -142,7 +160,7 @@ def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
     """
     builders = {}
     for node in nodes:
-        if node.fn is not None and ":" in node.fn:
+        if _is_users(node):
             stage = load_function(node.fn, f"stage of node {node.id!r}")
             builders[node.id] = lambda context, stage=stage: stage
             continue
@@ -152,7 +170,7 @@ def resolve(nodes: Iterable[NodeLike]) -> dict[str, Builder]:
     return builders
 
 
-def kind_of(node: NodeLike) -> StageKind:
+def kind_of(node: Node) -> StageKind:
     """The built-in stage of a node that names no function of its own."""
     if node.fn is not None:
         if node.fn not in NAMED:
@@ -179,23 +197,29 @@ def kind_of(node: NodeLike) -> StageKind:
     return STAGES[node.role, node.type]
 
 
-def per_token_fields(node: NodeLike) -> set[str]:
+def per_token_fields(node: Node) -> set[str]:
     """The fields that a node on the host writes with one number per response token."""
     inside = node.per_token
-    if node.fn is None or ":" not in node.fn:
+    if not _is_users(node):
         inside = kind_of(node).per_token & set(node.writes)
     return {node.writes[name] for name in inside}
 
 
-def first_state_of(node: NodeLike, context: StageContext) -> Any:
-    """The state that a node of its own begins with; None where it has none, or makes it itself."""
-    if node.fn is not None and ":" in node.fn:
-        return None
-    make = kind_of(node).first_state
+def context_of(node: Node) -> type[NodeContext] | None:
+    """The record that a node's builder takes; None for a function of the user's, a stage itself."""
+    return None if _is_users(node) else kind_of(node).context
+
+
+def first_state_of(node: Node, context: NodeContext | None) -> Any:
+    """The first state of a node that has one of its own; None: there is none, or the node makes it.
+
+    `context` is the record that `context_of` names.
+    """
+    make = None if _is_users(node) else kind_of(node).first_state
     return make(context) if make else None
 
 
-def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Collection[str]]:
+def wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collection[str]]:
     """Node id -> those of the fields that it may read that this run needs it to read.
 
     Raises ValueError if a node has no way to what it needs.
@@ -218,7 +242,12 @@ def wanted_reads(nodes: Iterable[NodeLike], demands: Demands) -> dict[str, Colle
     return wanted
 
 
-def _check_fields(node: NodeLike, kind: StageKind) -> None:
+def _is_users(node: Node) -> bool:
+    """Whether a node names a function of the user's, "module:function" or "file.py:function"."""
+    return node.fn is not None and ":" in node.fn
+
+
+def _check_fields(node: Node, kind: StageKind) -> None:
     what = f"node {node.id!r}: the stage of {node.fn or f'{node.role} {node.type}'}"
     if kind.reads is not None and (missing := sorted(kind.reads - set(node.reads))):
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")

@@ -17,10 +17,10 @@ from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.rollout.requests import Response
-from distflow_jax.stages.stage_context import Stage, StageContext
+from distflow_jax.stages.stage_context import RewardContext, Stage
 
 
-def build_reward(context: StageContext) -> Stage:
+def build_reward(context: RewardContext) -> Stage:
     """prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
 
     What environments gave, environment_reward float32 [N], is added where the node reads it.
@@ -31,7 +31,7 @@ def build_reward(context: StageContext) -> Stage:
     out.
     """
     config, pool, node = context.reward, context.rewards, context.node
-    limit = context.rollout.max_response_length
+    limit = context.max_response_length
     early: dict[tuple[int, int], Future[RewardResult]] = {}
 
     def request(prompt: Prompt, tokens: np.ndarray) -> RewardRequest:

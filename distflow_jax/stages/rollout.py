@@ -1,16 +1,16 @@
 """Rollout: responses to the step's prompts, from this process's sampler."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
-from distflow_jax.rollout.sampler import columns, respond
-from distflow_jax.stages.stage_context import Stage, StageContext, own_part
+from distflow_jax.stages.stage_context import SamplingContext, Stage, own_part
 
 
-def build_rollout(context: StageContext) -> Stage:
+def build_rollout(context: SamplingContext) -> Stage:
     """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
     version, finished, environment_reward, routed_experts what the node writes.
 
@@ -18,52 +18,41 @@ def build_rollout(context: StageContext) -> Stage:
     entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
     stage is collective: metrics are of all processes.
     """
-    config, engine, node = context.rollout, context.engine, context.node
-    environments = context.environments
+    engine, node, environments = context.engine, context.node, context.environments
     greedy = bool(node.options.get("greedy", False))
-    limits = TurnLimits.of(config, config.max_response_length)
     record = ROUTED_EXPERTS in node.writes
     if record and not engine.config.record_experts:
         raise ValueError(
             f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
             "training.router_replay alone: set that, or take it out of the node's writes"
         )
+    sampling = dataclasses.replace(context.rollout.sampling_params(), record=record)
+    if greedy:
+        sampling = dataclasses.replace(sampling, num_samples=1, temperature=0.0, top_k=0, top_p=1.0)
 
     def rollout(state, fields, options):
         prompts = fields["prompt"]
         unique = list({p.counter: p for p in prompts}.values())
         own = {p.counter for p in unique[own_part(len(unique), context.member, context.hosts)]}
-        if greedy:
-            sampling = {"num_samples": 1, "temperature": 0.0, "record": record}
-        else:
-            sampling = {
-                "num_samples": len(prompts) // len(unique),
-                "temperature": config.temperature,
-                "top_k": config.top_k,
-                "top_p": config.top_p,
-                "record": record,
-                "on_response": lambda r: (
-                    context.on_response(r) if r.prompt.counter in own else None
-                ),
-            }
 
-        def of_each(answers):
-            """The answers, one per entry of `prompt`."""
-            if not greedy:
-                return answers
-            answer = dict(zip((p.counter for p in unique), answers, strict=True))
-            return [answer[p.counter] for p in prompts]
+        def on_response(response):
+            if response.prompt.counter in own:
+                context.on_response(response)
 
-        if environments is None:
-            state, responses, stats = respond(
-                engine, state, unique, limit=limits.response, **sampling
-            )
-            written, metrics = columns(of_each(responses), state.version), {}
-        else:
-            state, episodes, stats = respond_in_turns(
-                engine, state, unique, environments, limits, **sampling
-            )
-            written, metrics = turn_columns(of_each(episodes), state.version), _metrics(episodes)
+        wanted = 1 if greedy else len(prompts) // len(unique)
+        state, episodes, stats = sample_episodes(
+            engine,
+            state,
+            unique,
+            dataclasses.replace(sampling, num_samples=wanted),
+            environments,
+            on_response=None if greedy else on_response,
+        )
+        if greedy:  # one answer for all entries of a prompt
+            answer = {e.response.prompt.counter: e for e in episodes}
+            episodes = [answer[p.counter] for p in prompts]
+        written = turn_columns(episodes, state.version)
+        metrics = {} if environments is None else _metrics(episodes)
         metrics["perf/generate_calls"] = stats.generate_calls
         if engine.config.prefix_tokens:
             metrics["rollout/prefix/hits"] = stats.prefix_hits

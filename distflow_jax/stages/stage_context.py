@@ -1,8 +1,8 @@
-"""What stages are built from: the static facts and machines of one process."""
+"""Contexts: the static facts and services of one process that stages are built from."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import optax
 
@@ -10,6 +10,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows
+from distflow_jax.dag.graph import Node
 from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -25,20 +26,6 @@ from distflow_jax.training.update import UpdateShape
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
 
 
-class NodeLike(Protocol):
-    """What is read of a node."""
-
-    id: str
-    role: str
-    type: str
-    fn: str | None
-    reads: Mapping[str, str]
-    may_read: Mapping[str, str]
-    writes: Mapping[str, str]
-    per_token: Sequence[str]
-    options: Mapping[str, Any]
-
-
 class ResponseListener:
     """Passes finished responses on to a stage that can begin with them."""
 
@@ -50,7 +37,7 @@ class ResponseListener:
         self._listeners.append(listener)
 
     def __call__(self, response: Response) -> None:
-        """Tells all listeners."""
+        """Calls all listeners."""
         for listener in self._listeners:
             listener(response)
 
@@ -77,33 +64,66 @@ def routed_rows(fields: Mapping[str, Any]) -> Rows:
     return dataclasses.replace(rows, experts=fields[ROUTED_EXPERTS])
 
 
-@dataclasses.dataclass(frozen=True)
-class StageContext:
-    """Handed to every stage builder; a stage keeps what it needs of it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeContext:
+    """Facts that every stage builder is handed; abstract, the four records below are handed."""
 
-    node: NodeLike  # the node that the stage is for
+    node: Node  # the node that the stage is for
     prefix: str  # of its metrics: "", or "node id/" where several nodes have this kind of stage
-    model: DecoderConfig
-    tokenizer: Tokenizer
-    algorithm: AlgorithmConfig
-    forward: ForwardConfig
-    shape: UpdateShape
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingContext(NodeContext):
+    """A sampler and its settings: for ROLLOUT nodes."""
+
     rollout: RolloutConfig
     engine: RolloutEngine
     environments: Environments | None  # None: a response is one turn
-    value: ValueConfig
-    preference: PreferenceConfig
-    reward_model: RewardModelConfig
-    reward: RewardConfig
-    rewards: RewardPool
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
-    on_response: ResponseListener  # told of each response as soon as it ends
-    early_rewards: bool  # whether the reward stage may score responses that it is told of
-    record: Callable[[str, int, int], None]  # takes a span: name, start and end in perf_counter ns
+    on_response: ResponseListener  # is handed each response as soon as it ends
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardContext(NodeContext):
+    """Everything between a response and its advantage: for COMPUTE nodes, which hold no model."""
+
+    algorithm: AlgorithmConfig
     prompts_per_step: int
+    num_samples: int  # responses per prompt
+    max_response_length: int  # tokens
+    tokenizer: Tokenizer
+    reward: RewardConfig
+    rewards: RewardPool
+    on_response: ResponseListener  # hands on each response as soon as it ends
+    early_rewards: bool  # whether responses may be scored before the rollout has ended
+    record: Callable[[str, int, int], None]  # takes a span: name, start and end in perf_counter ns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelContext(NodeContext):
+    """A model that only computes: for MODEL_INFERENCE nodes on a mesh."""
+
+    model: DecoderConfig
+    forward: ForwardConfig
+    shape: UpdateShape
+    temperature: float  # of the sampler, by which logits are divided
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainContext(NodeContext):
+    """A model, its optimizer and the settings of every objective: for MODEL_TRAIN nodes."""
+
+    model: DecoderConfig
+    forward: ForwardConfig
+    shape: UpdateShape
+    temperature: float  # of the sampler, by which logits are divided
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule  # learning rate by optimizer step
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch
     balance_coef: float  # of the load balance of experts in every objective's loss
+    algorithm: AlgorithmConfig
+    value: ValueConfig
+    preference: PreferenceConfig
+    reward_model: RewardModelConfig

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
-from distflow_jax.stages.stage_context import Stage, StageContext, require, routed_rows
+from distflow_jax.stages.stage_context import Stage, TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
@@ -26,7 +26,7 @@ from distflow_jax.training.state import divided, joined
 from distflow_jax.training.update import make_update
 
 
-def build_policy_update(context: StageContext) -> Stage:
+def build_policy_update(context: TrainContext) -> Stage:
     """response (Rows), rollout_logp, advantage; old_logp, ref_logp, prox_alpha and routed_experts
     where planned -> metrics."""
     algorithm = context.algorithm
@@ -48,7 +48,7 @@ def build_policy_update(context: StageContext) -> Stage:
     return _updates(context, objective, batch_of)
 
 
-def build_preference_update(context: StageContext) -> Stage:
+def build_preference_update(context: TrainContext) -> Stage:
     """response (Rows of pairs), ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
     objective = preference_objective(context.model, context.preference, context.forward)
     return _updates(
@@ -56,14 +56,14 @@ def build_preference_update(context: StageContext) -> Stage:
     )
 
 
-def build_sft_update(context: StageContext) -> Stage:
+def build_sft_update(context: TrainContext) -> Stage:
     """response (Rows) -> metrics of supervised fine-tuning on the response tokens."""
     objective = sft_objective(context.model, context.forward)
     # of softmax(logits): there is no sampler whose temperature would count
     return _updates(context, objective, lambda fields: SftBatch(fields["response"]), 1.0)
 
 
-def build_value_update(context: StageContext) -> Stage:
+def build_value_update(context: TrainContext) -> Stage:
     """response (Rows), value, returns -> metrics of the critic."""
     objective = value_objective(
         scalar_model(context.model),
@@ -78,7 +78,7 @@ def build_value_update(context: StageContext) -> Stage:
     )
 
 
-def build_reward_model_update(context: StageContext) -> Stage:
+def build_reward_model_update(context: TrainContext) -> Stage:
     """response (Rows of pairs) -> metrics of the reward model."""
     model = scalar_model(context.model, head_stddev=reward_head_stddev(context.model))
     objective = reward_model_objective(model, context.reward_model, context.forward)
@@ -86,7 +86,7 @@ def build_reward_model_update(context: StageContext) -> Stage:
 
 
 def _updates(
-    context: StageContext,
+    context: TrainContext,
     objective: Objective,
     batch_of: Callable[[dict[str, Any]], Batch],
     temperature: float | None = None,
@@ -98,7 +98,7 @@ def _updates(
         shape=context.shape,
         objective=balanced(objective, context.balance_coef),
     )
-    of_logits = jnp.float32(context.rollout.temperature if temperature is None else temperature)
+    of_logits = jnp.float32(context.temperature if temperature is None else temperature)
 
     def train(state, fields, options):
         batch = batch_of(fields)

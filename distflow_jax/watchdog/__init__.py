@@ -1,1 +1,1 @@
-"""The process beside each controller that names who died, stopped or hangs."""
+"""The process beside each controller that names the process that died, stopped or hangs."""

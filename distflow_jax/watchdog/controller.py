@@ -1,21 +1,21 @@
-"""Who died, who is stuck: a watchdog process beside each controller, seen from the controller.
+"""A controller's watchdog: the process that reports which controller died or hangs, and its handle.
 
-When one process of a JAX job dies, the runtime aborts all the others within half a second and names
-nobody; when one hangs, all wait without end. Therefore each controller (one training process per
-host, P of them) starts a small process that outlives it (watchdog/monitor.py). No watchdog
-leads: each tells the others how its controller is (watchdog/gossip.py), and the first to
-see one of these says so to all:
+When one process of a JAX job dies, the runtime aborts all others within half a second without
+naming the first; when one hangs, all wait without end. Therefore each controller (one training
+process per host, P of them) starts a small process that outlives it (watchdog/monitor.py).
+Watchdogs have no leader: each sends the others the state of its controller (watchdog/gossip.py),
+and the first to observe one of these declares it to all:
 
-  died         a controller ended without close(), or reported an exception; at once
-  silent       no beat from a controller for dead_seconds, while its watchdog answers: it is
-               stopped, swapping, or in a call that holds the interpreter's lock
+  died         a controller ended without close(), or reported an exception; declared at once
+  silent       no beat from a controller for dead_seconds, while its watchdog responds: the
+               controller is stopped, swapping, or in a call that holds the interpreter's lock
   unreachable  neither a controller nor its watchdog was heard for dead_seconds: the host is gone.
-               In jobs of more than 16 processes the news go by gossip, and the deadline is longer
+               In jobs of more than 16 processes news spreads by gossip, and the deadline is longer
                by 2 log2(P) beats
-  stuck        all beat, but no process has begun or ended a phase for stuck_seconds; the ones that
-               the others wait for have the lowest number of phases
+  stuck        all beat, but no process has begun or ended a phase for stuck_seconds; the processes
+               that the others wait for have the lowest number of phases
 
-All watchdogs then print the same sentence on stderr, with what their own controller is doing and
+All watchdogs then print the same sentence on stderr, with the position of their own controller and
 its stack traces if it still runs, and end it with SIGKILL:
 
   watchdog 0: process 2 died at step 7 in node 'rollout', 12:03:04 (SIGKILL; last beat 0.4 s before;
@@ -24,8 +24,9 @@ its stack traces if it still runs, and end it with SIGKILL:
   watchdog 0:   Current thread 0x00007f5c (most recent call first): ...
   watchdog 0: process 0 (host a, pid 64) ended by SIGKILL
 
-A controller beats from a thread, so that a stopped process and one whose interpreter hangs do not.
-Stack traces come from faulthandler on SIGUSR1, whatever the main thread is doing in C++.
+A controller beats from a Python thread, so that beats stop when the process is stopped or its
+interpreter hangs. faulthandler writes the stack traces on SIGUSR1, even while the main thread runs
+C++ code.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ from collections.abc import Sequence
 
 START_SECONDS = 60.0  # for a child to start on a loaded host
 CLOSE_SECONDS = 1.0  # for the last message, if the pipe is full
-# isolated and without site-packages: nothing of the user's may run in the watchdog
+# isolated and without site-packages: no code of the user may run in the watchdog
 PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from distflow_jax.watchdog.monitor import main; main(sys.argv[2])"
@@ -56,13 +57,15 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(frozen=True)
 class HealthConfig:
-    """When a process counts as dead or stuck."""
+    """The watchdog of each process, and when a process counts as dead or stuck."""
 
-    enabled: bool = True  # a watchdog process beside each controller
-    heartbeat_seconds: float = 1.0  # between two beats
-    # without a beat: process stopped, or host gone; above the longest pause of a busy host
+    enabled: bool = True  # start a watchdog process beside each controller
+    heartbeat_seconds: float = 1.0  # seconds between two beats of a controller
+    # seconds without a beat after which a process counts as stopped, or its host as gone; at least
+    # 3 beats, and longer than the longest pause of a busy host
     dead_seconds: float = 30.0
-    # without a new phase on any process; above the longest compilation, which is no progress
+    # seconds in which no process begins or ends a phase, after which the job counts as stuck;
+    # longer than the longest compilation, which is one phase
     stuck_seconds: float = 1800.0
 
     def __post_init__(self):
@@ -83,15 +86,15 @@ class HealthConfig:
 
 
 class Watchdog:
-    """A controller's hold on its watchdog process.
+    """A controller's handle on its watchdog process.
 
     watchdog = Watchdog.start(config, index=0, count=4, host="10.0.0.7")
     watchdog.connect(all_gather_text(watchdog.address), token)
     with watchdog:
         watchdog.progress(step, "rollout")
 
-    Leaving the block closes it, with an exception after `failed`. Where config.enabled is False
-    there is no process, `address` is "", and nothing happens.
+    Leaving the block calls `close`, or `failed` after an exception. With config.enabled=False no
+    process is started, `address` is "", and all methods do nothing.
     """
 
     def __init__(self, config: HealthConfig, count: int):
@@ -107,7 +110,7 @@ class Watchdog:
 
     @classmethod
     def start(cls, config: HealthConfig, *, index: int, count: int, host: str) -> "Watchdog":
-        """Starts the watchdog of process `index` of `count`; it listens on the address `host`.
+        """Starts the watchdog of process `index` of `count`, which listens on the address `host`.
 
         Raises OSError if it cannot listen there.
         """
@@ -162,37 +165,45 @@ class Watchdog:
 
     @property
     def address(self) -> str:
-        """host:port on which this watchdog hears the others; "" if there is none."""
+        """host:port on which this watchdog receives datagrams; "" without a watchdog."""
         return self._address
 
     def connect(self, addresses: Sequence[str], token: str) -> None:
-        """Names the watchdogs of all processes, by index, and a secret that the job shares.
+        """Connects to the watchdogs of all processes.
 
-        From now on the others are watched too: call it at about the same time everywhere.
+        From now on the other processes are watched too: call it at about the same time on all.
+
+        Args:
+          addresses: the watchdogs' addresses, by process index.
+          token: a secret that all processes of the job share.
+
+        Raises:
+          ValueError: the number of addresses is not the number of processes.
         """
         if len(addresses) != self._count:
             raise ValueError(f"{len(addresses)} watchdog addresses for {self._count} processes")
         self._send("connect", token, list(addresses))
 
     def progress(self, step: int, phase: str) -> None:
-        """Says that this process begins `phase` of `step`; takes tens of microseconds.
+        """Reports that this process begins `phase` of `step`; takes tens of microseconds.
 
-        All processes must go through the same steps and phases: who has passed fewer is waited for.
+        All processes must go through the same steps and phases: the watchdogs compare their counts
+        to find the process that the others wait for.
         """
         self._at = (self._at[0] + 1, step, phase)
         self._send("at", *self._at)
 
     def failed(self, message: str) -> None:
-        """Says that an exception ends this process ("ValueError: ..."), and with it the job.
+        """Reports that an exception ends this process ("ValueError: ..."), and with it the job.
 
-        The others are ended within a second, this process if it does not end within 5.
+        The other processes are ended within a second, this one if it does not end within 5 s.
         """
         self._send("failed", message, last=True)
 
     def close(self, code: int = 0) -> None:
-        """Orderly end, with the exit code that will follow. Nobody watches this process any more.
+        """Ends the watch before an orderly exit with `code`.
 
-        Does nothing after `failed`, so that whoever cleans up need not know.
+        Does nothing after `failed`, so that cleanup code may always call it.
         """
         self._send("done", code, last=True)
 
@@ -210,16 +221,16 @@ class Watchdog:
             self._send("at", *self._at)
 
     def _send(self, *message: object, last: bool = False) -> None:
-        """Writes a line without waiting; what does not fit goes out before the next line."""
+        """Writes a line without blocking; the rest of a full pipe's line precedes the next one."""
         with self._lock:
             if self._child is None or self._closed.is_set():
                 return
-            if not (message[0] == "at" and self._unsent):  # beats need not queue
+            if not (message[0] == "at" and self._unsent):  # a beat behind unsent lines is redundant
                 self._unsent += json.dumps(message).encode() + b"\n"
             try:
                 self._flush(CLOSE_SECONDS if last else 0.0)
             except BrokenPipeError:
-                log.warning("the watchdog of this process has ended; nobody watches it any more")
+                log.warning("the watchdog of this process has ended; the process is not watched")
                 last = True
             if last:
                 self._closed.set()
@@ -228,7 +239,7 @@ class Watchdog:
                     self._release()
 
     def _flush(self, seconds: float) -> None:
-        """Writes what is unsent, as far as the pipe takes it within `seconds`."""
+        """Writes unsent bytes, as many as the pipe takes within `seconds`."""
         deadline = time.monotonic() + seconds
         while self._unsent:
             try:
@@ -244,7 +255,7 @@ class Watchdog:
 
 
 def _anonymous_file() -> int:
-    """A descriptor of a file without a name, in memory where the system has that."""
+    """A descriptor of a file without a name, in memory where memfd_create exists."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("stack traces")
     with tempfile.TemporaryFile() as file:

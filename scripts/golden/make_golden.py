@@ -1,8 +1,8 @@
-"""Writes tests/golden/smollm2.json: what transformers and torch answer with the default model.
+"""Writes tests/golden/smollm2.json: outputs of transformers and torch for the default model.
 
-The weights come through this package's reader and its Hugging Face names. Two checks against code
-that shares nothing with ours are recorded beside them: the largest difference to the weights that
-transformers' own GGUF loader makes, and the prompts' ids by transformers' own tokenizer.
+The weights are loaded by this package's reader and its Hugging Face names. Two checks against
+independent code are recorded too: the largest difference to the weights of transformers' own GGUF
+loader, and the prompts' ids by transformers' own tokenizer.
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install -r scripts/golden/requirements.txt
     PYTHONPATH=. /tmp/golden/bin/python scripts/golden/make_golden.py
@@ -58,7 +58,7 @@ PROMPTS = (
 
 
 def hf_config(config: DecoderConfig) -> transformers.LlamaConfig:
-    """The same shape as transformers names it."""
+    """The config in transformers' names."""
     assert config.rope_scaling is None
     return transformers.LlamaConfig(
         vocab_size=config.vocab_size,
@@ -76,7 +76,7 @@ def hf_config(config: DecoderConfig) -> transformers.LlamaConfig:
 
 
 def load_torch(source: ModelSource) -> transformers.LlamaForCausalLM:
-    """transformers' model with the weights of our reader, float32."""
+    """transformers' model with the weights of our reader, in float32."""
     state = {
         name: torch.from_numpy(np.ascontiguousarray(tensor))
         for path, array in source.params(np.float32)
@@ -129,7 +129,7 @@ def greedy(model: torch.nn.Module, prompt_ids: list[int]) -> dict[str, list]:
 
 
 def main() -> None:
-    """Makes the file."""
+    """Writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("tests/golden/smollm2.json"))
     out = parser.parse_args().out

@@ -1,9 +1,9 @@
 """Writes tests/golden/families.json: logits of transformers for a tiny model of each family.
 
-The weights are drawn from NumPy (tests/support/family_models.py), so that none are stored. They
-reach transformers as a folder that this package's `config_to_hf` and `to_hf` make: what the tests
-compare with is also that transformers reads what we write. What transformers writes of the same
-config is kept, for the test that we read it.
+The weights are drawn from NumPy (tests/support/family_models.py), so that none are stored.
+transformers loads them from a folder that this package's `config_to_hf` and `to_hf` write, which
+also checks that it reads what we write. The config.json that transformers writes is kept for the
+test that we read it.
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install -r scripts/golden/requirements.txt
     PYTHONPATH=.:tests /tmp/golden/bin/python scripts/golden/make_golden_families.py
@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.name_map import unstacked_arrays
 
-POSITIONS = (0, 11, 23)  # whose logits are kept whole; of the others their logsumexp
+POSITIONS = (0, 11, 23)  # positions whose logits are all kept; of the others only the logsumexp
 
 
 def write_folder(config: DecoderConfig, folder: Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def write_folder(config: DecoderConfig, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def entry_of(config: DecoderConfig, folder: Path) -> dict[str, Any]:
-    """What transformers makes of the folder."""
+    """Outputs of transformers for the folder's model."""
     settings = write_folder(config, folder)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder),
@@ -66,7 +66,7 @@ def entry_of(config: DecoderConfig, folder: Path) -> dict[str, Any]:
 
 
 def rope_of(scaling: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """transformers' frequencies, in float32, and what it multiplies cosines and sines by."""
+    """transformers' float32 frequencies, and its factor of cosines and sines."""
     config = transformers.Qwen2Config(rope_scaling=scaling, **sizes)
     config.head_dim = sizes["head_dim"]
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
@@ -79,7 +79,7 @@ def lines_of(table: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Makes the file."""
+    """Writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("tests/golden/families.json"))
     out = parser.parse_args().out

@@ -4,11 +4,11 @@ python scripts/launch/gke.py --name=first --image=IMAGE --tpu=v5p --topology=4x4
     --volume=shared:/shared -- \\
     scripts/train.py --config=configs/grpo_smollm2.py --workdir=/shared/runs/first
 
-The image holds this repository and what requirements.txt lists, with jax[tpu] or jax[cuda13];
-IMAGE is its address. --workdir lies on a volume that all pods see. With --gpu=TYPE, --nodes and
---gpus_per_node instead of --tpu and --topology it runs on GPU nodes.
-When a pod ends with anything but 0, all are started again, at most --max_restarts times: after a
-crash, and after a SIGTERM (75, with a checkpoint saved). A mistake in the command (2) ends the run.
+The image contains this repository and the packages of requirements.txt, with jax[tpu] or
+jax[cuda13]; IMAGE is its address. --workdir must be on a volume that all pods mount. For GPU nodes
+give --gpu=TYPE, --nodes and --gpus_per_node instead of --tpu and --topology.
+When a pod exits with another code than 0, all are restarted, at most --max_restarts times: after a
+crash, and after a SIGTERM (75, with a checkpoint saved). A user error (2) ends the run.
 The cluster needs JobSet 0.6 or later.
 """
 
@@ -21,7 +21,7 @@ import hosts
 import yaml
 
 PORT = 8476  # of process 0, on GPU nodes
-EXIT_USAGE = 2  # what scripts end with when the user has to mend something
+EXIT_USAGE = 2  # the scripts' exit code for a user error
 REPLICATED_JOB = "hosts"
 
 # --tpu -> (label of the node pool, dims of a topology)
@@ -33,11 +33,11 @@ TPUS = {
     "tpu7x": ("tpu7x", 3),
 }
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # from 4x4x4 on: multiples of 4 in rising order
+SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags before `--`, the script and its flags after it; checked."""
+    """Parses and checks the flags before `--`, and the script with its flags after it."""
     parser = hosts.parser(__doc__, python="python")
     add = parser.add_argument
     add("--name", required=True, help="name of the JobSet")
@@ -50,20 +50,20 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--gpu", default="", help="GPU type, such as nvidia-h100-80gb")
     add("--nodes", type=int, default=1, help="GPU nodes (default 1)")
     add("--gpus_per_node", type=int, default=8, help="GPUs of each node (default 8)")
-    add("--spot", action="store_true", help="nodes that may be taken away")
+    add("--spot", action="store_true", help="use preemptible (spot) nodes")
     add(
         "--volume",
         action="append",
         default=[],
         metavar="CLAIM:PATH",
-        help="a PersistentVolumeClaim (ReadWriteMany) and where the pods see it",
+        help="a PersistentVolumeClaim (ReadWriteMany) and its path in the pods",
     )
     add(
         "--secret",
         action="append",
         default=[],
         metavar="NAME",
-        help="a Secret whose entries become variables, such as HF_TOKEN",
+        help="a Secret whose entries become environment variables, such as HF_TOKEN",
     )
     add("--directory", default="", help="folder to run in (default: the image's)")
     add("--max_restarts", type=int, default=100, help="restarts of the whole run (default 100)")
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--grace_seconds",
         type=int,
         default=300,
-        help="time between SIGTERM and SIGKILL: a step and a checkpoint (default 300)",
+        help="time between SIGTERM and SIGKILL, for a step and a checkpoint (default 300)",
     )
     options = parser.parse_args(arguments)
     check(options)
@@ -79,7 +79,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what the cluster would refuse, or start wrongly."""
+    """Raises ValueError for options that the cluster would refuse or misinterpret."""
     if bool(options.tpu) == bool(options.gpu):
         raise ValueError("give either --tpu and --topology, or --gpu")
     hosts.at_least(1, slices=options.slices, nodes=options.nodes)
@@ -88,7 +88,7 @@ def check(options: argparse.Namespace) -> None:
     count = num_hosts(options)
     if options.slices > 1 and not (options.tpu and count > 1):
         raise ValueError(f"--slices={options.slices} needs TPU slices of more than one host")
-    # the longest name made of it is a pod's, and at most 63 characters long
+    # the longest name derived from it is a pod's, with at most 63 characters
     longest = len(f"-{REPLICATED_JOB}-{options.slices - 1}-{count - 1}-xxxxx")
     hosts.name_of("--name", options.name, length=63 - longest)
     hosts.name_of("--namespace", options.namespace, length=63)
@@ -104,20 +104,20 @@ def check(options: argparse.Namespace) -> None:
 
 
 def check_workdir(command: list[str], mounts: dict[str, str]) -> None:
-    """Raises ValueError for a --workdir of which each pod would see its own."""
-    given = [
+    """Raises ValueError for a --workdir outside the shared volumes, local to each pod."""
+    named = [
         argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
     ]
-    for folder in map(pathlib.PurePosixPath, given):
+    for folder in map(pathlib.PurePosixPath, named):
         if not any(folder.is_relative_to(path) for path in mounts.values()):
             raise ValueError(
-                f"--workdir={folder} lies on no volume, so that each pod would write its own, and "
-                "lose it; give --volume=CLAIM:PATH and a --workdir below PATH"
+                f"--workdir={folder} is on no volume: each pod would write its own, and lose it; "
+                "give --volume=CLAIM:PATH and a --workdir below PATH"
             )
 
 
 def volumes(options: argparse.Namespace) -> dict[str, str]:
-    """Claim -> path."""
+    """{claim: path in the pods}."""
     result = {}
     for volume in options.volume:
         claim, _, path = volume.partition(":")
@@ -128,7 +128,7 @@ def volumes(options: argparse.Namespace) -> dict[str, str]:
 
 
 def chips_per_host(options: argparse.Namespace) -> int:
-    """As the machine types have them: 1, 4 or, for 2x4 on one host, 8."""
+    """Chips of the machine type: 1, 4 or, for 2x4 on one host, 8."""
     return options.chips_per_host or (1 if options.topology == "1x1" else 4)
 
 
@@ -147,7 +147,7 @@ def num_hosts(options: argparse.Namespace) -> int:
 
 
 def check_topology(tpu: str, topology: str) -> None:
-    """Raises ValueError, with what there is, for one that this generation does not come in."""
+    """Raises ValueError for a topology that this generation does not have."""
     _, dims = TPUS[tpu]
     if dims == 2 and topology not in FLAT:
         raise ValueError(f"--topology of {tpu} must be one of {', '.join(FLAT)}, got {topology!r}")
@@ -162,17 +162,17 @@ def check_topology(tpu: str, topology: str) -> None:
 
 
 def verbatim(text: str) -> str:
-    """`text` as Kubernetes must be given it: it replaces $(NAME) by a variable's value."""
+    """Escapes `text` for Kubernetes, which replaces $(NAME) by a variable's value."""
     return text.replace("$(", "$$(")
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that the manifest sets; alike in all pods."""
+    """The variables that the manifest sets, equal in all pods."""
     mine = hosts.variables(options.env)
     if num_hosts(options) * options.slices == 1:
         return mine | {"DISTFLOW_DISTRIBUTED": "off"}
     if options.tpu:
-        return mine  # GKE tells the pods of a slice, and the slices, about each other
+        return mine  # GKE sets the variables by which pods and slices find each other
     return mine | {
         "DISTFLOW_COORDINATOR": f"{pod(options, 0, 0)}:{PORT}",
         "DISTFLOW_NUM_PROCESSES": str(options.nodes),
@@ -185,7 +185,7 @@ def pod(options: argparse.Namespace, part: int, index: int) -> str:
 
 
 def pod_template(options: argparse.Namespace) -> dict:
-    """One pod: which nodes it may run on, and what it runs."""
+    """The specification of one pod: its nodes, container and volumes."""
     if options.tpu:
         label, _ = TPUS[options.tpu]
         nodes = {
@@ -207,7 +207,7 @@ def pod_template(options: argparse.Namespace) -> dict:
     container = {
         "name": "main",
         "image": options.image,
-        # no shell between: SIGTERM goes to process 1, which is to be the script
+        # no shell: SIGTERM goes to process 1, which must be the script
         "command": [verbatim(word) for word in (options.python, *options.command)],
         "env": [
             {"name": name, "value": verbatim(value)} for name, value in environment(options).items()
@@ -226,7 +226,7 @@ def pod_template(options: argparse.Namespace) -> dict:
         "containers": [container],
         "volumes": volume_list,
     }
-    if options.slices > 1:  # the hosts' own network, which is faster between slices
+    if options.slices > 1:  # the hosts' network is faster between slices
         template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return template
 
@@ -234,17 +234,17 @@ def pod_template(options: argparse.Namespace) -> dict:
 def manifest(options: argparse.Namespace) -> dict:
     """The JobSet: one job per slice, or one of all GPU nodes."""
     count = num_hosts(options)
-    mistake = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
+    user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
     job = {
         "parallelism": count,
         "completions": count,
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # no pod starts again by itself: the others could not go on with it
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": mistake}]},
+        "backoffLimit": 0,  # no pod restarts alone: the others could not continue with it
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": user_error}]},
         "template": {"spec": pod_template(options)},
     }
     metadata = {"name": options.name, "namespace": options.namespace}
-    if options.tpu:  # each slice gets a node pool, and no other job is put there
+    if options.tpu:  # each slice gets a node pool for itself
         pool = "cloud.google.com/gke-nodepool"
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": pool}
     return {
@@ -253,7 +253,7 @@ def manifest(options: argparse.Namespace) -> dict:
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": options.name},
-            # what no rule names restarts all jobs
+            # any other failure restarts all jobs
             "failurePolicy": {
                 "maxRestarts": options.max_restarts,
                 "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
@@ -286,7 +286,7 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 
 
 def main(arguments: list[str]) -> int:
-    """Submits, or prints; returns the exit code."""
+    """Submits the JobSet, or prints it; returns the exit code."""
     options = parse_arguments(arguments)
     text = yaml.safe_dump(manifest(options), sort_keys=False, width=10_000)
     if options.dry_run:

@@ -1,4 +1,4 @@
-"""What the launchers beside this file share: arguments, and the hosts that a dry run shows."""
+"""Shared code of the cluster launchers: arguments, and the hosts that a dry run prints."""
 
 import argparse
 import dataclasses
@@ -13,19 +13,19 @@ from distflow_jax.parallel import job
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One host of a run: the variables from which it knows its place, and the command."""
+    """One host of a run: the variables that give its place in the job, and its command."""
 
     name: str
     environment: Mapping[str, str]
     command: Sequence[str]
 
     def line(self) -> str:
-        """As one would type it there: NAME=VALUE ... COMMAND."""
+        """The host's shell command: NAME=VALUE ... COMMAND."""
         return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
 
 
 def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
-    """A parser with what every launcher takes; `doc` is summary, example and details."""
+    """A parser with the flags of all launchers; `doc` has summary, example and details."""
     summary, example, details = doc.split("\n\n", 2)
     result = argparse.ArgumentParser(
         description=summary + "\n\n" + details,
@@ -35,7 +35,7 @@ def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
     result.add_argument(
         "--dry_run",
         action="store_true",
-        help="print what would be submitted, and what each host would run; submit nothing",
+        help="print the submission and each host's command; submit nothing",
     )
     result.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run"
@@ -48,7 +48,7 @@ def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
 
 
 def variables(pairs: Sequence[str]) -> dict[str, str]:
-    """The variables of a run: those of --env. The job's own are the launcher's to set."""
+    """The variables of --env. Raises ValueError for the job's own, which the launcher sets."""
     result = {"PYTHONUNBUFFERED": "1"}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -62,14 +62,14 @@ def variables(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def one_line(what: str, *texts: str) -> None:
-    """Raises ValueError for a line break: what is submitted is read, and commented, by lines."""
+    """Raises ValueError for a line break: submissions, and their comments, consist of lines."""
     for text in texts:
         if re.search(r"[\r\n]", text):
             raise ValueError(f"{what} takes no line breaks, got {text!r}")
 
 
 def assignments(environment: Mapping[str, str]) -> str:
-    """NAME=VALUE for every variable, as a shell reads them."""
+    """NAME=VALUE for every variable, quoted for a shell."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
 
 
@@ -81,7 +81,7 @@ def at_least(least: int, **sizes: int) -> None:
 
 
 def name_of(flag: str, text: str, *, length: int) -> str:
-    """`text`, if Kubernetes and Google Cloud take it for a name; ValueError otherwise."""
+    """Returns `text` if it is a name in Kubernetes and Google Cloud; raises ValueError if not."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) or len(text) > length:
         raise ValueError(
             f"{flag} must be lower-case letters, digits and dashes, a letter first, at most "
@@ -91,8 +91,8 @@ def name_of(flag: str, text: str, *, length: int) -> str:
 
 
 def describe(hosts: Sequence[Host], where: str) -> str:
-    """Comment lines that follow what would be submitted: what each host runs, as which process."""
-    lines = [f"# What runs {where}:"]
+    """Comment lines after a dry run's submission: each host's command and its process."""
+    lines = [f"# Commands {where}:"]
     for host in hosts:
         lines.append(f"# {host.name}: {host.line()}")
         lines.append(f"#     {job.find(host.environment).describe()}")
@@ -105,13 +105,13 @@ def submit(command: Sequence[str], text: str | None = None) -> int:
         return subprocess.run(command, input=text, text=True, check=False).returncode
     except FileNotFoundError:
         raise ValueError(
-            f"{command[0]} is not installed here; start this where it is, or see what it would be "
-            "given with --dry_run"
+            f"{command[0]} is not installed here; run this where it is, or print its input with "
+            "--dry_run"
         ) from None
 
 
 def run_main(main: Callable[[list[str]], int]) -> None:
-    """Exits with what main(arguments) returns, or with 2 and the line of a ValueError."""
+    """Exits with the result of main(arguments), or with 2 and the message of a ValueError."""
     try:
         code = main(sys.argv[1:])
     except ValueError as error:

@@ -3,10 +3,11 @@
 python scripts/launch/slurm.py --nodes=4 --gpus_per_node=8 --time=04:00:00 -- \\
     scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/first
 
-The folder with this repository, the interpreter and --workdir must lie where all nodes see them.
---grace_seconds before the time limit Slurm sends SIGTERM to the processes; they save a checkpoint
-and end with 75, upon which the job goes back into the queue under its number and resumes.
-`scancel --signal=TERM JOB` does the same at any time, `scancel JOB` ends the run where it stands.
+This repository, the interpreter and --workdir must be on a file system that all nodes mount.
+--grace_seconds before the time limit, Slurm sends SIGTERM to the processes; they save a checkpoint
+and exit with 75, and the job is requeued under its number and resumes.
+`scancel --signal=TERM JOB` does the same at any time; `scancel JOB` ends the run without a
+checkpoint.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import hosts
 
 from distflow_jax.parallel import job
 
-# How long processes may end one after another: srun's own exit code is the highest of theirs, and
-# one that it kills for being late would hide the 75 of the others.
+# Longest time between the ends of two processes: srun's exit code is the highest of theirs, and the
+# code of a process that srun kills for being late would hide the 75 of the others.
 LATE_SECONDS = 60
 
 BODY = """\
@@ -37,13 +38,13 @@ exit "$code"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags before `--`, the script and its flags after it; checked."""
+    """Parses and checks the flags before `--`, and the script with its flags after it."""
     parser = hosts.parser(__doc__, python=sys.executable)
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="number of nodes (default 1)")
     add("--gpus_per_node", type=int, default=0, help="GPUs of each node (default 0)")
     add("--cpus_per_node", type=int, default=0, help="CPUs of each node; 0: whole nodes (default)")
-    add("--time", required=True, help="time limit, as Slurm reads it: 04:00:00, 2-12, 30")
+    add("--time", required=True, help="time limit in Slurm's format: 04:00:00, 2-12, 30")
     add("--partition", default="", help="partition")
     add("--account", default="", help="account")
     add("--job_name", default="distflow", help="name of the job (default distflow)")
@@ -53,7 +54,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--grace_seconds",
         type=int,
         default=300,
-        help="time between SIGTERM and the time limit: a step and a checkpoint (default 300)",
+        help="time between SIGTERM and the limit, for a step and a checkpoint (default 300)",
     )
     add(
         "--option",
@@ -75,7 +76,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what Slurm would refuse, or read as something else."""
+    """Raises ValueError for options that Slurm would refuse or misinterpret."""
     hosts.at_least(1, nodes=options.nodes)
     hosts.at_least(0, gpus_per_node=options.gpus_per_node, cpus_per_node=options.cpus_per_node)
     hosts.variables(options.env)
@@ -85,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
             f"--grace_seconds={options.grace_seconds} must be above 0 and below --time="
             f"{options.time} ({limit} seconds)"
         )
-    # a header ends where its line does, and is cut at spaces
+    # a header ends at the end of its line, and is split at spaces
     for name in ("partition", "account", "job_name", "log", "directory"):
         if re.search(r"[\s\"'\\]", getattr(options, name)):
             raise ValueError(f"--{name} takes no spaces or quotes, got {getattr(options, name)!r}")
@@ -104,7 +105,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def seconds(time: str) -> int:
-    """Slurm's time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """Seconds of Slurm's time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if parts is None:
         raise ValueError(f"--time must read like 04:00:00 or 2-12, got {time!r}")
@@ -116,7 +117,7 @@ def seconds(time: str) -> int:
 
 
 def script(options: argparse.Namespace) -> str:
-    """The file for sbatch."""
+    """The batch script for sbatch."""
     whole = not options.cpus_per_node
     header = {
         "job-name": options.job_name,
@@ -130,8 +131,8 @@ def script(options: argparse.Namespace) -> str:
         "account": options.account or None,
         "output": options.log,
         "chdir": options.directory,
-        # to the processes, not to this script (that would be B:TERM): srun answers a SIGTERM that
-        # is passed on to it by killing them
+        # to the processes, not to this script (B:TERM), which would pass SIGTERM on to srun, and
+        # srun would kill the processes
         "signal": f"TERM@{options.grace_seconds}",
     }
     lines = ["#!/bin/bash"]
@@ -142,7 +143,7 @@ def script(options: argparse.Namespace) -> str:
     lines += [f"export {hosts.assignments(hosts.variables(options.env))}"]
     lines += options.setup
     srun = f"--nodes={options.nodes} --ntasks={options.nodes} --ntasks-per-node=1"
-    # otherwise a step has one CPU per task, whatever the job has
+    # the default is one CPU per task, whatever the job has
     srun += " --cpu-bind=none" if whole else f" --cpus-per-task={options.cpus_per_node}"
     srun += f" --kill-on-bad-exit=0 --wait={LATE_SECONDS}"
     command = shlex.join([options.python, *options.command])
@@ -150,7 +151,7 @@ def script(options: argparse.Namespace) -> str:
 
 
 def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The nodes, with the variables that srun gives to the task on each."""
+    """The nodes, with the variables that srun sets for the task on each."""
     count = options.nodes
     step = {
         "SLURM_JOB_ID": "1",
@@ -172,11 +173,11 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 
 
 def main(arguments: list[str]) -> int:
-    """Submits, or prints; returns the exit code."""
+    """Submits the job, or prints it; returns the exit code."""
     options = parse_arguments(arguments)
     text = script(options)
     if options.dry_run:
-        where = "on the nodes (their names, and the number of the job, are for Slurm to choose)"
+        where = "on the nodes (Slurm chooses their names and the number of the job)"
         print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
         return 0
     return hosts.submit(["sbatch"], text)

@@ -3,9 +3,9 @@
 python scripts/launch/tpu_vm.py --name=my-tpu --zone=us-east5-a --accelerator_type=v5p-32 -- \\
     scripts/train.py --config=configs/grpo_smollm2.py --workdir=/shared/runs/first
 
-The TPU exists, and each of its hosts has this repository in --directory, with a virtual environment
-that --python names, and sees --workdir (Filestore, or another file system that all mount).
-The output of all hosts comes here. Start it again after a failure: it resumes.
+The TPU must exist. Each of its hosts needs this repository in --directory, a virtual environment
+with the interpreter --python, and --workdir on a file system that all mount (such as Filestore).
+The output of all hosts is printed here. After a failure the same command resumes the run.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import shlex
 
 import hosts
 
-# accelerator type -> TensorCores that its number counts per chip
+# {accelerator type: TensorCores per chip, which the number in its name counts}
 CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
 FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
-CHIPS_PER_HOST = 4  # of several; a host by itself has up to 8 of v5e and v6e
+CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags before `--`, the script and its flags after it; checked."""
+    """Parses and checks the flags before `--`, and the script with its flags after it."""
     parser = hosts.parser(__doc__, python=".venv/bin/python")
     add = parser.add_argument
     add("--name", required=True, help="name of the TPU")
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     hosts.name_of("--name", options.name, length=63)
     hosts.name_of("--zone", options.zone, length=63)
     if options.project and not re.fullmatch(r"[a-z][-a-z0-9:.]*[a-z0-9]", options.project):
-        raise ValueError(f"--project is no project's name: {options.project!r}")
+        raise ValueError(f"--project must be the name of a project, got {options.project!r}")
     hosts.variables(options.env)
     hosts.one_line("the command", options.directory, options.python, *options.command)
     num_hosts(options.accelerator_type)
@@ -67,19 +67,19 @@ def num_hosts(accelerator_type: str) -> int:
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """Alike on all hosts: jax asks the metadata server which one it is."""
+    """The variables of all hosts: JAX takes each host's place from the metadata server."""
     return hosts.variables(options.env) | {"DISTFLOW_DISTRIBUTED": "auto"}
 
 
 def remote_command(options: argparse.Namespace) -> str:
-    """What a shell on each host is given."""
+    """The shell command of each host."""
     words = ["env", *(f"{name}={value}" for name, value in environment(options).items())]
     words += [options.python, *options.command]
     return f"cd {shlex.quote(options.directory)} && exec {shlex.join(words)}"
 
 
 def gcloud_command(options: argparse.Namespace) -> list[str]:
-    """What starts it on all hosts at once."""
+    """The gcloud command that starts the run on all hosts."""
     command = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name]
     command += [f"--zone={options.zone}", "--worker=all"]
     command += [f"--project={options.project}"] if options.project else []
@@ -97,7 +97,7 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 
 
 def main(arguments: list[str]) -> int:
-    """Starts it, or prints; returns the exit code."""
+    """Starts the run, or prints the command; returns the exit code."""
     options = parse_arguments(arguments)
     command = gcloud_command(options)
     if options.dry_run:

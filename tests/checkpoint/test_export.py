@@ -146,7 +146,7 @@ def test_mistakes_name_what_there_is(saved, tmp_path):
         run_export(saved, model="judge")
     with pytest.raises(FileNotFoundError, match="holds no checkpoints/"):
         run_export(tmp_path)
-    with pytest.raises(ValueError, match="drawn when a run begins; export the run"):
+    with pytest.raises(ValueError, match="a run draws them at its start; export a run"):
         source_export(SPEC)
     other = SPEC.replace("mlp=64", "mlp=96")
     with pytest.raises(ValueError, match=r"layers/down \[2, 64, 32\], there \[2, 96, 32\]"):
@@ -162,7 +162,7 @@ def test_several_models_without_an_actor_must_be_named(models, tmp_path):
 def test_a_source_that_moved_can_be_named(models, tmp_path):
     params = {1: {"actor": models[2]["actor"]}}
     moved = save_run(tmp_path / "run", params, source="nowhere/model")
-    with pytest.raises(FileNotFoundError, match="nowhere/model.* Say with --source where"):
+    with pytest.raises(FileNotFoundError, match="nowhere/model.* Give its source now with"):
         run_export(moved)
     assert_bits(dict(run_export(moved, source=SPEC).export.params()), models[2]["actor"])
 

@@ -41,7 +41,7 @@ VM = ["--name=my-tpu", "--zone=us-east5-a", "--accelerator_type=v5p-32"]
 def dry_run(launcher, flags, capsys, command=TRAIN):
     """(what would be submitted, [(host, variables, command)])."""
     assert launcher.main([*flags, "--dry_run", "--", *command]) == 0
-    text, _, comments = capsys.readouterr().out.partition("\n# What runs ")
+    text, _, comments = capsys.readouterr().out.partition("\n# Commands ")
     shown = []
     for name, line in re.findall(r"^# (\S.*?): (.*)$", comments, re.MULTILINE):
         words = shlex.split(line)
@@ -435,7 +435,7 @@ def test_hosts_of_a_tpu_vm(accelerator_type, count):
         (gke, ["--topology=2x2x1", "--slices=2"], "needs TPU slices of more than one host"),
         (tpu_vm, ["--name=a;b"], "--name must be lower-case"),
         (tpu_vm, ["--zone=--x"], "--zone must be lower-case"),
-        (tpu_vm, ["--project=a b"], "--project is no project's name: 'a b'"),
+        (tpu_vm, ["--project=a b"], "--project must be the name of a project, got 'a b'"),
         (tpu_vm, ["--accelerator_type=v5p"], "with a number, such as v5p-32, got 'v5p'"),
         (tpu_vm, ["--accelerator_type=v5p-12"], "2 per chip and 8 per host; use a multiple of 8"),
         (tpu_vm, ["--accelerator_type=v6e-12"], "sizes are 1, 4, 8, 16, 32, 64, 128, 256"),
@@ -448,7 +448,7 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
 
 
 def test_a_workdir_that_pods_do_not_share():
-    with pytest.raises(ValueError, match="--workdir=runs/first lies on no volume.*--volume=CLAIM:"):
+    with pytest.raises(ValueError, match="--workdir=runs/first is on no volume.*--volume=CLAIM:"):
         gke.main([*TPU, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
 
 

@@ -87,10 +87,8 @@ def test_it_is_stored_without_what_a_run_left(name):
     assert not re.search(r"/(home|root|work|Users)/", text)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "quickstart" else pytest.param(n, marks=pytest.mark.slow) for n in BOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOOKS)
 def test_it_runs_from_any_folder(name, tmp_path):
     book = nbformat.read(BOOKS[name], as_version=4)
     check = nbformat.v4.new_code_cell(HOLDS[name])

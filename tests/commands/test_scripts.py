@@ -199,7 +199,15 @@ def test_export_writes_a_folder_that_opens(place, first_run, command):
         assert finish(start(place, "scripts/generate.py", *generate))
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/serve.py"], ids=" ".join)
+# the one with most flags; the others start the same server
+SERVE, *FEWER_FLAGS = sorted((c for c in SHOWN if c[0] == "scripts/serve.py"), key=len)[::-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [SERVE, *(pytest.param(c, marks=pytest.mark.slow) for c in FEWER_FLAGS)],
+    ids=" ".join,
+)
 def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -276,6 +284,7 @@ def plans(place):
     return {config: finish(process) for config, process in started.items()}
 
 
+@pytest.mark.slow  # test_configs.py plans each config, in this process
 @pytest.mark.parametrize("config", CONFIGS)
 def test_plan_prints_order_fields_and_sizes(plans, config):
     output = plans[config]

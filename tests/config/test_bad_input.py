@@ -267,13 +267,13 @@ SIZES = [
     ),
     ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
     ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
-    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC must have the keys data, fsdp,"),
+    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
     ("mesh.devices=2", "mesh.devices must be FIRST:LAST, as in a slice of a host's devices"),
     ("mesh.devices=4:4", "mesh.devices='4:4' holds no device: use '4:5' for one"),
-    ("mesh.devices=4:9", "mesh.devices='4:9' asks for devices that a host of 8 does not have"),
-    ("mesh.devices=0:6 ; mesh.tensor=4", "mesh.tensor=4 is neither a part of the 6 devices of a"),
+    ("mesh.devices=4:9", "mesh.devices='4:9' goes beyond the 8 devices of a host; end at 8"),
+    ("mesh.devices=0:6 ; mesh.tensor=4", "mesh.tensor=4 neither divides the 6 devices of a host"),
     (
         "mesh.roles={'CRITIC':{'devices':'0:3'}}",
         "mesh.roles.CRITIC.fsdp=3 does not divide the model's hidden_size=128; use one of [1, 2]",
@@ -308,7 +308,7 @@ SIZES = [
     ("mesh.data=0", "mesh.data must be at least 1, got 0"),
     (
         "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
-        "training.row_tokens=264 cannot be cut into 16 equal pieces (2 x mesh.context); use 240 or",
+        "training.row_tokens=264 cannot be divided into 16 equal chunks (2 x mesh.context); use 2",
     ),
     (
         "training.attention=kernel",
@@ -337,8 +337,8 @@ SIZES = [
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
-        "training.pipeline_repeats=3 does not divide the 2 layers of each stage (4 over "
-        "pipeline=2); use one of [1, 2]",
+        "training.pipeline_repeats=3 does not divide the 2 layers of each pipeline rank (4 "
+        "over pipeline=2); use one of [1, 2]",
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=2",
@@ -512,13 +512,13 @@ REWARD_CASES = [
     ),
     (MINE + "god", "{dir}/rewards.py has no 'god'; did you mean 'good'?"),
     (MINE + "os", "which cannot be called"),
-    (MINE + "nonsense", "nothing is there to give for x, y"),
+    (MINE + "nonsense", "there is no value for x, y"),
     (MINE + "good ; reward.kwargs={'scale': 2}", "takes no 'scale'; take it out of reward.kwargs"),
     (
         MINE + "raises",
         "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
     ),
-    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; mend it"),
+    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; fix it"),
     (MINE + "dies", "the worker process ended with exit code 3"),
     (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
     (MINE + "nan", "the reward function returned a score of nan"),
@@ -526,7 +526,7 @@ REWARD_CASES = [
     ("reward.function={dir}/syntax.py:f ; reward.num_workers=1", "({dir}/syntax.py, line 1)"),
     (
         "reward.kwargs={'ground_truth': 1}",
-        "'ground_truth' is an argument that the run itself gives",
+        "'ground_truth' is an argument that the run itself passes; take it out",
     ),
     (
         "reward.function=math ; reward.num_workers=0",
@@ -587,8 +587,8 @@ SCRIPT_CASES = [
     ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
     ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
-    ("plan", "--sweep", "--sweep needs the pod to look at: give --topology"),
-    ("plan", "--only=actor_train", "chooses what is compiled of one plan for a TPU's --topology"),
+    ("plan", "--sweep", "--sweep needs a pod: give --topology"),
+    ("plan", "--only=actor_train", "chooses programs to compile for one TPU --topology"),
     ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
     ("generate", "", "give either --prompt or --file"),
     ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),

@@ -210,8 +210,8 @@ def test_stages_share_the_layers():
     assert sizes.packing.rows[sizes.mesh.layout] % 12 == 0
     assert sizes.forward.microbatches == 12
     table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
-    waits = "x 12 micro-batches; 20% of its time a stage waits for others"
-    assert table["pipeline"] == ("4 stages", waits)
+    idle = "x 12 micro-batches; each rank is idle 20% of its time"
+    assert table["pipeline"] == ("4 ranks", idle)
 
 
 def test_stages_take_turns():
@@ -221,14 +221,14 @@ def test_stages_take_turns():
     sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
     assert sizes.forward.repeats == 2 and sizes.bubble_share == 1 / 5
     table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
-    waits = "x 2 micro-batches, 2 times round; 20% of its time a stage waits for others"
-    assert table["pipeline"] == ("2 stages", waits)
+    idle = "x 2 micro-batches, 2 rounds; each rank is idle 20% of its time"
+    assert table["pipeline"] == ("2 ranks", idle)
 
 
 def test_a_role_without_stages_takes_its_rows_as_ever():
     roles = "mesh.roles={'REFERENCE': {'data': 8}, 'CRITIC': {'pipeline': 2}}"
     sizes = derive_sizes(config_of("tiny", "mesh.pipeline=4", roles), FOUR_LAYERS, EIGHT)
-    assert sizes.microbatches == 4  # which the two stages of the critic divide too
+    assert sizes.microbatches == 4  # which the two pipeline ranks of the critic divide too
     of_role = {name: sizes.rows_at_a_time(mesh.layout) for name, mesh in sizes.role_meshes.items()}
     assert of_role == {"REFERENCE": 1, "CRITIC": 4}
     assert sizes.bubble_share == 3 / 7

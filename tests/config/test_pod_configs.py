@@ -73,11 +73,11 @@ def test_what_is_longer_than_the_training_is_stretched_or_refused():
     ("choice", "says"),
     [
         ("v5p", "must be CHIPS,CONTEXT such as v5p-64,8k"),
-        ("v9-64,8k", "no chip 'v9' is known; use v5e, v5p"),
-        ("v5p-64,9k", "no context '9k' is known; use 8k, 32k, 64k"),
+        ("v9-64,8k", "unknown chip 'v9'; use v5e, v5p"),
+        ("v5p-64,9k", "unknown context '9k'; use 8k, 32k, 64k"),
         ("v5p-2048,8k", "a pod of v5p has 64 to 1024 chips"),
         ("v5p-96,8k", "divided over 64 chips of v5p; use a multiple"),
-        ("v5e-256,32k", "no division for v5e at 32k; there are .*v5e,8k"),
+        ("v5e-256,32k", "no division for v5e at 32k; use one of .*v5e,8k"),
     ],
 )
 def test_a_choice_that_is_none_is_said_in_one_line(choice, says):

@@ -91,8 +91,35 @@ def test_a_graph_takes_values_from_the_config():
         read_graph(text % "critic.warmpu", warm)
     with pytest.raises(ValueError, match="is a section of the config; name a value in it: warmup"):
         read_graph(text % "critic", warm)
-    with pytest.raises(ValueError, match="there is no config"):
+    with pytest.raises(ValueError, match="no config was given"):
         read_graph(text % "critic.warmup")
+
+
+def test_a_reference_sees_the_settings_of_the_graph_that_holds_it(tmp_path):
+    path = tmp_path / "warm.yaml"
+    path.write_text("name: warm\nbase: ppo\nsettings: {critic.warmup: 7}\n")
+    for config, after in (
+        (Config(dag=str(path)), 7),  # the node is in the base, the setting on top of it
+        (Config(dag=str(path), critic=CriticConfig(warmup=3)), 3),
+    ):
+        config, graph = settle(config)
+        (train,) = (node for node in graph.nodes if node.id == "actor_train")
+        assert config.critic.warmup == train.condition.after == after
+
+
+def test_a_function_that_makes_a_graph_is_called_once(tmp_path):
+    code = tmp_path / "counted.py"
+    code.write_text(
+        "import dataclasses\n"
+        "from distflow_jax.dag.load_graph import load_graph\n"
+        "calls = []\n"
+        "def mine(config):\n"
+        "    calls.append(config)\n"
+        "    settings = {'algorithm.clip_high': len(calls) / 10}\n"
+        "    return dataclasses.replace(load_graph('grpo', config), settings=settings)\n"
+    )
+    config, graph = settle(Config(dag=f"{code}:mine"))
+    assert config.algorithm.clip_high == graph.settings["algorithm.clip_high"] == 0.1
 
 
 def test_a_graph_on_top_of_another_replaces_adds_and_merges(tmp_path):

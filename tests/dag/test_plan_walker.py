@@ -65,7 +65,7 @@ def run(nodes, stages, step=1, states=None, shelf=None, fuse=True):
     shelf = shelf or Shelf(prompt="p")
     spans = Names()
     built = plan(Graph("g", nodes), LAYOUTS, {"prompt"}, fuse=fuse)
-    states, metrics = run_step(built, step, runners(built, stages), states or {}, shelf, spans)
+    states, metrics = run_step(built, step, runners(built, stages), states or {}, shelf, spans.span)
     return states, metrics, shelf, spans.names
 
 
@@ -183,7 +183,7 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
         runners(built, stages),
         {"actor": 0},
         shelf,
-        Names(),
+        Names().span,
         rehearse=lambda values: ["empty"] * len(values),
     )
     assert seen["train"] == {"x": "empty", "value": "empty"}
@@ -193,7 +193,7 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
     assert metrics == {"seen/A": 0}
     assert shelf.values == {}
     seen.clear()
-    run_step(built, 1, runners(built, stages), {"actor": 0}, Shelf(prompt="p"), Names())
+    run_step(built, 1, runners(built, stages), {"actor": 0}, Shelf(prompt="p"), Names().span)
     assert seen == {}
 
 
@@ -225,6 +225,6 @@ def test_a_region_runs_until_there_is_enough():
 
     shelf = Rewritten(prompt="p")
     stages = runners(built, {"a": stage, "b": say("B")})
-    _, metrics = run_step(built, 1, stages, {}, shelf, spans, Three())
+    _, metrics = run_step(built, 1, stages, {}, shelf, spans.span, Three().next)
     assert spans.names == ["a", "a", "a", "b"]
     assert metrics == {"perf/generate_calls": 3, "reward/mean": 1.0, "seen/B": 1}

@@ -201,7 +201,7 @@ TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
         ([TRAIN, Node("infer", "ACTOR", "MODEL_INFERENCE")], "add a dep between them"),
         (
             [compute("a", model="m"), compute("b", role="CRITIC", model="m")],
-            "model 'm' would lie on",
+            "uses model 'm' on",
         ),
     ],
 )

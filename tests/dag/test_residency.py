@@ -5,7 +5,7 @@ import pytest
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
-from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, residency
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, plan_residency
 from distflow_jax.layout import Layout
 
 HOST = Layout("host")
@@ -27,51 +27,51 @@ def ppo(**roles):
 
 
 def test_nothing_is_used_that_is_not_there():
-    """Walks two steps by what the stays say: at each node the devices have just what it uses."""
+    """Walks two steps by their residencies: at each node the devices have just what it uses."""
     built = ppo()
-    stays = residency(built, SAMPLERS)
-    order = [UPDATE_WEIGHTS, *(t.node.id for t in built.tasks if t.node.id in stays)]
+    residencies = plan_residency(built, SAMPLERS)
+    order = [UPDATE_WEIGHTS, *(t.node.id for t in built.tasks if t.node.id in residencies)]
     there = set()
     for name in order * 2:
-        stay = stays[name]
-        if there:  # fetched ahead; the first node of all finds nothing
-            assert stay.uses <= there
-        there |= stay.uses | stay.replaces
-        assert there == stay.uses | stay.replaces
-        there = (there - stay.put_away) | stay.fetch_ahead
+        one = residencies[name]
+        if there:  # prefetched; the first node of all finds nothing
+            assert one.uses <= there
+        there |= one.uses | one.replaces
+        assert there == one.uses | one.replaces
+        there = (there - one.evict) | one.prefetch
 
 
 def test_moments_are_there_for_the_update_alone_and_the_sampler_for_sampling():
-    stays = residency(ppo(), SAMPLERS)
-    with_moments = {n for n, s in stays.items() if any(what == "moments" for _, what in s.uses)}
+    residencies = plan_residency(ppo(), SAMPLERS)
+    with_moments = {n for n, r in residencies.items() if "moments" in {what for _, what in r.uses}}
     assert with_moments == {"actor_train", "critic_train"}
-    samples = {n for n, s in stays.items() if ("rollout", "cache") in s.uses}
+    samples = {n for n, s in residencies.items() if ("rollout", "cache") in s.uses}
     assert samples == {"rollout", EVALUATE}
-    assert stays["rollout"].put_away == stays["rollout"].uses
+    assert residencies["rollout"].evict == residencies["rollout"].uses
 
 
 def test_what_the_next_node_uses_too_stays():
     built = plan(load_graph("grpo", Config()), layouts(), {"prompt"})
-    stays = residency(built, SAMPLERS)
-    stays_there = stays["actor_train"].uses - stays["actor_train"].put_away
-    assert stays_there == {("actor", "params")}  # they go to the sampler
+    residencies = plan_residency(built, SAMPLERS)
+    remaining = residencies["actor_train"].uses - residencies["actor_train"].evict
+    assert remaining == {("actor", "params")}  # they go to the sampler
 
 
 def test_models_on_other_devices_do_not_make_room():
     built = ppo(ACTOR=mesh((0, 4)), REFERENCE=mesh((0, 4)), CRITIC=mesh((4, 6)))
-    stays = residency(built, SAMPLERS)
+    residencies = plan_residency(built, SAMPLERS)
     # on its own devices the critic's next use is its update
-    assert stays["values"].put_away == set()
-    assert stays["values"].fetch_ahead == {("critic", "moments")}
-    assert stays["reference"].put_away == {("reference", "params")}
+    assert residencies["values"].evict == set()
+    assert residencies["values"].prefetch == {("critic", "moments")}
+    assert residencies["reference"].evict == {("reference", "params")}
     # the sampler has all devices
-    assert {("critic", "params"), ("critic", "moments")} <= stays["critic_train"].put_away
+    assert {("critic", "params"), ("critic", "moments")} <= residencies["critic_train"].evict
 
 
 def test_a_region_keeps_its_sampler_from_round_to_round():
     built = plan(load_graph("dapo", Config()), layouts(), {"prompt"})
-    stay = residency(built, SAMPLERS)["rollout"]
-    assert not stay.put_away and not stay.fetch_ahead
+    one = plan_residency(built, SAMPLERS)["rollout"]
+    assert not one.evict and not one.prefetch
 
 
 def test_a_part_is_another_layout_and_plans_without_one_stay_what_they_were():
@@ -92,7 +92,7 @@ def test_parts_that_overlap_are_refused():
 
 
 def test_the_table_has_a_line_for_each():
-    stays = residency(ppo(), SAMPLERS)
-    text = describe(stays)
-    assert len(text.splitlines()) == 4 + len(stays)
+    residencies = plan_residency(ppo(), SAMPLERS)
+    text = describe(residencies)
+    assert len(text.splitlines()) == 4 + len(residencies)
     assert "actor moments, actor params" in text

@@ -154,7 +154,7 @@ def test_files_that_are_not_there_or_not_data(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="empty.jsonl has no rows"):
         open_dataset(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(ValueError, match="already written out"):
+    with pytest.raises(ValueError, match="prompts are complete"):
         open_dataset(path, system_prompt="Be brief.")
 
 

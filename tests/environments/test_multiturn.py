@@ -22,13 +22,13 @@ from support.tiny_model import (
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.multiturn import TurnLimits, sample_turns
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -68,15 +68,20 @@ class Sampler:
         self, name, limits=LIMITS, *, seconds=60.0, prompts=PROMPTS, on_response=None, **kwargs
     ):
         """Episodes of 4 responses to each prompt, by uid."""
-        environments = Environments(f"{__name__}:{name}", kwargs, TOKENIZER, seconds=seconds)
-        self.state, episodes, self.stats = respond_in_turns(
+        environments = Environments(
+            f"{__name__}:{name}",
+            kwargs,
+            TOKENIZER,
+            seconds=seconds,
+            turn_length=limits.turn,
+            max_turns=limits.turns,
+        )
+        self.state, episodes, self.stats = sample_turns(
             self.engine,
             self.state,
             prompts,
+            SamplingParams(4, limits.response),
             environments,
-            limits,
-            num_samples=4,
-            temperature=1.0,
             on_response=on_response,
         )
         table = {(e.response.prompt.counter, e.response.sample): e for e in episodes}
@@ -191,7 +196,7 @@ def test_log_probs_with_gaps_are_those_of_one_forward_pass(episodes):
 
 
 def test_the_first_turn_is_that_of_a_response_without_an_environment(sampler, episodes):
-    requests = [GroupRequest(p, 4, LIMITS.turn) for p in PROMPTS]
+    requests = [GroupRequest(p, SamplingParams(4, LIMITS.turn)) for p in PROMPTS]
     decode, single, _ = run_requests(
         sampler.engine, sampler.state.params, sampler.state.decode, requests
     )

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
+from support.exported_folder import assert_bits, export_of, random_params, tensors_in
 from support.family_models import CASES, drawn_params
 from support.model_files import write_gguf
 from support.tiny_model import mesh_of
-from test_hf_folder import assert_bits, export_of, random_params, tensors_in
 
 from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.families import gemma3

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from support.exported_folder import assert_bits, export_of, random_params, tensors_in
 
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
@@ -17,7 +18,6 @@ from distflow_jax.models.decoder_config import (
     scalar_model,
 )
 from distflow_jax.models.families import llama
-from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.hf_folder import Export, config_json, write_hf_folder
@@ -46,37 +46,6 @@ MIXTURE = dataclasses.replace(
 )
 MIXTRAL = dataclasses.replace(UNTIED, family="mixtral", num_experts=3, experts_per_token=1)
 CHAT = [{"role": "user", "content": "Hi, is 12 + 35 = 47?\n"}]
-
-
-def random_params(network, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        path: rng.normal(size=spec.shape).astype(np.float32)
-        for path, spec in param_specs(network).items()
-    }
-
-
-def export_of(network, params, **changes):
-    decoder = getattr(network, "trunk", network)
-    tokenizer = Tokenizer.byte_level(decoder.vocab_size)
-    return Export(network, tokenizer, lambda: iter(params.items()), **changes)
-
-
-def assert_bits(loaded, params):
-    assert loaded.keys() == params.keys()
-    for path, array in params.items():
-        assert loaded[path].dtype == array.dtype == np.float32
-        assert loaded[path].tobytes() == array.tobytes(), path
-
-
-def tensors_in(folder):
-    """By the safetensors package, which shares no code with the writer."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        part = safetensors.numpy.load_file(path)
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
 
 
 @pytest.mark.parametrize(

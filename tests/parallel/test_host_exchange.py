@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from distflow_jax.parallel.host_exchange import Peers, Traffic, listen
+from distflow_jax.parallel.host_exchange import HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
 
@@ -15,31 +15,31 @@ TOKEN = bytes(range(16))
 def job(count):
     listeners = [listen("127.0.0.1") for _ in range(count)]
     addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
-    return [Peers(i, addresses, listener, TOKEN) for i, listener in enumerate(listeners)]
+    return [HostExchange(i, addresses, listener, TOKEN) for i, listener in enumerate(listeners)]
 
 
 @pytest.fixture
 def together():
-    """together(count, f): the results of f(index, peers), run side by side."""
-    open_peers = []
+    """together(count, f): the results of f(index, exchange), run side by side."""
+    open_exchanges = []
 
     def run(count, function):
         members = job(count)
-        open_peers.extend(members)
+        open_exchanges.extend(members)
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            futures = [pool.submit(function, i, peers) for i, peers in enumerate(members)]
+            futures = [pool.submit(function, i, exchange) for i, exchange in enumerate(members)]
             return [future.result(timeout=60) for future in futures]
 
     yield run
-    for peers in open_peers:
-        peers.close()
+    for exchange in open_exchanges:
+        exchange.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
 def test_everyone_gets_everything_in_order(together, count):
-    def gather(index, peers):
-        first = peers.all_gather(bytes([index]) * (3 * index))
-        return first, peers.all_gather(b"again %d" % index)
+    def gather(index, exchange):
+        first = exchange.all_gather(bytes([index]) * (3 * index))
+        return first, exchange.all_gather(b"again %d" % index)
 
     for first, second in together(count, gather):
         assert first == [bytes([i]) * (3 * i) for i in range(count)]
@@ -55,10 +55,10 @@ def test_large_messages_cross_without_waiting_for_each_other(together):
         present = rng.random((count, count)) < 0.7
         blobs = {(p, q): rng.bytes(sizes[p, q]) for p, q in zip(*np.nonzero(present), strict=True)}
 
-        def swap(me, peers, blobs=blobs):
+        def swap(me, exchange, blobs=blobs):
             mine = {q: blob for (p, q), blob in blobs.items() if p == me}
             sources = {p for p, q in blobs if q == me}
-            return peers.exchange(mine, sources)
+            return exchange.exchange(mine, sources)
 
         for me, (came, traffic) in enumerate(together(count, swap)):
             assert came == {p: blob for (p, q), blob in blobs.items() if q == me}
@@ -68,9 +68,9 @@ def test_large_messages_cross_without_waiting_for_each_other(together):
 
 
 def test_who_has_nothing_to_say_opens_no_connection(together):
-    def swap(me, peers):
-        came, traffic = peers.exchange({1: b"x"} if me == 0 else {}, {0} if me == 1 else ())
-        return came, traffic, len(peers._sockets)
+    def swap(me, exchange):
+        came, traffic = exchange.exchange({1: b"x"} if me == 0 else {}, {0} if me == 1 else ())
+        return came, traffic, len(exchange._sockets)
 
     first, second, third = together(3, swap)
     assert second[0] == {0: b"x"} and second[2] == 1
@@ -78,27 +78,27 @@ def test_who_has_nothing_to_say_opens_no_connection(together):
 
 
 def test_strangers_are_hung_up_on(together):
-    def swap(me, peers):
+    def swap(me, exchange):
         if me == 1:
             for hello in (b"", b"GET / HTTP/1.1\r\n\r\n and so on", bytes(20)):
-                with socket.create_connection(peers._addresses[1]) as stranger:
+                with socket.create_connection(exchange._addresses[1]) as stranger:
                     stranger.sendall(hello)
         barrier.wait()
-        return peers.exchange({1 - me: b"hello %d" % me}, {1 - me})[0]
+        return exchange.exchange({1 - me: b"hello %d" % me}, {1 - me})[0]
 
     barrier = threading.Barrier(2)
     assert together(2, swap) == [{1: b"hello 1"}, {0: b"hello 0"}]
 
 
 def test_a_process_that_goes_is_named(together):
-    def swap(me, peers):
-        peers.exchange({1 - me: b"first"}, {1 - me})
+    def swap(me, exchange):
+        exchange.exchange({1 - me: b"first"}, {1 - me})
         if me == 1:
-            peers.close()
+            exchange.close()
             return None
-        with pytest.raises(ConnectionError, match="process 1 has gone"):
+        with pytest.raises(ConnectionError, match="process 1 has ended"):
             while True:
-                peers.exchange({1: b"second"}, {1})
+                exchange.exchange({1: b"second"}, {1})
         return True
 
     assert together(2, swap) == [True, None]
@@ -107,7 +107,7 @@ def test_a_process_that_goes_is_named(together):
 def test_a_host_that_cannot_be_reached_is_named():
     with listen("127.0.0.1") as closed:
         address = closed.getsockname()[:2]
-    peers = Peers(0, [("127.0.0.1", 1), address], listen("127.0.0.1"), TOKEN)
+    exchange = HostExchange(0, [("127.0.0.1", 1), address], listen("127.0.0.1"), TOKEN)
     with pytest.raises(ConnectionError, match="process 1 cannot be reached at 127.0.0.1:"):
-        peers.all_gather(b"")
-    peers.close()
+        exchange.all_gather(b"")
+    exchange.close()

@@ -239,7 +239,7 @@ def without(environ, *names):
         ),
         (
             without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"),
-            "where rank 0 runs .*unset.*Open MPI 5.*mpirun -x DISTFLOW_COORDINATOR=HOST:PORT",
+            "host of rank 0 .*unset.*Open MPI 5.*mpirun -x DISTFLOW_COORDINATOR=HOST:PORT",
         ),
         (without(TPU_POD, "TPU_WORKER_ID"), "^TPU_WORKER_ID must be set too, as GKE does"),
         (TPU_POD | {"TPU_WORKER_ID": "2"}, "^TPU_WORKER_ID=2 must be below the 2 hosts"),

@@ -1,4 +1,4 @@
-"""Layers that stages divide give what a plain scan over them gives, and so do their gradients."""
+"""Layers that pipeline ranks divide: outputs and gradients equal those of a plain scan."""
 
 import functools
 import math
@@ -117,7 +117,7 @@ def slow(*case):
         slow("fsdp 2 x pipeline 2 x tensor 2", (4, 4, "full")),
     ],
 )
-def test_stages_give_what_one_device_gives(axes, schedule):
+def test_pipeline_ranks_give_what_one_device_gives(axes, schedule):
     """In float64: any difference but rounding is a mistake."""
     found, text = on(MESHES[axes], *schedule)
     for got, want in zip(*map(jax.tree.leaves, (found, plain())), strict=True):
@@ -133,22 +133,22 @@ def test_stages_give_what_one_device_gives(axes, schedule):
 WEIGHT, OF_ROW = 8 * WIDTH * WIDTH, 8 * LENGTH * WIDTH  # bytes
 
 
-def assert_layers_move(text, stages, repeats):
-    """What goes from stage to stage are rows. Weights and their gradients stay where they are, or
-    are dealt and dealt back where a micro-batch goes several times round."""
+def assert_layers_move(text, ranks, repeats):
+    """Rows move from rank to rank. Weights and their gradients stay where they are, or
+    are permuted and permuted back where a micro-batch goes several times round."""
     permuted = [one for one in hlo.read(text).collectives if one.bytes > 8 * 64]
     assert {one.kind for one in permuted} == {"collective-permute"}
     layers = [one for one in permuted if one.bytes % OF_ROW]
     assert all(one.bytes % WEIGHT == 0 for one in layers)
     moved = sum(one.bytes * one.times for one in layers)
-    assert moved == (2 * WEIGHT * LAYERS // stages if repeats > 1 else 0)
+    assert moved == (2 * WEIGHT * LAYERS // ranks if repeats > 1 else 0)
 
 
-def assert_no_layers_are_kept(text, stages, repeats):
-    """A stage's weights differ from tick to tick, and no array has those of several ticks."""
+def assert_no_layers_are_kept(text, ranks, repeats):
+    """The weights of a rank differ from tick to tick, and no array has those of several ticks."""
     sizes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f64\[([\d,]+)\]", text)}
     weights = [math.prod(dims) for dims in sizes if dims[-2:] == (WIDTH, WIDTH)]
-    assert max(weights) == LAYERS // stages * WIDTH**2
+    assert max(weights) == LAYERS // ranks * WIDTH**2
 
 
 @pytest.mark.parametrize("repeats, ticks", [(1, 11), (2, 19)])
@@ -160,7 +160,7 @@ def test_ticks(repeats, ticks):
     assert sorted(map(int, lengths)) == [LAYERS // (4 * repeats), ticks]
 
 
-def test_a_mesh_without_stages_scans():
+def test_a_mesh_without_pipeline_scans():
     weight, x, rows = single()
     got = jax.make_jaxpr(loss)(weight, x, rows)
     assert [eqn.primitive.name for eqn in got.eqns].count("scan") == 1
@@ -170,13 +170,13 @@ def test_a_mesh_without_stages_scans():
 @pytest.mark.parametrize(
     "rows, schedule, message",
     [
-        (8, (3,), r"3 micro-batches are no multiple of pipeline=2, .*; use 4"),
+        (8, (3,), r"3 micro-batches are not a multiple of pipeline=2, .*; use 4"),
         (
             8,
             (6,),
-            r"8 rows of a data rank cannot be cut into 6 micro-batches; use one of \[2, 4, 8\]",
+            r"8 rows of a data rank cannot be divided into 6 micro-batches; use one of \[2, 4, 8\]",
         ),
-        (7, (2,), r"7 rows .* into 2 micro-batches; give it a multiple of 2 rows"),
+        (7, (2,), r"7 rows .* into 2 micro-batches; give each data rank a multiple of 2 rows"),
         (
             8,
             (2, 3),

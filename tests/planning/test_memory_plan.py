@@ -36,7 +36,8 @@ from distflow_jax.planning.run_models import States
 from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.build import build, make_engine, make_meshes, trace
+from distflow_jax.runtime.build import build, make_meshes, trace
+from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
 
 SMALL = [
@@ -155,7 +156,7 @@ def test_plan_as_text_and_json(compiled):
     assert json.loads(json.dumps(tree)) == tree
     assert tree["fullest"]["total"] == max(s["total"] for s in tree["segments"])
     unknown = MemoryPlan(memory.segments, 0, 0)
-    assert "whose memory is not known" in unknown.describe()
+    assert "whose memory is unknown" in unknown.describe()
 
 
 def test_what_fits_is_not_complained_about(compiled):
@@ -179,7 +180,7 @@ def test_shortage_names_the_numbers_and_what_is_enough(compiled):
     ):
         assert setting in text
     text = compiled.with_devices_of(1000)
-    assert "no one setting is enough, together some may be: " in text
+    assert "no single setting is enough, several may be: " in text
     assert "rollout.num_slots=" in text
 
 
@@ -260,22 +261,22 @@ def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
     gc.collect()
     others, taken = live_bytes(), {}  # the first: what other tests still hold
 
-    def watching(setup, spans):
-        machinery = build(setup, spans)
+    def watching(prepared, spans):
+        runtime = build(prepared, spans)
 
         def watched(name, runner):
             def run(states, values):
                 taken[name] = live_bytes() - others
-                if name in machinery.programs:
-                    found = machinery.programs[name].compile().memory_analysis()
+                if name in runtime.programs:
+                    found = runtime.programs[name].compile().memory_analysis()
                     fresh = found.output_size_in_bytes - found.alias_size_in_bytes
                     taken[name] += found.temp_size_in_bytes + fresh
                 return runner(states, values)
 
             return run
 
-        machinery.runners = {name: watched(name, r) for name, r in machinery.runners.items()}
-        return machinery
+        runtime.runners = {name: watched(name, r) for name, r in runtime.runners.items()}
+        return runtime
 
     monkeypatch.setattr(run, "build", watching)
     config = override(tiny.get_config(), ["training.steps=1"])

@@ -21,6 +21,7 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
+from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.program_table import (
@@ -29,7 +30,7 @@ from distflow_jax.planning.program_table import (
     fields_on_meshes,
     to_tree,
 )
-from distflow_jax.planning.unit_programs import FieldSpecs, trace_plan
+from distflow_jax.planning.unit_programs import trace_plan
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.runtime.build import trace
 

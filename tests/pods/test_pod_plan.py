@@ -14,7 +14,7 @@ from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.device_memory import live_bytes
 from distflow_jax.planning.plan_run import plan_run
-from distflow_jax.pods.compile import TooLarge, compile_program, refusing
+from distflow_jax.pods.compile import TooLarge, compile_program, reporting_size
 from distflow_jax.pods.pod_picture import MEMORY_COLORS, draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.topology import open_topology
@@ -161,10 +161,10 @@ def test_what_is_too_large_is_shown_and_said(of_gpus):
 )
 def test_a_program_that_does_not_fit_alone_is_named(says, needs):
     with pytest.raises(TooLarge, match=f"actor_train alone needs {needs} of 15.75GiB of HBM"):
-        with refusing("actor_train"):
+        with reporting_size("actor_train"):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {says}")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        with refusing("actor_train"):
+        with reporting_size("actor_train"):
             raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
@@ -185,7 +185,7 @@ def test_rows_that_devices_share():
 
 def test_axes_that_formulas_do_not_know():
     with pytest.raises(
-        ValueError, match="formulas know the mesh axes data, .*, tensor and not pipeline=2"
+        ValueError, match="formulas cover the mesh axes data, .*, tensor, not pipeline=2"
     ):
         plan_on(*planned_for("gpu:1x8", "mesh.pipeline=2"), compiled=False)
 
@@ -327,7 +327,7 @@ def test_programs_that_are_not_compiled_are_named(of_gpus):
     found = dataclasses.replace(of_gpus, costs=costs, left_out=names)
     rows = [line for line in found.describe().splitlines() if "not compiled" in line]
     assert [row.split()[0] for row in rows[: len(names)]] == list(names)
-    assert "without what was not compiled" in rows[-1]
+    assert "without programs that were not compiled" in rows[-1]
     assert found.to_tree()["not_compiled"] == list(names)
 
 

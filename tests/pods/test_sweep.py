@@ -73,7 +73,7 @@ def test_its_flags_give_the_plan_that_was_priced(found, pod):
 def test_the_table_says_what_it_knows(found):
     text = found.describe()
     assert "by ESTIMATED seconds" in text and "nothing of this was measured" in text
-    assert f"whose temporaries are not known\n\n  {found.best.flags}\n" in text
+    assert f"whose temporaries are unknown\n\n  {found.best.flags}\n" in text
     tree = json.loads(json.dumps(found.to_tree()))
     assert tree["suggested"] == found.best.mesh and tree["flags"] == found.best.flags
     assert len(tree["layouts"]) == len(found.candidates) and not tree["problem"]
@@ -134,7 +134,7 @@ def test_the_fastest_are_compiled_until_one_fits(monkeypatch, found):
     assert [c.compiled is not None for c in swept.candidates[:4]] == [True, True, True, False]
     text = swept.describe()
     assert text.count("compiled: 5.0% to spare") == 2 and "compiled: 50.0% to spare" in text
-    assert f"\n\n  {swept.best.flags}\n" in text and "temporaries are not known" not in text
+    assert f"\n\n  {swept.best.flags}\n" in text and "temporaries are unknown" not in text
     assert said[-1].startswith("compiling 3 of at most 9: data ")
     assert [layout["fits"] for layout in swept.to_tree()["layouts"][:4]] == [
         *(False, False, True),
@@ -175,7 +175,7 @@ def test_a_tpus_layout_is_compiled_and_fits():
     assert swept.best is swept.candidates[0] and swept.best.fits
     assert all(c.compiled is None for c in swept.candidates[1:])
     assert swept.best.compiled.memory.fullest.temporaries is not None
-    assert "temporaries are not known" not in swept.describe()
+    assert "temporaries are unknown" not in swept.describe()
 
 
 @pytest.mark.slow

@@ -22,13 +22,13 @@ def test_nodes_of_gpus():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("v7:4x4", r"--topology=v7:4x4: known are v5p:\.\.\., v5e:\.\.\., v6e:\.\.\."),
-        ("v5p:4x4", r"a slice of v5p has 3 sizes, up to 16x16x24: v5p:4x4x4"),
-        ("v5e:4xx4", r"a slice of v5e has 2 sizes"),
+        ("v7:4x4", r"--topology=v7:4x4: use v5p:\.\.\., v5e:\.\.\., v6e:\.\.\."),
+        ("v5p:4x4", r"give 3 sizes for a slice of v5p, up to 16x16x24: v5p:4x4x4"),
+        ("v5e:4xx4", r"give 2 sizes for a slice of v5e"),
         ("v5e:32x16", r"a slice of v5e has at most 16x16 chips"),
-        ("gpu:64x9", r"write nodes x GPUs, of which a node has 1 to 8: h100:64x8 are 512"),
+        ("gpu:64x9", r"write nodes x GPUs, with 1 to 8 GPUs per node: h100:64x8 has 512"),
         ("gpu:64", r"write nodes x GPUs"),
-        ("", r"known are"),
+        ("", r"--topology=: use v5p"),
     ],
 )
 def test_names_that_are_none(name, says):
@@ -57,7 +57,7 @@ def test_slices_of_tpus(name, hosts, per_host):
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:3x5", "v5p:3x4x4"])
 def test_slices_that_libtpu_does_not_know(name):
-    with pytest.raises(ValueError, match="libtpu knows no such slice .*sizes that work"):
+    with pytest.raises(ValueError, match="libtpu has no such slice .*use powers of 2"):
         open_topology(name)
 
 
@@ -65,6 +65,6 @@ def test_slices_that_libtpu_does_not_know(name):
 def test_axes_are_boxes_of_the_torus():
     pod = open_topology("v5p:4x4x12")
     pod.check_mesh("mesh", MeshSizes(fsdp=48, tensor=4))
-    # a row of hosts is 8 chips: 3 hosts are no box
-    with pytest.raises(ValueError, match=r"mesh.tensor=12 is no box .* use one of \[1, 2, 4, 8"):
+    # a row of hosts is 8 chips: 3 hosts are not a box
+    with pytest.raises(ValueError, match=r"mesh.tensor=12 is not a box .* use one of \[1, 2, 4, 8"):
         pod.check_mesh("mesh", MeshSizes(fsdp=16, tensor=12))

@@ -7,18 +7,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.row_places import spread
 
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_all_to_all import Repartition, _round, plan_moves
+from distflow_jax.resharding.rows_all_to_all import RowsAllToAll, _round, plan_moves
 
 NOTHING = np.iinfo(np.int32).max
-
-
-def spread(rows, ranks):
-    """(0, rank, place) of each of `rows` rows over `ranks` ranks, neighbours together."""
-    rank = [i * ranks // rows for i in range(rows)]
-    return [(0, r, rank[:i].count(r)) for i, r in enumerate(rank)]
 
 
 def carry(held, moves, room):
@@ -102,7 +97,7 @@ def test_device_arrays_move_whole(sizes):
 
     layouts = [NamedSharding(mesh, rows_spec(mesh)) for mesh in meshes]
     batch = {"a": jax.device_put(lay(0), layouts[0]), "b": jax.device_put(2 * lay(0), layouts[0])}
-    move = Repartition(*meshes, tuple(rooms))
+    move = RowsAllToAll(*meshes, tuple(rooms))
     moved, traffic = move(batch, list(zip(*places, strict=True)))
     for name, scale in (("a", 1), ("b", 2)):
         assert moved[name].sharding == layouts[1]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.row_places import spread
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
@@ -27,9 +28,8 @@ from distflow_jax.parallel.mesh import (
     sampler_mesh,
 )
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_across_submeshes import Crossing
+from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
 from distflow_jax.resharding.weight_sync import WeightSync
-from tests.resharding.test_rows_all_to_all import spread
 
 MINIS, ROWS = 2, 10
 SIZES = [(4, 1), (2, 2), (1, 4)]  # of a part of four devices
@@ -67,7 +67,7 @@ def test_rows_cross_whole(source, target):
         for at, s, room in zip(places, (source, target), rooms, strict=True)
     )
     layout = NamedSharding(role_mesh(source), rows_spec(role_mesh(source)))
-    cross = Crossing(role_mesh(source), role_mesh(target), tuple(rooms))
+    cross = RowsAcrossSubmeshes(role_mesh(source), role_mesh(target), tuple(rooms))
     batch = {"a": jax.device_put(before, layout), "b": jax.device_put(2 * before, layout)}
     moved, _ = cross(batch, list(zip(*places, strict=True)))
     for name, scale in (("a", 1), ("b", 2)):
@@ -207,7 +207,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
         got.extend(coordinator._values[source, field]) if field == "sum" else None
     )
     runners = {unit.name: make_runner(unit, stages) for unit in built.units}
-    run_step(built, 1, runners, {}, coordinator, Spans())
+    run_step(built, 1, runners, {}, coordinator, Spans().span)
     # all three were issued before the first had ended, and what it gave crossed whole
     assert order[:4] == [("rollout", False), ("first", False), ("second", False), ("third", False)]
     for values in got:
@@ -218,7 +218,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
 def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
     """The same for the way between two parts alone."""
     waiting, other = role_mesh(MeshSizes(4, 1, (0, 4))), role_mesh(MeshSizes(1, 1, (7, 8)))
-    cross = Crossing(waiting, role_mesh(MeshSizes(2, 1, (4, 6))), (1, 2))
+    cross = RowsAcrossSubmeshes(waiting, role_mesh(MeshSizes(2, 1, (4, 6))), (1, 2))
     ran = threading.Event()
 
     def on(mesh, call):

@@ -1,4 +1,4 @@
-"""Weights to the samplers in pieces: the same numbers, whatever the mesh, in little memory."""
+"""Weights to the samplers in chunks: the same numbers, whatever the mesh, in little memory."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.host_memory import buffers
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.resharding.layer_chunks import Pieces
+from distflow_jax.resharding.layer_chunks import LayerChunks
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 
@@ -27,7 +27,7 @@ FIVE = dataclasses.replace(TINY, num_layers=5)
 LORA = LoraConfig(rank=2, alpha=6.0)
 
 
-def sync_of(model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), piece_bytes=1):
+def sync_of(model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), chunk_bytes=1):
     """By default one layer of each stage at a time."""
     model = without_adapters(model)
     return WeightSync(
@@ -36,7 +36,7 @@ def sync_of(model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), piec
         dtype,
         HeldWeights(model, "cpu", *form),
         functools.partial(lora.merged, scale=LORA.scale),
-        piece_bytes=piece_bytes,
+        chunk_bytes=chunk_bytes,
     )
 
 
@@ -88,30 +88,30 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
 def test_adapters_are_merged_piece_by_piece(sizes):
     model = adapted(FOUR, LORA)
     params = jax.tree.map(lambda x: x + 0.1, placed(model, sizes))
-    assert_same(sync_of(model)(params), sync_of(model, piece_bytes=1 << 30)(params))
+    assert_same(sync_of(model)(params), sync_of(model, chunk_bytes=1 << 30)(params))
 
 
 def test_pieces_that_do_not_divide_the_layers():
-    """Five layers, three in a piece: the second begins with a layer that was there already."""
+    """Five layers, three in a chunk: the second begins with a layer that was there already."""
     params = placed(FIVE, MeshSizes(4, 2))
     layer = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) // 5 // 4  # bfloat16, tensor 2
-    sync = sync_of(FIVE, piece_bytes=7 * layer // 2)
+    sync = sync_of(FIVE, chunk_bytes=7 * layer // 2)
     assert [n for _, n in sync.programs(params)][-1] == 2
-    assert_same(sync(params), sync_of(FIVE, piece_bytes=1 << 30)(params))
+    assert_same(sync(params), sync_of(FIVE, chunk_bytes=1 << 30)(params))
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("most", [1, 3, 4, 6, 100])
 def test_what_is_taken_and_put_back(stages, most):
     x = jnp.arange(14 * 3, dtype=jnp.int32).reshape(14, 3)
-    pieces, out = Pieces.of_at_most(14, stages, most), jnp.zeros_like(x)
-    assert stages <= stages * pieces.size <= max(stages, most)
+    chunks, out = LayerChunks.of_at_most(14, stages, most), jnp.zeros_like(x)
+    assert stages <= stages * chunks.size <= max(stages, most)
     numbers = []
-    for start in pieces.starts:
-        piece = pieces.take(x, start)
-        np.testing.assert_array_equal(piece, x[np.array(pieces.numbers(start))])
-        numbers += pieces.numbers(start)
-        out = pieces.put(out, piece, start)
+    for start in chunks.starts:
+        chunk = chunks.take(x, start)
+        np.testing.assert_array_equal(chunk, x[np.array(chunks.layer_numbers(start))])
+        numbers += chunks.layer_numbers(start)
+        out = chunks.put(out, chunk, start)
     assert set(numbers) == set(range(14))
     np.testing.assert_array_equal(out, x)
 

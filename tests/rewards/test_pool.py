@@ -150,7 +150,7 @@ def test_coroutines_wait_together_and_each_has_the_deadline():
     [
         (f"{FILE}:rwo", "has no 'rwo'; did you mean 'row'"),
         (f"{FILE}:NOT_A_FUNCTION", "cannot be called"),
-        (f"{FILE}:nonsense", r"nonsense\(x, y\) must take .*nothing is there to give for x, y"),
+        (f"{FILE}:nonsense", r"nonsense\(x, y\) must take .*there is no value for x, y"),
         (
             str(FILE).replace("user_rewards", "user_reward") + ":row",
             "did you mean .*user_rewards.py",

@@ -14,7 +14,7 @@ from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.scheduling import scheduler
 
 SOAK_SECONDS = float(os.environ.get("DISTFLOW_SOAK_SECONDS", "3600"))
@@ -42,18 +42,21 @@ def random_request(rng: np.random.Generator, counter: int) -> GroupRequest:
         tokens = np.concatenate([stem, tokens])[: CONFIG.max_prompt]
     return GroupRequest(
         prompt_of(counter, tokens),
-        num_samples=int(rng.integers(1, 10, endpoint=True)),  # more than a group, than the slots
-        limit=int(rng.integers(1, CONFIG.max_response, endpoint=True)),
-        temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
-        top_k=int(rng.choice([0, 0, 1, 20])),
-        top_p=float(rng.choice([1.0, 1.0, 0.5, 0.95])),
+        SamplingParams(
+            # up to more than a group has, and more than there are slots
+            num_samples=int(rng.integers(1, 10, endpoint=True)),
+            limit=int(rng.integers(1, CONFIG.max_response, endpoint=True)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
+            top_k=int(rng.choice([0, 0, 1, 20])),
+            top_p=float(rng.choice([1.0, 1.0, 0.5, 0.95])),
+        ),
     )
 
 
 def probe_request() -> GroupRequest:
     """The same each time, its uid too, and so the same tokens."""
     tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, 19)
-    return GroupRequest(prompt_of(PROBE, tokens), 2, CONFIG.max_response)
+    return GroupRequest(prompt_of(PROBE, tokens), SamplingParams(2, CONFIG.max_response))
 
 
 def full_house() -> list[GroupRequest]:
@@ -61,7 +64,7 @@ def full_house() -> list[GroupRequest]:
     rng = np.random.default_rng(6)
     prompts = rng.integers(0, TINY.vocab_size, (CONFIG.slots, CONFIG.max_prompt))
     return [
-        GroupRequest(prompt_of(HOUSE + i, row), 1, CONFIG.max_response)
+        GroupRequest(prompt_of(HOUSE + i, row), SamplingParams(1, CONFIG.max_response))
         for i, row in enumerate(prompts)
     ]
 
@@ -72,12 +75,12 @@ def check(request: GroupRequest, response: Response, versions: range) -> None:
     assert response.prompt is request.prompt
     assert response.tokens.dtype == np.int32 and response.logp.dtype == np.float32
     assert len(response.logp) == len(response.margin) == len(response.version) == count
-    assert count <= request.limit and not set(response.tokens[:-1]) & set(STOP_IDS)
+    assert count <= request.sampling.limit and not set(response.tokens[:-1]) & set(STOP_IDS)
     assert ((response.tokens >= 0) & (response.tokens < TINY.vocab_size)).all()
     assert np.isfinite(response.logp).all() and (response.logp <= 1e-6).all()
     assert set(response.version.tolist()) <= set(versions)
     assert (np.diff(response.version) >= 0).all()
-    if request.top_k == 1 and request.temperature > 0:
+    if request.sampling.top_k == 1 and request.sampling.temperature > 0:
         np.testing.assert_allclose(response.logp, 0.0, atol=1e-5)  # a choice of one
 
 
@@ -119,7 +122,7 @@ class Soak:
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: GroupRequest) -> int:
-        asked = Asked(request, self.version, set(range(request.num_samples)))
+        asked = Asked(request, self.version, set(range(request.sampling.num_samples)))
         index = self.scheduler.submit(request, on_response=lambda r: asked.called.add(r.sample))
         assert index not in self.asked
         self.asked[index] = asked
@@ -139,13 +142,13 @@ class Soak:
             asked = self.asked[index]
             check(asked.request, response, range(asked.version, self.version + 1))
             assert response.finished == (response.tokens[-1] in STOP_IDS)
-            assert response.finished or len(response.tokens) == asked.request.limit
+            assert response.finished or len(response.tokens) == asked.request.sampling.limit
             assert response.sample in asked.called, "it came without a call of on_response"
             asked.missing.remove(response.sample)  # KeyError: it came twice
             if response.prompt.counter == PROBE and self.golden:
                 self.check_probe(response, asked.version)
             if not asked.missing:
-                assert len(asked.called) == asked.request.num_samples
+                assert len(asked.called) == asked.request.sampling.num_samples
                 del self.asked[index]
         self.counts["responses"] += len(responses)
         return responses

@@ -34,7 +34,7 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.runtime.standalone_sampler import read_weights
@@ -136,7 +136,9 @@ class Sampler:
             np.concatenate([start, rng.integers(0, TINY.vocab_size, length)])[-32:]
             for length in (3, 16, 14, 12, 1, 9)
         ]
-        requests = [GroupRequest(prompt_of(i, x), 4, 20) for i, x in enumerate(prompts)]
+        requests = [
+            GroupRequest(prompt_of(i, x), SamplingParams(4, 20)) for i, x in enumerate(prompts)
+        ]
         state = self.engine.init_decode_state()
         _, responses, self.stats = run_requests(self.engine, params, state, requests)
         return responses
@@ -165,7 +167,9 @@ def plain_responses(model):
     return sampler.responses(sampler.engine.load_params(random_params(model, 2)))
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "model", [TINY, pytest.param(UNTIED, marks=pytest.mark.slow)], ids=["tied", "untied"]
+)
 def test_log_probs_are_those_of_the_rounded_weights(model):
     params, responses = random_params(model, 2), plain_responses(model)
     assert_logp(model, restored(model, params), responses)
@@ -178,7 +182,7 @@ def test_log_probs_are_those_of_the_rounded_weights(model):
     [
         (TINY, (1, 1), {"weights": "turned"}),
         (TINY, (2, 2), {}),
-        (UNTIED, (2, 2), {"weights": "stacked"}),
+        pytest.param(UNTIED, (2, 2), {"weights": "stacked"}, marks=pytest.mark.slow),
     ],
 )
 def test_layers_and_devices_do_not_matter(model, axes, changes):

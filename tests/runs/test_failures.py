@@ -299,7 +299,6 @@ def test_asked_to_end_at_any_moment(undisturbed, tmp_path, seed):
     check_finishes(tmp_path, tmp_path / "run", undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_stopped_process_is_named(tmp_path):
     dead_seconds = 4.0

@@ -33,7 +33,7 @@ EXPECTED = {
     # its scores are of the best and the worst of each group
     "online_dpo": ("critic/score/max", 1, 0.05),
 }
-QUICK = {"sft"}
+QUICK = {"sft", "grpo"}  # the others: `make test-nightly`
 
 
 def write_pairs(path: pathlib.Path) -> None:

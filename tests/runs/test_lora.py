@@ -316,5 +316,5 @@ def test_a_checkpoint_without_its_config_is_refused(workdir, tmp_path):
     with pytest.raises(FileNotFoundError, match="has adapters, and .*config.json, which says how"):
         run_export(alone, source=SPEC)
     (alone / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="says nothing of the adapters of 'actor'"):
+    with pytest.raises(ValueError, match="does not describe the adapters of 'actor'"):
         run_export(alone, source=SPEC)

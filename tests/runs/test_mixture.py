@@ -13,7 +13,8 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.standalone_sampler import make_engine
+from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.standalone_sampler import answer_sizes
 
 SMALL = (
     "random:qwen3_moe?hidden=32&layers=2&heads=4&kv_heads=2&mlp=16&experts=4&active=2&vocab=512"
@@ -27,7 +28,7 @@ def test_who_only_answers_records_no_experts():
     overrides = [f"model.source={SMALL}", "training.router_replay=True"]
     config = from_config_dict(Config, override(tiny.get_config(), overrides))
     assert derive_sizes(config, source.config, Machine.current()).engine.record_experts
-    assert not make_engine(config, source).config.record_experts
+    assert not make_engine(source, config, answer_sizes(config, source)).config.record_experts
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ LAYOUTS = {
     "data 2 x fsdp 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     ),
+    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
 }
-
 
 SLOW = {
     "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
@@ -109,7 +109,6 @@ SLOW = {
     "fsdp 4 x tensor 2, reference fsdp 8": dict(
         devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
     ),
-    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
     "8 processes, tensor and sampler over 2 of them": dict(
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),

@@ -29,10 +29,10 @@ STAYS = {
     "sync": Residency(
         Layout("mesh"), PARAMS, frozenset({("rollout", "params")}), PARAMS, frozenset()
     ),
-    "rollout": Residency(Layout("mesh"), SAMPLER, put_away=SAMPLER, fetch_ahead=PARAMS),
-    "logp": Residency(MESH.layout, PARAMS, put_away=PARAMS, fetch_ahead=REFERENCE),
-    "reference": Residency(MESH.layout, REFERENCE, put_away=REFERENCE, fetch_ahead=ACTOR),
-    "train": Residency(MESH.layout, ACTOR, put_away=ACTOR - PARAMS),
+    "rollout": Residency(Layout("mesh"), SAMPLER, evict=SAMPLER, prefetch=PARAMS),
+    "logp": Residency(MESH.layout, PARAMS, evict=PARAMS, prefetch=REFERENCE),
+    "reference": Residency(MESH.layout, REFERENCE, evict=REFERENCE, prefetch=ACTOR),
+    "train": Residency(MESH.layout, ACTOR, evict=ACTOR - PARAMS),
 }
 
 
@@ -137,7 +137,7 @@ def test_the_devices_have_what_a_node_uses_and_what_comes_next():
     seen = {}
 
     def watch(name):
-        # after it: what was put away is gone, the next one's is there
+        # after it: evicted items are gone, prefetched items are there
         seen[name] = round((on_device() - before) / one, 1)
 
     steps(Offload(STAYS, LAYOUTS, new_cache), 2, watch)
@@ -164,7 +164,7 @@ def test_host_copies_do_not_pile_up():
 
 
 def test_a_node_that_is_skipped_leaves_nothing_behind():
-    """What was fetched ahead for it goes when another needs the devices."""
+    """Prefetched items are evicted when another node needs the devices."""
     offload = Offload(STAYS, LAYOUTS, new_cache)
     states = {key: offload.adopt(key, state) for key, state in first_states().items()}
     logp = offload.wrap("logp", "actor", predict("actor"))

@@ -51,7 +51,7 @@ def test_no_peak_is_made_up(kind):
 
 def test_steps_that_never_come_cannot_be_profiled(tmp_path):
     config = config_of("training.steps=3", "observe.profile_steps=3:4")
-    with pytest.raises(ValueError, match=r"'3:4' ends behind training.steps=3"):
+    with pytest.raises(ValueError, match=r"'3:4' ends after training.steps=3"):
         run.train_here(config, tmp_path)
 
 

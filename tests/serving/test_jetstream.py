@@ -34,7 +34,7 @@ from support.serving import (
 from support.tiny_model import TINY, random_params
 
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.jetstream import DoorEngine, Sampling, ServedDriver, door_config
+from distflow_jax.serving.jetstream import GREEDY, DoorEngine, ServedDriver, door_config
 from distflow_jax.serving.served_weights import Weights
 
 PROMPT = "12 + 35 ="
@@ -325,7 +325,7 @@ def test_both_doors_at_once_and_weights_for_both(serving, stub):
 
 def test_temperature_of_the_door():
     """What it draws is of uid (n, 0), n counting the requests."""
-    with Serving(jetstream=Sampling(temperature=1.0, top_p=0.9)) as other:
+    with Serving(jetstream=dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9)) as other:
         with grpc.insecure_channel(other.address) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             for uid in range(3):

@@ -10,7 +10,6 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.requests import Response
-from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.stage_context import ResponseListener
@@ -41,7 +40,7 @@ def scores_of(config, responses, *, early=False):
                 reward=config,
                 rewards=pool,
                 tokenizer=TOKENIZER,
-                rollout=RolloutConfig(max_response_length=10),
+                max_response_length=10,
                 early_rewards=early,
                 on_response=listener,
                 record=lambda name, start, end: None,

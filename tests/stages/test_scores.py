@@ -42,8 +42,7 @@ def test_every_score_needs_a_weight(weights, message):
 
 def pairs(num_samples):
     node = Node("choose", "REWARD", "COMPUTE", fn="choose_pairs", writes=["keep"])
-    rollout = types.SimpleNamespace(num_samples=num_samples)
-    return build_choose_pairs(types.SimpleNamespace(node=node, rollout=rollout))
+    return build_choose_pairs(types.SimpleNamespace(node=node, num_samples=num_samples))
 
 
 def test_the_best_and_the_worst_of_a_group_are_its_pair():

@@ -29,7 +29,7 @@ def test_what_is_missing_is_named(options, missing):
         shape=UpdateShape(mesh_of(1, 1), 1, 8),
         optimizer=make_optimizer(OptimizerConfig(), 1),
         schedule=learning_rate(OptimizerConfig(), 1),
-        rollout=types.SimpleNamespace(temperature=1.0),
+        temperature=1.0,
         epochs=1,
         mini_batches=1,
         balance_coef=0.0,

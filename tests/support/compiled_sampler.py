@@ -1,6 +1,10 @@
 """A small engine with weights and slots, all compiled."""
 
+import dataclasses
+from typing import Any
+
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from support.tiny_model import mesh_of
 
@@ -22,3 +26,10 @@ class CompiledSampler:
             self.engine, self.params, self.state, requests
         )
         return responses
+
+
+def changed(request: GroupRequest, **changes: Any) -> GroupRequest:
+    """The request with other values: its own fields', or those of its sampling parameters."""
+    own = {name: changes.pop(name) for name in ("prompt", "hold") if name in changes}
+    sampling = dataclasses.replace(request.sampling, **changes)
+    return dataclasses.replace(request, sampling=sampling, **own)

@@ -26,12 +26,15 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
+from distflow_jax.environments.episodes import turn_columns
+from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.planning.run_models import States
-from distflow_jax.rollout.sampler import SamplerState, columns, respond
+from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.sampler import SamplerState, sample
 from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
@@ -55,25 +58,23 @@ def main():
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
-    setup = prepare(config)
-    machinery = build(setup, Spans())
-    mesh = machinery.meshes[setup.sizes.mesh.layout]
-    states = States(setup.models, setup.source, config, machinery.meshes).initial({})
-    engine = machinery.engine
-    weights = machinery.sync(states["actor"].params)
+    prepared = prepare(config)
+    runtime = build(prepared, Spans())
+    mesh = runtime.meshes[prepared.sizes.mesh.layout]
+    states = States(prepared.models, prepared.source, config, runtime.meshes).initial({})
+    engine = runtime.engine
+    weights = runtime.sync(states["actor"].params)
     sampler = SamplerState(weights, 0, engine.init_decode_state())
-    prompts = next(setup.loader)
+    prompts = next(prepared.loader)
     args.out.mkdir(parents=True, exist_ok=True)
-    _, responses, _ = respond(
+    _, responses, _ = sample(
         engine,
         sampler,
         prompts,
-        num_samples=config.rollout.num_samples,
-        limit=config.rollout.max_response_length,
-        temperature=1.0,
+        SamplingParams(config.rollout.num_samples, config.rollout.max_response_length),
     )
     sampled = {(r.prompt.counter, r.sample): (r.tokens, r.margin) for r in responses}
-    if machinery.member == 0:  # the hosts of a sampler have the same responses
+    if runtime.member == 0:  # the hosts of a sampler have the same responses
         mine = args.out / f"responses-{processes.process_index()}.pkl"
         mine.write_bytes(pickle.dumps(sampled))
     if not args.batch.exists():
@@ -87,7 +88,7 @@ def main():
             recorded[p.counter, i % config.rollout.num_samples]
             for i, p in enumerate(fields["prompt"])
         ]
-        written = columns(wanted, 0)
+        written = turn_columns([single_turn(r) for r in wanted], 0)
         return state, {name: written[name] for name in sampler_node.writes}, {}
 
     def reward(state, fields, options):
@@ -95,14 +96,14 @@ def main():
         scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
         return state, {"score": np.array(scores, np.float32)}, {}
 
-    machinery.compile()
-    units = {unit.name: unit for unit in setup.plan.units}
+    runtime.compile()
+    units = {unit.name: unit for unit in prepared.plan.units}
     sampler_node = units["rollout"].tasks[0].node
-    update = machinery.runners["actor_train"]
-    rows = setup.sizes.rows_at_a_time(setup.sizes.mesh.layout)
+    update = runtime.runners["actor_train"]
+    rows = prepared.sizes.rows_at_a_time(prepared.sizes.mesh.layout)
     shape = UpdateShape(mesh, rows, 16)
     objective = policy_objective(
-        setup.source.config, config.algorithm, setup.sizes.forward, max_response=16
+        prepared.source.config, config.algorithm, prepared.sizes.forward, max_response=16
     )
 
     @jax.jit
@@ -132,18 +133,18 @@ def main():
 
     made = {"rollout": rollout, "reward": reward}
     own = {name: make_runner(units[name], made) for name in made}
-    runners = machinery.runners | own | {"actor_train": train}
-    machinery.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
-    _, metrics = run_step(setup.plan, 1, runners, states, machinery.coordinator, Spans())
+    runners = runtime.runners | own | {"actor_train": train}
+    runtime.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
+    _, metrics = run_step(prepared.plan, 1, runners, states, runtime.coordinator, Spans().span)
     metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    table = gather_table(machinery.coordinator.samples())
-    metrics |= batch_metrics(table, machinery.coordinator.tokens_per_rank())
+    table = gather_table(runtime.coordinator.samples())
+    metrics |= batch_metrics(table, runtime.coordinator.tokens_per_rank())
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
     whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients, sep="/").items()}
     if processes.process_index() == 0:
         np.savez(args.out / "grads.npz", **{k.replace("/", "."): v for k, v in whole.items()})
         (args.out / "metrics.json").write_text(json.dumps(metrics))
-    setup.rewards.close()
+    prepared.rewards.close()
     processes.shutdown()
 
 

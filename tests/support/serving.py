@@ -8,7 +8,7 @@ import time
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving.jetstream import door_config, prepare
 from distflow_jax.serving.served_weights import Weights
@@ -55,7 +55,9 @@ def door():
 @functools.cache
 def expected(prompt, *, uid=0, samples=1, limit=200, seed=2, **how):
     """What the engine answers: one call of run_requests."""
-    request = GroupRequest(prompt_of(uid, TOKENIZER.encode(prompt)), samples, limit, **how)
+    request = GroupRequest(
+        prompt_of(uid, TOKENIZER.encode(prompt)), SamplingParams(samples, limit, **how)
+    )
     state = engine().init_decode_state()
     return run_requests(engine(), weights_of(seed), state, [request])[1]
 
@@ -63,7 +65,7 @@ def expected(prompt, *, uid=0, samples=1, limit=200, seed=2, **how):
 def expected_all(asked):
     """Greedy answers to many: (prompt, limit) each."""
     requests = [
-        GroupRequest(prompt_of(i, TOKENIZER.encode(prompt)), 1, limit, 0.0)
+        GroupRequest(prompt_of(i, TOKENIZER.encode(prompt)), SamplingParams(1, limit, 0.0))
         for i, (prompt, limit) in enumerate(asked)
     ]
     state = engine().init_decode_state()

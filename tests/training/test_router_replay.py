@@ -187,7 +187,7 @@ def test_policies_read_what_their_sampler_writes(dag):
     ("dag", "message"),
     [
         ("sft", "node 'actor_train': .* needs 'response' from one node .* there is none; use Fal"),
-        ("reward_model", "'reward_model': .*router_replay=True is for a policy, and none is tr"),
+        ("reward_model", "'reward_model': .*router_replay=True needs a graph that trains a pol"),
     ],
 )
 def test_responses_that_nobody_recorded(dag, message):

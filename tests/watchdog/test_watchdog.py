@@ -33,11 +33,11 @@ from distflow_jax.watchdog.gossip import (
     datagrams,
     describe,
     find_verdict,
+    gossip_targets,
     merge,
     names,
     order_of_deaths,
     parse,
-    peers_to_tell,
 )
 from distflow_jax.watchdog.target import STACK_LINES, arrange_stacks
 
@@ -363,7 +363,7 @@ def test_a_dead_watchdog_does_not_stop_the_training(caplog):
         watchdog.progress(1, "rollout")
         watchdog.progress(1, "reward")
     assert [record.message for record in caplog.records] == [
-        "the watchdog of this process has ended; nobody watches it any more"
+        "the watchdog of this process has ended; the process is not watched"
     ]
 
 
@@ -445,9 +445,9 @@ def test_a_table_travels_in_datagrams_that_are_not_fragmented():
 
 def test_small_jobs_tell_everybody():
     draw = random.Random(0)
-    assert peers_to_tell(1, 4, 9, draw) == [0, 2, 3]
-    assert len(peers_to_tell(3, ALL_TO_ALL, 0, draw)) == ALL_TO_ALL - 1
-    assert peers_to_tell(0, 1, 0, draw) == []
+    assert gossip_targets(1, 4, 9, draw) == [0, 2, 3]
+    assert len(gossip_targets(3, ALL_TO_ALL, 0, draw)) == ALL_TO_ALL - 1
+    assert gossip_targets(0, 1, 0, draw) == []
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.5])
@@ -462,7 +462,7 @@ def test_in_large_jobs_everything_is_known_soon_everywhere(lost):
             table[i] = Peer(Record(i, version=tick), tick, 0.0)
         before = [dict(table) for table in tables]
         for i in range(count):
-            told = peers_to_tell(i, count, tick, draws[i])
+            told = gossip_targets(i, count, tick, draws[i])
             assert len(set(told)) == FANOUT and i not in told
             parts = datagrams(TOKEN, before[i].values(), None, tick)
             for j in told:

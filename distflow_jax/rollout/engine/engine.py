@@ -3,7 +3,6 @@
 T tokens of a row of prompts, k tokens per generate call.
 """
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,14 +16,16 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.sampler_layout import HeldWeights
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rollout import decode_state
-from distflow_jax.rollout.decode_state import DecodeState, EngineConfig, StateShapes
-from distflow_jax.rollout.engine import (
-    compact_decode,
-    decode,
-    expert_recording,
-    slot_updates,
+from distflow_jax.rollout.decode_state import (
+    DecodeState,
+    EngineConfig,
+    StateShapes,
+    check_length,
+    check_speculation,
+    check_weights_dtype,
+    longest_read,
 )
+from distflow_jax.rollout.engine.engine_programs import EnginePrograms
 from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_commands import (
@@ -34,9 +35,8 @@ from distflow_jax.rollout.engine.slot_commands import (
     insert_columns,
 )
 from distflow_jax.rollout.prefill.prefill import Prefix
-from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
-from distflow_jax.rollout.sampler_program import sampler_program
+from distflow_jax.rollout.requests import SamplingParams
 
 
 def held_weights(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> HeldWeights:
@@ -76,29 +76,20 @@ class RolloutEngine(engine_api.Engine):
                 f"prompt {config.max_prompt} + response {config.max_response} tokens exceed the "
                 f"model's {model.max_position} positions"
             )
-        decode_state.check_speculation(config)
-        decode_state.check_weights_dtype(config.weights_dtype)
+        check_speculation(config)
+        check_weights_dtype(config.weights_dtype)
         check_prefix_cache(config)
         self.model, self.config, self._mesh = model, config, mesh
         self.shapes = shapes = StateShapes(model, config, mesh)
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self._tokenizer = tokenizer
-        self._prompts = PrefillPrograms(shapes)
+        self.programs = EnginePrograms(shapes, stop_ids=self.stop_ids, seed=seed)
+        self.prompts = self.programs.prompts
+        self.buckets = self.prompts.buckets  # compiled lengths of a row of prompts, tokens
+        self.width = shapes.members  # slots that can share a prompt
+        self.few_slots = self.programs.few_slots  # of a data rank: see `generate`
 
-        layout, whole = shapes.shardings(), NamedSharding(mesh, PartitionSpec())
-        program = functools.partial(sampler_program, shapes)
-        self._init = jax.jit(functools.partial(shapes.empty, seed), out_shardings=layout)
-        self._insert = program(slot_updates.insert, out=(layout, whole), donate=0)
-        self._admit = program(slot_updates.admit, out=layout, donate=0)
-        self._change = program(slot_updates.change, out=layout, donate=0)
-        self._collect = program(expert_recording.collect, out=(layout, whole, whole), donate=0)
-        self._generate = program(decode.generate, self.stop_ids, out=(layout, whole), donate=1)
-        self._small = compact_decode.small_shapes(shapes)
-        self._generate_few = program(
-            compact_decode.generate_few, self._small, self.stop_ids, out=(layout, whole), donate=1
-        )
-
-    # -- what JetStream asks for ------------------------------------------------------------------
+    # -- JetStream's interface -------------------------------------------------------------------
 
     def load_params(self, params: Any, **kwargs) -> Any:
         """Puts a parameter tree on the engine's mesh, in its dtype and the layout it decodes in."""
@@ -122,8 +113,8 @@ class RolloutEngine(engine_api.Engine):
         """
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         before = 0 if existing_prefix is None else int(existing_prefix.length)
-        self.check_length(before + len(tokens), decode_state.longest_read(self.config))
-        return self._prompts.read(params, tokens, existing_prefix)
+        check_length(before + len(tokens), longest_read(self.config))
+        return self.prompts.read(params, tokens, existing_prefix)
 
     def insert(
         self,
@@ -133,7 +124,7 @@ class RolloutEngine(engine_api.Engine):
         request: SlotRequest | None = None,
     ) -> DecodeState:
         """Starts a response to the prompt in `slot`. Donates decode_state."""
-        request = request or SlotRequest(0, slot, self.config.max_response)
+        request = request or SlotRequest(0, slot, SamplingParams(1, self.config.max_response))
         return self.bulk_insert(prefix, decode_state, [slot], [request])
 
     def bulk_insert(
@@ -159,13 +150,13 @@ class RolloutEngine(engine_api.Engine):
         to the front and `valid` tells how many there are; the end token is one of them.
         `few`: no data rank has more than `few_slots` active slots, which cost less then.
         """
-        program = self._generate_few if few else self._generate
+        program = self.programs.generate_few if few else self.programs.generate
         decode_state, data = program(params, decode_state)
         return decode_state, RolloutTokens.of(data, self.config)
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState:
         """All slots free."""
-        return self._init()
+        return self.programs.init()
 
     def get_prefix_destination_sharding(self) -> Any:
         """A prefix is whole on every device of the mesh."""
@@ -208,44 +199,7 @@ class RolloutEngine(engine_api.Engine):
         """Not used."""
         return None
 
-    # -- beyond JetStream: what the scheduler needs -----------------------------------------------
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Row lengths of prompts that are compiled, tokens."""
-        return self._prompts.buckets
-
-    @property
-    def width(self) -> int:
-        """Slots that can share a prompt."""
-        return self.shapes.members
-
-    @property
-    def few_slots(self) -> int:
-        """Active slots of a data rank that `generate` can decode as `few`; 0: none."""
-        return self._small.slots if self._small else 0
-
-    def check_length(self, length: int, most: int | None = None) -> None:
-        """ValueError for a prompt that is empty or longer than `max_prompt` (or `most`)."""
-        most = most or self.config.max_prompt
-        if not 0 < length <= most:
-            raise ValueError(f"a prompt must have 1 to {most} tokens, got {length}")
-
-    def prefill_row(
-        self, params: Any, prompts: Sequence[np.ndarray], *, after: Prefix | None = None
-    ) -> list[Prefix]:
-        """Reads several prompts at once, that together fit the largest of `buckets`.
-
-        `after`: what all of them begin with, from `prefill_beginning`; only what follows it is
-        read, and has to fit.
-        """
-        return self._prompts.row(params, prompts, after=after)
-
-    def prefill_beginning(self, params: Any, tokens: np.ndarray) -> Prefix:
-        """Reads what prompts begin with, up to `prefix_tokens`, into arrays to be kept: no longer
-        than the longest beginning, nor than twice its own tokens (or a page)."""
-        self.check_length(len(tokens), min(self.config.prefix_tokens, self.config.max_prompt))
-        return self._prompts.beginning(params, tokens)
+    # -- beyond JetStream, for the scheduler -----------------------------------------------------
 
     def start(
         self,
@@ -265,7 +219,7 @@ class RolloutEngine(engine_api.Engine):
         stays though nobody answers it. Returns the entry too. There must be pages for it.
         """
         rank, columns = insert_columns(self.shapes, slots, requests, members)
-        return self._insert(state, prefix, rank, np.int32(entry), np.bool_(hold), columns)
+        return self.programs.insert(state, prefix, rank, np.int32(entry), np.bool_(hold), columns)
 
     def join(
         self,
@@ -282,7 +236,7 @@ class RolloutEngine(engine_api.Engine):
         tokens are used."""
         rank, columns = insert_columns(self.shapes, slots, requests, members)
         entry, hold = np.int32(entry), np.bool_(hold)
-        return self._admit(
+        return self.programs.admit(
             state, prefix.logits, prefix.row, prefix.tokens, rank, entry, hold, columns
         )
 
@@ -301,7 +255,7 @@ class RolloutEngine(engine_api.Engine):
         comes back early.
         """
         columns = change_columns(self.shapes, drop, unhold, give)
-        return self._change(state, *columns, np.int32(exit_below))
+        return self.programs.change(state, *columns, np.int32(exit_below))
 
     def collect(
         self, state: DecodeState, slots: Sequence[int], *, ends: Collection[int] = ()
@@ -320,12 +274,12 @@ class RolloutEngine(engine_api.Engine):
             )
         index = np.full(self.width, self.config.slots, np.int32)  # out of range: nobody
         index[: len(slots)] = slots
-        return self._collect(state, index, np.isin(index, list(ends)))
+        return self.programs.collect(state, index, np.isin(index, list(ends)))
 
     def compile(self, params: Any) -> None:
         """Runs every program once, so that nothing compiles after the first request."""
-        state, request = self.init_decode_state(), SlotRequest(0, 0, 1)
-        for prefix in self._prompts.every_shape(params):
+        state, request = self.init_decode_state(), SlotRequest(0, 0, SamplingParams(1, 1))
+        for prefix in self.prompts.every_shape(params):
             state, _ = self.start(prefix, state, [0], [request])
             state = self.join(prefix, state, [0], [request], entry=0, members=[0], hold=False)
         state = self.change(state)
@@ -334,21 +288,3 @@ class RolloutEngine(engine_api.Engine):
         for few in (False, True)[: 1 + bool(self.few_slots)]:
             state, result = self.generate(params, state, few=few)
             result.convert_to_numpy()
-
-    def temporaries(self, params: Any) -> int | None:
-        """Bytes of a device that reading the longest row of prompts, or k steps of all slots, takes
-        beside what it is handed: the larger, None where the platform does not tell.
-
-        After `compile` with the same weights nothing is compiled for it.
-        """
-        programs = self.traced(params).values()
-        found = [program.lower().compile().memory_analysis() for program in programs]
-        return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
-
-    def traced(self, params: Any) -> dict[str, jax.stages.Traced]:
-        """The programs that take the most: "prefill" of the longest row of prompts, and "decode" of
-        k steps of all slots. `params` may be ShapeDtypeStructs with shardings."""
-        return {
-            "prefill": self._prompts.trace_longest_row(params),
-            "decode": self._generate.trace(params, self.shapes.specs()),
-        }

@@ -1,4 +1,4 @@
-"""What slots are told: the responses that begin in them, and tokens that they are fed."""
+"""Commands to slots as columns: responses that begin in them, tokens that they are fed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.rollout.decode_state import StateShapes
+from distflow_jax.rollout.requests import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,18 +16,23 @@ class SlotRequest:
 
     counter: int
     sample: int
-    limit: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    sampling: SamplingParams  # of one response: num_samples and record are not used
     emitted: int = 0  # tokens that the prefix holds of the response already
     keep: bool = False  # the slot's pages stay when the response has ended
 
     @property
-    def values(self) -> dict[str, Any]:
-        """By the field of the decode state that each sets."""
-        named = dataclasses.asdict(self)
-        return named | {"kept": named.pop("keep")}
+    def columns(self) -> dict[str, Any]:
+        """The values by the field of the decode state that each sets."""
+        return {
+            "counter": self.counter,
+            "sample": self.sample,
+            "limit": self.sampling.limit,
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,
+            "top_p": self.sampling.top_p,
+            "emitted": self.emitted,
+            "kept": self.keep,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +74,7 @@ def insert_columns(
         "slot": np.array([*slots, *[shapes.config.slots] * empty], np.int32),
         "member": np.array([*members, *[0] * empty], np.int32),
     }
-    values = [r.values for r in requests]
+    values = [r.columns for r in requests]
     for name in values[0]:
         dtype = _DTYPES.get(name, np.int32)
         columns[name] = np.array([*(v[name] for v in values), *[0] * empty], dtype)

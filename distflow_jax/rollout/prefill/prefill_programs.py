@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.rollout.decode_state import StateShapes, longest_read, pages_of
+from distflow_jax.rollout.decode_state import StateShapes, check_length, longest_read, pages_of
 from distflow_jax.rollout.prefill import prefill
 from distflow_jax.rollout.prefill.prefill import Beginning, Prefix
 from distflow_jax.rollout.sampler_program import sampler_program
@@ -71,6 +71,7 @@ class PrefillPrograms:
     def beginning(self, params: Any, tokens: np.ndarray) -> Prefix:
         """Reads what prompts begin with into arrays to be kept: no longer than the longest
         beginning, nor than twice its own tokens (or a page)."""
+        check_length(len(tokens), min(self._config.prefix_tokens, self._config.max_prompt))
         prefix = self.read(params, np.asarray(tokens, np.int32))
         # also where they have the size already: in one layout, rows after them are one program
         size = min(prefix.key.shape[1], prefill.beginning_room(self._config))

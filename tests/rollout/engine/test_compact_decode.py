@@ -6,14 +6,22 @@ import jax
 import numpy as np
 import pytest
 from support.tiny_model import TINY, mesh_of
+from support.tiny_sampler import (
+    CONFIG,
+    PARAMS,
+    REQUESTS,
+    STOP_IDS,
+    assert_agree,
+    assert_all_free,
+    drive,
+)
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
-from tests.rollout.engine.test_engine import CONFIG, PARAMS, REQUESTS, STOP_IDS, assert_agree
-from tests.rollout.scheduling.test_scheduler import assert_all_free, drive
 
 
 def make(axes=(1, 1), **changes):
@@ -31,9 +39,9 @@ def occupied(engine, params):
     rng = np.random.default_rng(0)
     size = engine.shapes.slots
 
-    def start(state, length, slots, **changes):
-        (prefix,) = engine.prefill_row(params, [rng.integers(0, TINY.vocab_size, length)])
-        requests = [SlotRequest(slot, 0, 20, **changes) for slot in slots]
+    def start(state, length, slots, keep=False):
+        (prefix,) = engine.prompts.row(params, [rng.integers(0, TINY.vocab_size, length)])
+        requests = [SlotRequest(slot, 0, SamplingParams(1, 20), keep=keep) for slot in slots]
         return engine.start(prefix, state, slots, requests)[0]
 
     state = start(state, 17, [3, 9, 14], keep=True)

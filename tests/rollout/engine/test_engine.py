@@ -7,34 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.engine import engine_api, token_utils, tokenizer_api
-from support.compiled_sampler import CompiledSampler
 from support.tiny_model import (
     TINY,
     forward_logp,
     mesh_of,
     prompt_of,
-    random_params,
+)
+from support.tiny_sampler import (
+    CONFIG,
+    PARAMS,
+    REQUESTS,
+    STOP_IDS,
+    TOKENIZER,
+    Sampler,
+    assert_agree,
+    by_uid,
+    make_requests,
 )
 
-from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.rollout.requests import GroupRequest
-
-PARAMS = random_params(TINY, 2)
-TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
-STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
-CONFIG = EngineConfig(
-    slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
-)
-NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
-
-
-class Sampler(CompiledSampler):
-    def __init__(self, axes=(1, 1), **changes):
-        config = dataclasses.replace(CONFIG, **changes)
-        super().__init__(TINY, PARAMS, config, axes=axes, stop_ids=STOP_IDS, tokenizer=TOKENIZER)
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -42,45 +36,9 @@ def sampler():
     return Sampler()
 
 
-def make_requests(seed=0, lengths=(3, 16, 17, 32, 1, 9), limits=(20, 20, 7, 20, 1, 20)):
-    """One request per prompt, with 4 samples each. The fourth is greedy, the last is cut by top-k
-    and top-p."""
-    rng = np.random.default_rng(seed)
-    requests = []
-    for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-        prompt = prompt_of(10 * seed + i, rng.integers(0, TINY.vocab_size, length))
-        requests.append(GroupRequest(prompt, 4, limit, (1.0, 0.7, 1.0, 0.0, 1.0, 1.3)[i]))
-    requests[-1] = dataclasses.replace(requests[-1], top_k=20, top_p=0.9)
-    return requests
-
-
-REQUESTS = make_requests()
-
-
 @pytest.fixture(scope="module")
 def responses(sampler):
     return sampler.run(REQUESTS)
-
-
-def by_uid(responses):
-    table = {(r.prompt.counter, r.sample): r for r in responses}
-    assert len(table) == len(responses)
-    return table
-
-
-def assert_agree(got, wanted, *, atol=1e-4):
-    """Same tokens up to each response's first near-tie, and most of them before it."""
-    got, wanted = by_uid(got), by_uid(wanted)
-    assert got.keys() == wanted.keys()
-    compared = 0
-    for uid, mine in got.items():
-        theirs = wanted[uid]
-        ties = np.flatnonzero(theirs.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else max(len(theirs.tokens), len(mine.tokens))
-        np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end], err_msg=str(uid))
-        np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=atol)
-        compared += end
-    assert compared > 0.8 * sum(len(r.tokens) for r in wanted.values())
 
 
 # -- JetStream -------------------------------------------------------------------------------------
@@ -141,7 +99,7 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
             break
     # insert without a request takes uid (0, slot), and JetStream keeps the end token to itself
     prompt = prompt_of(0, TOKENIZER.encode(text))
-    wanted = sampler.run([GroupRequest(prompt, 6, CONFIG.max_response)])
+    wanted = sampler.run([GroupRequest(prompt, SamplingParams(6, CONFIG.max_response))])
     for slot, tokens in output.items():
         response = wanted[slot]
         end = len(response.tokens) - response.finished
@@ -151,8 +109,8 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
 def test_result_at_slot(sampler):
     """Tokens at the front, as many as are valid, and the length so far."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
-    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, limit=6))
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[0].prompt.tokens])
+    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, SamplingParams(1, limit=6)))
     counts = []
     for _ in range(3):
         state, result = engine.generate(sampler.params, state)
@@ -173,10 +131,11 @@ def test_result_at_slot(sampler):
 
 def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
     """Prefill + decode block by block, against the trainer's packed rows at each temperature."""
-    mine = [r for r in responses if REQUESTS[r.prompt.counter].top_k == 0]
+    mine = [r for r in responses if REQUESTS[r.prompt.counter].sampling.top_k == 0]
     trained = {t: forward_logp(TINY, PARAMS, mine, t) for t in (0.7, 1.0)}
     for i, response in enumerate(mine):
-        temperature = REQUESTS[response.prompt.counter].temperature or 1.0  # greedy reports at 1
+        sampling = REQUESTS[response.prompt.counter].sampling
+        temperature = sampling.temperature or 1.0  # greedy reports at 1
         np.testing.assert_allclose(response.logp, trained[temperature][i], atol=1e-4)
 
 
@@ -187,7 +146,7 @@ def test_end_token_and_limit(responses):
     for r in responses:
         assert r.finished == (r.tokens[-1] in STOP_IDS)  # the end token is part of the response
         assert not set(r.tokens[:-1]) & set(STOP_IDS)
-        limit = REQUESTS[r.prompt.counter].limit
+        limit = REQUESTS[r.prompt.counter].sampling.limit
         assert len(r.tokens) <= limit and (r.finished or len(r.tokens) == limit)
         assert len(r.logp) == len(r.margin) == len(r.tokens)
         assert (r.margin > 0).all() and (r.logp <= 0).all()
@@ -222,8 +181,8 @@ def test_used_slots_are_as_good_as_new(sampler, responses):
 
 def test_one_prefix_in_many_slots(sampler):
     engine = sampler.engine
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[2].prompt.tokens])
-    slots, requests = [1, 3, 6], [SlotRequest(2, s, 20, 0.9) for s in range(3)]
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[2].prompt.tokens])
+    slots, requests = [1, 3, 6], [SlotRequest(2, s, SamplingParams(1, 20, 0.9)) for s in range(3)]
     together = engine.bulk_insert(prefix, engine.init_decode_state(), slots, requests)
     apart = engine.init_decode_state()
     for slot, request in zip(slots, requests, strict=True):
@@ -311,7 +270,7 @@ def test_devices(responses):
     assert (ranks, pages) == (1, other.engine.shapes.pages)  # a device's own slots and prompts
     counter = Compilations()
     got = other.run(REQUESTS)
-    assert other.engine.temporaries(other.params) > 0
+    assert other.engine.programs.temporaries(other.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
     assert_agree(got, responses)
@@ -324,7 +283,7 @@ def test_compile_leaves_nothing_to_compile(sampler):
         lengths = np.random.default_rng(seed).integers(1, 33, 6)
         limits = np.random.default_rng(seed).integers(1, 21, 6)
         sampler.run(make_requests(seed, lengths, limits))
-    assert sampler.engine.temporaries(sampler.params) > 0
+    assert sampler.engine.programs.temporaries(sampler.params) > 0
     assert counter.take() == 0, counter.names()
     counter.close()
 
@@ -337,13 +296,13 @@ def test_prompts_that_do_not_fit_are_refused(sampler):
     for length in (0, 33):
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             engine.prefill(params=params, padded_tokens=np.zeros(64, np.int32), true_length=length)
-        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), 1, 20)
+        request = GroupRequest(prompt_of(0, np.zeros(length, np.int32)), SamplingParams(1, 20))
         with pytest.raises(ValueError, match=f"1 to 32 tokens, got {length}"):
             sampler.run([request])
 
 
 def test_inserts_that_do_not_fit_are_refused(sampler):
-    requests = [SlotRequest(0, i, 4) for i in range(5)]
+    requests = [SlotRequest(0, i, SamplingParams(1, 4)) for i in range(5)]
     with pytest.raises(ValueError, match="1 to 4 slots with a request each"):
         sampler.engine.bulk_insert(None, sampler.state, list(range(5)), requests)
 

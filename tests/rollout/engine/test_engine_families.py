@@ -11,7 +11,7 @@ from support.tiny_model import TINY, WINDOWED, forward_logp, mesh_of, prompt_of,
 from distflow_jax.models.attention import causal_attention
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 QWEN2 = replace(TINY, family="qwen2", attention_bias=True, tie_embeddings=False)
@@ -37,7 +37,10 @@ def responses_of(model, params, axes=(1, 1), temperature=0.0, **changes):
     engine = RolloutEngine(model, replace(CONFIG, **changes), mesh, stop_ids=(), seed=3)
     rng = np.random.default_rng(1)
     requests = [
-        GroupRequest(prompt_of(i, rng.integers(0, model.vocab_size, length)), 2, 20, temperature)
+        GroupRequest(
+            prompt_of(i, rng.integers(0, model.vocab_size, length)),
+            SamplingParams(2, 20, temperature),
+        )
         for i, length in enumerate(LENGTHS)
     ]
     state = engine.init_decode_state()

@@ -8,7 +8,7 @@ import pytest
 from support.tiny_model import WINDOWED, forward_logp, mesh_of, prompt_of, random_params
 
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 CONFIG = EngineConfig(
@@ -31,7 +31,7 @@ def sampled(axes=(1, 1), samples=2, model=MODEL, **changes):
     mesh = mesh_of(*axes, names=("data", "tensor"))
     config = dataclasses.replace(CONFIG, **changes)
     engine = RolloutEngine(model, config, mesh, stop_ids=(), seed=3)
-    requests = [GroupRequest(p, samples, 24, 1.0) for p in prompts()]
+    requests = [GroupRequest(p, SamplingParams(samples, 24, 1.0)) for p in prompts()]
     state, params = engine.init_decode_state(), engine.load_params(PARAMS)
     _, responses, stats = run_requests(engine, params, state, requests)
     return responses, stats

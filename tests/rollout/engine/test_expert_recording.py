@@ -5,13 +5,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.compiled_sampler import CompiledSampler
+from support.compiled_sampler import CompiledSampler, changed
 from support.exact_mixture import exact, same_sets
 from support.tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import turn_columns
-from distflow_jax.environments.multiturn import TurnLimits, respond_in_turns
+from distflow_jax.environments.multiturn import sample_turns
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
@@ -19,8 +19,8 @@ from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.sampler import RolloutConfig, SamplerState
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 from distflow_jax.stages.evaluate import EvalConfig, evaluate
 
@@ -64,7 +64,7 @@ class Sampler(CompiledSampler):
         """All slots and pages are free, as the scheduler and as the devices see it."""
         self.state = self.engine.change(scheduler.close())
         assert not np.asarray(self.engine.shapes.alive(self.state)).any()
-        assert sorted(sum(scheduler._slots.free, [])) == list(range(self.engine.config.slots))
+        assert sorted(sum(scheduler._loop.slots.free, [])) == list(range(self.engine.config.slots))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def make_requests():
         tokens = rng.integers(0, MIXTURE.vocab_size, length)
         if length > 20:
             tokens[:20] = common
-        requests.append(GroupRequest(prompt_of(i, tokens), 4, 20))
+        requests.append(GroupRequest(prompt_of(i, tokens), SamplingParams(4, 20)))
     return requests
 
 
@@ -115,7 +115,7 @@ def test_experts_are_those_of_one_forward_pass(sampler):
 
 def test_what_nobody_wants_is_not_read(sampler):
     """Of some requests: their responses are the same without."""
-    some = [dataclasses.replace(r, record=i % 2 == 0) for i, r in enumerate(REQUESTS)]
+    some = [changed(r, record=i % 2 == 0) for i, r in enumerate(REQUESTS)]
     found, whole = sampler.run(some), sampler.run(REQUESTS)
     by_uid = {(r.prompt.counter, r.sample): r for r in found}
     for response in whole:
@@ -131,20 +131,19 @@ def test_evaluations_read_none(sampler, monkeypatch):
     monkeypatch.setattr(sampler.engine, "collect", None)
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
     state = SamplerState(sampler.params, 0, sampler.state)
-    config, rollout = EvalConfig(), RolloutConfig(max_response_length=20, max_turns=2)
+    sampling = EvalConfig().sampling_params(20)
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
-            environments = name and Environments(name, {}, tokenizer, seconds=60.0)
+            environments = name and Environments(name, {}, tokenizer, seconds=60.0, max_turns=2)
             state, scored = evaluate(
                 sampler.engine,
                 state,
                 tokenizer,
                 rewards,
                 [REQUESTS[i].prompt for i in (0, 2)],
-                config,
-                limit=20,
+                sampling,
+                own=slice(0, 2),
                 environments=environments,
-                rollout=rollout,
             )
             assert [len(s.texts) for s in scored] == [1, 1]
     sampler.state = state.decode
@@ -193,7 +192,7 @@ def test_however_tokens_come_into_the_cache(changes):
 @pytest.mark.parametrize("answer", [5, 9])
 def test_turns_are_recorded_from_the_first_token_on(sampler, answer):
     """A tool's answer of 5 tokens is fed, one of 9 read anew with all that came before."""
-    request = dataclasses.replace(REQUESTS[1], num_samples=2, limit=6, hold=True)
+    request = changed(REQUESTS[1], num_samples=2, limit=6, hold=True)
     scheduler = sampler.scheduler()
     group = scheduler.submit(request)
 
@@ -208,13 +207,13 @@ def test_turns_are_recorded_from_the_first_token_on(sampler, answer):
         assert_recorded([response])
         added = np.arange(40, 40 + answer)
         turns[response.sample] = np.concatenate([response.tokens, added])
-        scheduler.extend(group, response.sample, added, limit=20)
+        scheduler.held.extend(group, response.sample, added, limit=20)
     second = drive()
     assert len(second) == 2
     for response in second:
         whole = np.concatenate([turns[response.sample], response.tokens])
         assert_recorded([dataclasses.replace(response, tokens=whole)])
-        scheduler.release(group, response.sample)
+        scheduler.held.release(group, response.sample)
     sampler.close(scheduler)
 
 
@@ -233,15 +232,13 @@ class Echo:
 
 def test_conversations_are_recorded_with_all_that_was_said(sampler):
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
-    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=60.0)
-    state, episodes, _ = respond_in_turns(
+    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=60.0, max_turns=3)
+    state, episodes, _ = sample_turns(
         sampler.engine,
         SamplerState(sampler.params, 0, sampler.state),
         [REQUESTS[i].prompt for i in (0, 2, 4)],
+        SamplingParams(4, 20),
         environments,
-        TurnLimits(response=20, turn=20, turns=3),
-        num_samples=4,
-        temperature=1.0,
     )
     sampler.state = state.decode
     assert any(e.turns > 1 for e in episodes)
@@ -252,7 +249,7 @@ def test_conversations_are_recorded_with_all_that_was_said(sampler):
 
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_after_a_swap_they_are_of_the_weights_that_made_what_is_in_the_cache(sampler, cache):
-    request = dataclasses.replace(REQUESTS[3], num_samples=1)
+    request = changed(REQUESTS[3], num_samples=1)
     scheduler = sampler.scheduler()
     scheduler.submit(request)
     found = scheduler.step()

@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.compiled_sampler import CompiledSampler
+from support.compiled_sampler import CompiledSampler, changed
 from support.tiny_model import TINY, prompt_of, random_params
+from support.tiny_sampler import CONFIG, assert_agree, assert_all_free, by_uid, drive
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -15,11 +16,9 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine import ngram_speculation
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.engine.test_engine import CONFIG, assert_agree, by_uid
-from tests.rollout.scheduling.test_scheduler import assert_all_free, drive
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back
 PARAMS = random_params(SMALL, 2)
@@ -59,7 +58,9 @@ def make_requests():
         zip((32, 3, 17, 16, 1, 9), (40, 40, 7, 33, 40, 1), strict=True)
     ):
         prompt = prompt_of(i, np.resize(rng.integers(0, SMALL.vocab_size, 5), length))
-        requests.append(GroupRequest(prompt, 4, limit, *settings[i % len(settings)]))
+        requests.append(
+            GroupRequest(prompt, SamplingParams(4, limit, *settings[i % len(settings)]))
+        )
     return requests
 
 
@@ -154,7 +155,7 @@ def test_tokens_are_those_of_plain_decoding(responses, d, ngram, changes):
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_for_all_slots():
     """Guesses take what room there is; who finds none waits, and the last one in is put back."""
-    requests = [dataclasses.replace(REQUESTS[i], limit=40) for i in (0, 2)]
+    requests = [changed(REQUESTS[i], limit=40) for i in (0, 2)]
     wanted = Sampler(stop_ids=()).run(requests)
     least = Sampler(6, stop_ids=(), max_read=72, cache_tokens=128)
     got = least.run(requests)
@@ -193,14 +194,14 @@ def test_a_tools_answer_is_fed(plain, sampler, answer):
     turns = []
     for one in (plain, sampler):
         scheduler = Scheduler(one.engine, one.params, state=one.state)
-        request = dataclasses.replace(REQUESTS[1], limit=9, hold=True)
+        request = changed(REQUESTS[1], limit=9, hold=True)
         group = scheduler.submit(request)
         first = drive(scheduler)
         for _, sample in first:
-            scheduler.extend(group, sample, np.resize([2, 9, 4], answer), limit=40)
+            scheduler.held.extend(group, sample, np.resize([2, 9, 4], answer), limit=40)
         second = drive(scheduler)
         for _, sample in first:
-            scheduler.release(group, sample)
+            scheduler.held.release(group, sample)
         one.state = assert_all_free(scheduler)
         turns.append((first, second))
     assert scheduler.stats.accepted > 0
@@ -218,7 +219,7 @@ def test_frequencies_are_those_of_the_distribution():
     prompt = prompt_of(0, np.random.default_rng(1).integers(0, 4, 20))
     number = 20_000
     # a limit of 4, of which the last is left out: three that may all be guesses
-    got = other.run([GroupRequest(prompt, number, 4, 1.0)])
+    got = other.run([GroupRequest(prompt, SamplingParams(number, 4, 1.0))])
     assert other.stats.accepted > number / 4
     seen, p = {}, {}
     for response in got:
@@ -245,7 +246,7 @@ def test_text_that_repeats_takes_fewer_steps():
     params = random_params(TINY, 0)
     layers = params["layers"]
     layers["output"], layers["down"] = (np.zeros_like(layers[n]) for n in ("output", "down"))
-    request = GroupRequest(prompt_of(0, [7, 7, 7]), 2, 40, temperature=0.0)
+    request = GroupRequest(prompt_of(0, [7, 7, 7]), SamplingParams(2, 40, temperature=0.0))
     calls = {}
     for d in (0, 3):
         one = Sampler(d, 2, model=TINY, params=params)
@@ -262,7 +263,7 @@ def test_text_that_repeats_takes_fewer_steps():
 
 def test_a_prefix_carries_its_tokens(plain, sampler):
     engine, params, tokens = sampler.engine, sampler.params, REQUESTS[0].prompt.tokens
-    (row,) = engine.prefill_row(params, [tokens])
+    (row,) = engine.prompts.row(params, [tokens])
     prefix = engine.prefill(params=params, padded_tokens=tokens[:5], true_length=5)
     prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
     prefix = engine.prefill(
@@ -273,15 +274,17 @@ def test_a_prefix_carries_its_tokens(plain, sampler):
         np.testing.assert_array_equal(one.tokens[:32], tokens)
     state = engine.insert(prefix, engine.init_decode_state(), 3)
     np.testing.assert_array_equal(state.history[3, :32], tokens)
-    (row,) = plain.engine.prefill_row(plain.params, [tokens])
+    (row,) = plain.engine.prompts.row(plain.params, [tokens])
     assert row.tokens is None and plain.state.history is None
 
 
 def test_result_at_slot(sampler):
     """k steps of up to 1 + d tokens, packed to the front, and what was guessed for them."""
     engine, state = sampler.engine, sampler.engine.init_decode_state()
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[0].prompt.tokens])
-    state = engine.insert(prefix, state, 4, SlotRequest(0, 0, 40, temperature=0.0))
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[0].prompt.tokens])
+    state = engine.insert(
+        prefix, state, 4, SlotRequest(0, 0, SamplingParams(1, 40, temperature=0.0))
+    )
     total = 0
     for _ in range(3):
         going = bool(np.asarray(state.active)[4])

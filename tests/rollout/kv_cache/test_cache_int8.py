@@ -26,7 +26,7 @@ from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
@@ -215,7 +215,7 @@ def sampled(axes=(1, 1), stop_ids=STOP_IDS, **changes):
     engine = RolloutEngine(TINY, config, mesh, stop_ids=stop_ids, seed=3)
     rng = np.random.default_rng(4)
     requests = [
-        GroupRequest(prompt_of(i, rng.integers(0, TINY.vocab_size, length)), 4, 20)
+        GroupRequest(prompt_of(i, rng.integers(0, TINY.vocab_size, length)), SamplingParams(4, 20))
         for i, length in enumerate((3, 16, 17, 32, 1, 9))
     ]
     params = engine.load_params(PARAMS)

@@ -4,7 +4,19 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.compiled_sampler import changed
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
+from support.tiny_sampler import (
+    CONFIG,
+    NEAR_TIE,
+    STOP_IDS,
+    Sampler,
+    assert_all_free,
+    assert_same,
+    by_uid,
+    drive,
+    submit_all,
+)
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -14,11 +26,9 @@ from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.engine.test_engine import CONFIG, NEAR_TIE, STOP_IDS, Sampler, by_uid
-from tests.rollout.scheduling.test_scheduler import assert_all_free, assert_same, drive, submit_all
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}
 OTHER = random_params(TINY, 5)
@@ -33,9 +43,7 @@ def make_requests(beginning, lengths, *, start=0, samples=2, limit=6):
     return [
         GroupRequest(
             prompt_of(start + i, np.concatenate([beginning, tokens_of(100 + start + i, length)])),
-            samples,
-            limit,
-            (1.0, 0.0, 0.7)[i % 3],
+            SamplingParams(samples, limit, (1.0, 0.0, 0.7)[i % 3]),
         )
         for i, length in enumerate(lengths)
     ]
@@ -183,11 +191,11 @@ def test_it_stays_everywhere(axes, changes, responses):
 def test_prompts_after_a_beginning_are_prompts(sampler, plain):
     """Keys, values and logits, of a row of several, are those of the prompts read whole."""
     engine, prompts = sampler.engine, [r.prompt.tokens for r in REQUESTS[:4]]
-    kept = engine.prefill_beginning(sampler.params, SYSTEM)
-    found = engine.prefill_row(sampler.params, prompts, after=kept)
+    kept = engine.prompts.beginning(sampler.params, SYSTEM)
+    found = engine.prompts.row(sampler.params, prompts, after=kept)
     assert len({id(prefix.key) for prefix in found}) == 1
     for prompt, prefix in zip(prompts, found, strict=True):
-        (whole,) = plain.engine.prefill_row(plain.params, [prompt])
+        (whole,) = plain.engine.prompts.row(plain.params, [prompt])
         assert int(prefix.length) == len(prompt)
         np.testing.assert_allclose(prefix.logits[prefix.row], whole.logits[0], atol=1e-4)
         arrays = kept_of(prefix)
@@ -225,14 +233,14 @@ def test_new_weights_read_anew(sampler, scheduler, plain):
     other = sampler.engine.load_params(OTHER)
     submit_all(scheduler, REQUESTS[:3])
     drive(scheduler)
-    assert scheduler._reader._beginnings.tokens > 0
+    assert scheduler._loop.prefill._shared.tokens > 0
     fresh = Scheduler(plain.engine, other, version=4, state=plain.state)
     submit_all(fresh, REQUESTS[3:])
     wanted = drive(fresh)
     plain.state = assert_all_free(fresh)
     for version in (4, 4, 3):
         scheduler.load(other, version)
-        assert scheduler._reader._beginnings.tokens == 0
+        assert scheduler._loop.prefill._shared.tokens == 0
         submit_all(scheduler, REQUESTS[3:])
         assert_same(drive(scheduler), wanted)
 
@@ -241,7 +249,7 @@ def test_the_version_alone_keeps_weights_apart(sampler, scheduler, plain):
     """Also where nobody has cleared what the old ones read."""
     submit_all(scheduler, REQUESTS[:3])
     drive(scheduler)
-    reader = scheduler._reader
+    reader = scheduler._loop.prefill
     reader._params, reader._version = sampler.engine.load_params(OTHER), 4
     submit_all(scheduler, REQUESTS[3:4])
     hits = scheduler.stats.prefix_hits
@@ -254,7 +262,7 @@ def test_weights_that_come_while_responses_run(scheduler, sampler, plain, cache)
     """As without beginnings: which version reads what does not depend on them."""
     found = []
     for each in (scheduler, Scheduler(plain.engine, plain.params, version=3, state=plain.state)):
-        submit_all(each, [dataclasses.replace(r, limit=20) for r in REQUESTS[:2]])
+        submit_all(each, [changed(r, limit=20) for r in REQUESTS[:2]])
         got = by_uid(each.step())
         each.load(sampler.engine.load_params(OTHER), 4, cache=cache)
         found.append(got | drive(each))
@@ -282,16 +290,16 @@ def test_two_kinds_of_prompts_have_their_rows(scheduler, plain, room, most):
     """Room for both beginnings: each is read once. For one: they take turns."""
     requests = REQUESTS + make_requests(tokens_of(9, 40), (5, 12, 3), start=40)
     mixed = [requests[i] for i in (0, 6, 1, 2, 7, 3, 8, 4, 5)]
-    scheduler._reader._beginnings.budget = room
-    read, prefill = [], scheduler.engine.prefill_beginning
-    scheduler.engine.prefill_beginning = lambda params, tokens: (
+    scheduler._loop.prefill._shared.budget = room
+    read, prefill = [], scheduler.engine.prompts.beginning
+    scheduler.engine.prompts.beginning = lambda params, tokens: (
         read.append(tokens.tolist()) or prefill(params, tokens)
     )
     submit_all(scheduler, mixed)
     got = drive(scheduler)
-    del scheduler.engine.prefill_beginning
+    del scheduler.engine.prompts.beginning
     assert_same(got, by_uid(plain.run(mixed)))
-    assert scheduler._reader._beginnings.tokens <= room
+    assert scheduler._loop.prefill._shared.tokens <= room
     assert 2 <= len(read) <= most and len(set(map(tuple, read))) == 2
     assert scheduler.stats.prefix_hits >= len(mixed) - 1
 

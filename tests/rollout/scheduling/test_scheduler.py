@@ -1,26 +1,28 @@
 """What a scheduler may do with responses on their way, and that none of it changes a token."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+from support.compiled_sampler import changed
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
-
-from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rollout.decode_state import num_pages
-from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest
-from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
-from tests.rollout.engine.test_engine import (
+from support.tiny_sampler import (
     CONFIG,
-    NEAR_TIE,
     PARAMS,
     REQUESTS,
     STOP_IDS,
     Sampler,
+    assert_all_free,
+    assert_same,
     by_uid,
+    drive,
     make_requests,
+    submit_all,
 )
+
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rollout.decode_state import num_pages
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 OTHER = random_params(TINY, 5)
 
@@ -42,48 +44,11 @@ def responses(sampler):
     return by_uid(sampler.run(REQUESTS))
 
 
-def drive(scheduler, most=1000):
-    """Steps until nothing is busy; {uid: response}."""
-    found = []
-    for _ in range(most):
-        if not scheduler.busy:
-            break
-        found += scheduler.step()
-    assert not scheduler.busy
-    assert len({(r.prompt.counter, r.sample) for r in found}) == len(found)
-    return by_uid(found)
-
-
-def assert_same(got, wanted, atol=1e-4):
-    """Equal tokens up to a near-tie, and log-probs up to there."""
-    assert got.keys() == wanted.keys()
-    for uid, response in wanted.items():
-        ties = np.flatnonzero(response.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else len(response.tokens)
-        np.testing.assert_array_equal(got[uid].tokens[:end], response.tokens[:end], str(uid))
-        np.testing.assert_allclose(got[uid].logp[:end], response.logp[:end], atol=atol)
-
-
-def assert_all_free(scheduler):
-    """Every slot, prompt and page, as the scheduler and as the devices see it."""
-    state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._slots.free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._slots.entries:
-        assert sorted(entries) == list(range(engine.shapes.slots))
-    state = engine.change(state)
-    assert not np.asarray(engine.shapes.alive(state)).any()
-    return state
-
-
 @pytest.fixture
 def scheduler(sampler):
     made = Scheduler(sampler.engine, sampler.params, version=3, state=sampler.state)
     yield made
     sampler.state = assert_all_free(made)
-
-
-def submit_all(scheduler, requests=REQUESTS):
-    return [scheduler.submit(request) for request in requests]
 
 
 # -- prompts whose responses wait ------------------------------------------------------------------
@@ -93,7 +58,10 @@ def overtaken(count=7, samples=3):
     """Each may be longer than the one before, and so goes first."""
     rng = np.random.default_rng(11)
     return [
-        GroupRequest(prompt_of(700 + i, rng.integers(8, 250, 20)), samples, 4 + i, temperature=1.0)
+        GroupRequest(
+            prompt_of(700 + i, rng.integers(8, 250, 20)),
+            SamplingParams(samples, 4 + i, temperature=1.0),
+        )
         for i in range(count)
     ]
 
@@ -110,14 +78,14 @@ def test_groups_that_others_overtake_do_not_keep_the_cache_from_them(cache_token
         made.submit(request)
         for _ in range(100):  # until its first two are in the slots
             got += made.step()
-            here = [held.group.request for held in made._slots.going().values()]
+            here = [held.group.request for held in made._loop.slots.running().values()]
             if len(here) == 2 and all(other is request for other in here):
                 break
-        most = max(most, len(made._heap))
+        most = max(most, len(made._loop.waiting.groups()))
     assert most > 2, "they are to wait side by side"
     got = by_uid(got) | drive(made)
     sampler.state = assert_all_free(made)
-    assert len(got) == sum(r.num_samples for r in requests)
+    assert len(got) == sum(r.sampling.num_samples for r in requests)
     assert_same(got, by_uid(sampler.run(requests)))
 
 
@@ -135,7 +103,7 @@ def test_pieces_are_as_good_as_a_whole(sampler, responses):
 def test_short_prompts_share_a_row(sampler):
     wide = Sampler(prefill_tokens=128)
     requests = make_requests(7, lengths=(3, 5, 16, 9, 17, 2))
-    requests = [dataclasses.replace(r, num_samples=1) for r in requests]
+    requests = [changed(r, num_samples=1) for r in requests]
     got = by_uid(wide.run(requests))
     assert (wide.stats.prefills, wide.stats.prompts) == (1, 6)  # seven pages of 16
     assert_same(got, by_uid(sampler.run(requests)))
@@ -162,11 +130,11 @@ def test_a_prefix_that_exists_is_gone_on_with(sampler, responses, split):
 def test_a_prompt_lies_in_the_cache_once(sampler):
     """Four responses to a prompt of two pages: two pages, and one or two of each response's own."""
     engine, shapes = sampler.engine, sampler.engine.shapes
-    (prefix,) = engine.prefill_row(sampler.params, [REQUESTS[3].prompt.tokens])
+    (prefix,) = engine.prompts.row(sampler.params, [REQUESTS[3].prompt.tokens])
     scheduler = Scheduler(engine, sampler.params, state=sampler.state)
-    scheduler.submit(dataclasses.replace(REQUESTS[3], limit=4))
-    scheduler._fill()
-    owner = np.asarray(scheduler._slots.state.cache.owner)[0]
+    scheduler.submit(changed(REQUESTS[3], limit=4))
+    scheduler._loop._fill()
+    owner = np.asarray(scheduler._loop.slots.calls.state.cache.owner)[0]
     assert (owner < shapes.slots).sum() == 0
     assert ((owner >= shapes.slots) & (owner < shapes.owners)).sum() == 2
     drive(scheduler)
@@ -210,7 +178,7 @@ def test_the_next_call_is_under_way_when_a_response_is_handed_on(sampler, respon
     generate = engine.generate
 
     def noted(*args, few):
-        events.append(sum(not held.ended for held in scheduler._slots.running.values()))
+        events.append(sum(not held.ended for held in scheduler._loop.slots.sequences.values()))
         return generate(*args, few=few)
 
     engine.generate = noted
@@ -244,7 +212,7 @@ def test_abort(scheduler, responses):
     ids = submit_all(scheduler)
     found = scheduler.step() + scheduler.step()
     waiting = ids[4]
-    running = next(h.group.id for h in scheduler._slots.running.values())
+    running = next(h.group.id for h in scheduler._loop.slots.sequences.values())
     cut = scheduler.abort(running)
     assert cut and all(len(r.tokens) for r in cut)
     for response in cut:
@@ -311,7 +279,7 @@ def test_what_cannot_be_read_again_is_not_computed_again():
 
 def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler, reader):
     """A response gone on with after a swap is what the new weights make of its tokens so far."""
-    request = dataclasses.replace(REQUESTS[2], num_samples=1, temperature=0.0, limit=20)
+    request = changed(REQUESTS[2], num_samples=1, temperature=0.0, limit=20)
     scheduler.submit(request)
     assert scheduler.step() == []
     params = sampler.engine.load_params(OTHER)
@@ -321,7 +289,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler, read
     so_far = response.tokens[response.version == 3]
     assert 0 < len(so_far) < 20
     prompt = prompt_of(request.prompt.counter, np.concatenate([request.prompt.tokens, so_far]))
-    requests = [GroupRequest(prompt, 1, 20 - len(so_far), temperature=0.0)]
+    requests = [GroupRequest(prompt, SamplingParams(1, 20 - len(so_far), temperature=0.0))]
     others = reader.engine.load_params(OTHER)
     reader.state, (wanted,), _ = run_requests(reader.engine, others, reader.state, requests)
     np.testing.assert_array_equal(response.tokens[len(so_far) :], wanted.tokens)
@@ -335,75 +303,77 @@ def test_recomputed_caches_are_those_of_the_new_weights(sampler, scheduler, read
 def test_a_response_is_gone_on_with(scheduler, reader, answer):
     """A tool's answer of 3 or 5 tokens is fed beside the others' decoding, one of 9 read anew; both
     are what one prompt of all of it gives."""
-    request = dataclasses.replace(REQUESTS[1], num_samples=2, limit=6, temperature=0.0, hold=True)
+    request = changed(REQUESTS[1], num_samples=2, limit=6, temperature=0.0, hold=True)
     group = scheduler.submit(request)
     first = drive(scheduler)
     tokens = np.arange(40, 40 + answer)
     turns = {}
     for (_, sample), response in first.items():
-        scheduler.extend(group, sample, tokens, limit=20)
+        scheduler.held.extend(group, sample, tokens, limit=20)
         turns[sample] = np.concatenate([request.prompt.tokens, response.tokens, tokens])
     second = drive(scheduler)
     for (_, sample), response in second.items():
         spent = len(turns[sample]) - len(request.prompt.tokens)
         prompt = prompt_of(request.prompt.counter, turns[sample])
-        (wanted,) = reader.run([GroupRequest(prompt, 1, 20 - spent, temperature=0.0)])
+        (wanted,) = reader.run(
+            [GroupRequest(prompt, SamplingParams(1, 20 - spent, temperature=0.0))]
+        )
         np.testing.assert_array_equal(response.tokens, wanted.tokens)
         np.testing.assert_allclose(response.logp, wanted.logp, atol=1e-4)
-        scheduler.release(group, sample)
+        scheduler.held.release(group, sample)
 
 
 def test_turns_sample_by_position(sampler, scheduler):
     """Noise is that of the place in the response, whatever the way there."""
     results = []
     for answer_first in (True, False):
-        request = dataclasses.replace(REQUESTS[1], num_samples=1, limit=4, hold=True)
+        request = changed(REQUESTS[1], num_samples=1, limit=4, hold=True)
         group = scheduler.submit(request)
         (one,) = drive(scheduler).values()
         tokens = [50, 51, 52]
         if answer_first:
-            scheduler.extend(group, 0, tokens, limit=20)
+            scheduler.held.extend(group, 0, tokens, limit=20)
         else:  # through the long way
-            scheduler._put_back(next(iter(scheduler._slots.running)))
-            held, partial = scheduler._resumed.pop()
+            scheduler._loop.preempt(next(iter(scheduler._loop.slots.sequences)))
+            held, partial = scheduler._loop.waiting.pop_resumed()
             fed = np.concatenate([partial.tokens, np.asarray(tokens, np.int32)])
-            again = dataclasses.replace(partial.request, limit=20)
-            scheduler._resumed.append((held, type(partial)(again, 0, fed)))
+            again = changed(partial.request, limit=20)
+            scheduler._loop.waiting.push_resumed(held, type(partial)(again, 0, fed))
         (two,) = drive(scheduler).values()
         results.append((one.tokens.tolist(), two.tokens.tolist()))
-        scheduler.release(group, 0)
+        scheduler.held.release(group, 0)
     assert results[0] == results[1]
 
 
 def test_who_waits_behind_held_responses_costs_no_decode_call(scheduler):
     """All slots held: the scheduler says that it stalls, until one is released."""
     slots = scheduler.engine.config.slots
-    full = dataclasses.replace(REQUESTS[0], num_samples=slots, limit=1, hold=True)
+    full = changed(REQUESTS[0], num_samples=slots, limit=1, hold=True)
     group = scheduler.submit(full)
     assert len(drive(scheduler)) == slots
-    scheduler.submit(dataclasses.replace(REQUESTS[1], num_samples=1))
+    scheduler.submit(changed(REQUESTS[1], num_samples=1))
     calls = scheduler.stats.generate_calls
     assert scheduler.step() == [] and scheduler.stalled and scheduler.busy
     assert scheduler.stats.generate_calls == calls
-    scheduler.release(group, 0)
+    scheduler.held.release(group, 0)
     assert not scheduler.stalled
     assert len(drive(scheduler)) == 1 and not scheduler.stalled
     for sample in range(1, slots):
-        scheduler.release(group, sample)
+        scheduler.held.release(group, sample)
 
 
 def test_what_cannot_be_gone_on_with_is_refused(scheduler):
-    group = scheduler.submit(dataclasses.replace(REQUESTS[1], num_samples=1, limit=3, hold=True))
+    group = scheduler.submit(changed(REQUESTS[1], num_samples=1, limit=3, hold=True))
     with pytest.raises(ValueError, match=f"response 0 of request {group} is not held"):
-        scheduler.extend(group, 0, [1], 20)
+        scheduler.held.extend(group, 0, [1], 20)
     (response,) = drive(scheduler).values()
     with pytest.raises(ValueError, match="leaves nothing to sample"):
-        scheduler.extend(group, 0, [1, 2], len(response.tokens) + 2)
+        scheduler.held.extend(group, 0, [1, 2], len(response.tokens) + 2)
     with pytest.raises(ValueError, match="the engine's 20"):
-        scheduler.extend(group, 0, [1, 2], 21)
-    scheduler.release(group, 0)
+        scheduler.held.extend(group, 0, [1, 2], 21)
+    scheduler.held.release(group, 0)
     with pytest.raises(ValueError, match="is not held"):
-        scheduler.release(group, 0)
+        scheduler.held.release(group, 0)
 
 
 # -- as a whole ------------------------------------------------------------------------------------
@@ -416,16 +386,16 @@ def test_bad_requests_harm_no_other(scheduler, responses):
     for change, error in [
         ({"prompt": prompt_of(9, np.zeros(0, np.int32))}, "1 to 32 tokens, got 0"),
         ({"prompt": prompt_of(9, np.zeros(33, np.int32))}, "1 to 32 tokens, got 33"),
-        ({"limit": 0}, "allowed 1 to 20 tokens, got 0"),
+        ({"limit": 0}, "must be at least 1 token, got 0"),
         ({"limit": 21}, "allowed 1 to 20 tokens, got 21"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"temperature": -1.0}, "temperature and top_k"),
-        ({"temperature": float("nan")}, "temperature and top_k"),
-        ({"top_p": 0.0}, "top_p in"),
-        ({"top_k": -1}, "top_k"),
+        ({"temperature": -1.0}, "temperature must not be negative, got -1"),
+        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_k": -1}, "top_k must not be negative"),
     ]:
         with pytest.raises(ValueError, match=error):
-            scheduler.submit(dataclasses.replace(good, **change))
+            scheduler.submit(changed(good, **change))
     assert_same(by_uid(found) | drive(scheduler), responses)
 
 
@@ -437,7 +407,7 @@ def test_random_lives_compile_nothing_and_lose_nothing(sampler, scheduler):
             100 + round, rng.integers(1, 33, 2).tolist(), rng.integers(1, 21, 2).tolist()
         ):
             ids.append(scheduler.submit(request))
-            wanted += request.num_samples
+            wanted += request.sampling.num_samples
         got += len(scheduler.step())
         if round % 7 == 3:
             partials = scheduler.export()
@@ -445,7 +415,7 @@ def test_random_lives_compile_nothing_and_lose_nothing(sampler, scheduler):
         if round % 7 == 5:
             scheduler.load(sampler.params, round, cache=("keep", "recompute")[round % 2])
         if round % 9 == 4:
-            group = scheduler._groups.get(ids[rng.integers(len(ids))])
+            group = scheduler._loop.groups.get(ids[rng.integers(len(ids))])
             if group is not None:
                 got += group.left
                 scheduler.abort(group.id)

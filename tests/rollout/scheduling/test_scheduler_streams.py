@@ -5,13 +5,13 @@ import pytest
 from support.serving import engine, weights_of
 from support.tiny_model import TINY, prompt_of
 
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 
 def group(uid, samples, limit=200):
     tokens = np.random.default_rng(uid).integers(0, TINY.vocab_size, 20 + uid)
-    return GroupRequest(prompt_of(uid, tokens), samples, limit)
+    return GroupRequest(prompt_of(uid, tokens), SamplingParams(samples, limit))
 
 
 @pytest.fixture(scope="module")

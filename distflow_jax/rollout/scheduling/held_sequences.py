@@ -1,0 +1,61 @@
+"""Held sequences: responses that have ended and keep their slots for a further turn."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distflow_jax.rollout.decode_state import check_length, longest_read
+from distflow_jax.rollout.engine.slot_commands import Given
+from distflow_jax.rollout.requests import Partial
+from distflow_jax.rollout.scheduling.sequences import SlotSequence
+from distflow_jax.rollout.scheduling.step_loop import StepLoop
+
+
+class HeldSequences:
+    """Extends and releases sequences of requests with `GroupRequest.hold`."""
+
+    def __init__(self, loop: StepLoop):
+        self._loop = loop
+
+    def extend(self, group_id: int, sample: int, tokens: Sequence[int], limit: int) -> None:
+        """Adds `tokens` (a tool's answer) to a held sequence and runs it again.
+
+        `limit`: longest response allowed, in tokens, earlier turns included. Raises ValueError
+        where the sequence is not held or nothing would be left to sample.
+        """
+        slot, sequence = self._find(group_id, sample)
+        config = self._loop.engine.config
+        self._loop.stalled = False
+        before = sequence.partial.tokens
+        fed = np.concatenate([before, np.asarray(tokens, np.int32)])
+        if len(fed) >= limit or limit > config.max_response:
+            raise ValueError(
+                f"a response of {len(before)} tokens with {len(tokens)} more leaves nothing to "
+                f"sample: limit {limit}, and the engine's {config.max_response}"
+            )
+        # the last token sampled has not been fed yet
+        queue = [*map(int, before[-1:]), *map(int, tokens)]
+        feeds = 0 < len(queue) <= config.max_forced
+        if not feeds:
+            whole = len(sequence.partial.request.prompt.tokens) + len(fed)
+            check_length(whole, longest_read(config))
+        request = sequence.partial.request.with_limit(limit)
+        sequence.partial, sequence.logits_by = Partial(request, sample, fed), None
+        sequence.tokens = len(fed)
+        if feeds:
+            self._loop.slots.feed(Given(slot, queue, limit, len(fed)))
+        else:
+            self._loop.preempt(slot)
+
+    def release(self, group_id: int, sample: int) -> None:
+        """Frees the slot of a held sequence. Raises ValueError where it is not held."""
+        slot, sequence = self._find(group_id, sample)
+        self._loop.vacate(slot)
+        self._loop.finish(sequence.group)
+
+    def _find(self, group_id: int, sample: int) -> tuple[int, SlotSequence]:
+        for slot, sequence in self._loop.slots.sequences.items():
+            wanted = sequence.group.id == group_id and sequence.partial.sample == sample
+            if wanted and sequence.ended:
+                return slot, sequence
+        raise ValueError(f"response {sample} of request {group_id} is not held")

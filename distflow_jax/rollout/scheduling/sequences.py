@@ -1,0 +1,84 @@
+"""The scheduler's records: groups of sequences, prompts in the cache, sequences in slots, calls.
+
+A sequence is one response and its state. It is waiting for a slot, running in one, preempted (back
+among the waiting, because the cache was full or the weights were swapped), resumed before all that
+is new, or held: ended, and still in its slot.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from distflow_jax.rollout.engine.result_tokens import RolloutTokens
+from distflow_jax.rollout.prefill.prefill import Prefix
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+
+
+@dataclasses.dataclass
+class CachedPrompt:
+    """A prompt in the cache of one data rank, read by up to `RolloutEngine.width` slots."""
+
+    rank: int
+    entry: int  # in the rank's table of prompts; -1: evicted
+    members: list[int]  # numbers that no slot has, the next one last
+    pages: int  # that it takes
+    pinned: bool = False  # stays without a slot: sequences that need it are waiting
+    readers: int = 0  # slots that attend to it
+
+
+@dataclasses.dataclass
+class Group:
+    """A request's sequences that are waiting, and where its prompt is cached."""
+
+    id: int
+    request: GroupRequest
+    waiting: list[int]  # samples, the next one last
+    on_response: Callable[[Response], None] | None = None
+    prefix: Prefix | None = None  # of the prompt; kept while sequences are waiting
+    cached: dict[int, CachedPrompt] = dataclasses.field(default_factory=dict)  # by data rank
+    left: int = 0  # sequences that are waiting or in slots
+    logits_by: int | None = None  # version that read the prefix; None: the present one
+
+    @property
+    def priority(self) -> tuple[float, int, int]:
+        """Lowest first: longest expected response, then longest limit, then order of arrival."""
+        return (-self.request.prompt.expected_length, -self.request.sampling.limit, self.id)
+
+
+@dataclasses.dataclass
+class SlotSequence:
+    """A sequence in a slot: running, or held."""
+
+    group: Group
+    partial: Partial
+    prompt: CachedPrompt
+    member: int  # number among the slots that share the prompt
+    order: int  # of admission: the last one admitted is the first to be preempted
+    admitted: int  # tokens of the response on admission
+    tokens: int  # tokens of the response now; those of the last call reach `partial` later
+    ended: bool = False
+    logits_by: int | None = None  # version that its next token is drawn by; None: the present one
+    recorded: "Recorded | None" = None  # experts of an ended response
+
+
+class Recorded(NamedTuple):
+    """Experts that tokens went through: one row of the result of RolloutEngine.collect."""
+
+    experts: jax.Array
+    row: int
+
+    def read(self) -> np.ndarray:
+        """Waits for the transfer to the host; [T, layers, experts of a token]."""
+        return np.asarray(self.experts)[self.row]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A decode call: in flight, then done."""
+
+    result: RolloutTokens
+    version: int
+    running: dict[int, SlotSequence]  # by slot, when the call began

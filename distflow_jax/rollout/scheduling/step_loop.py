@@ -1,0 +1,195 @@
+"""The scheduler's rounds: fill free slots, begin a decode call, deliver what came of the last one.
+
+Between two rounds a decode call is in flight. A round waits for it, refills the slots that it has
+emptied and begins the next one; only then, while the devices are at work, it delivers the tokens.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.rollout.decode_state import DecodeState
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import Partial, Response, RolloutStats
+from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
+from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
+from distflow_jax.rollout.scheduling.slots import Slots
+from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
+
+
+class StepLoop:
+    """Waiting sequences, slots, and what moves sequences between them.
+
+    `ended`: responses by group that `Scheduler.step` has still to return. `stalled`: waiting
+    sequences find no room beside held ones.
+    """
+
+    def __init__(self, engine: RolloutEngine, params: Any, version: int, state: DecodeState):
+        self.engine, self.params, self.version = engine, params, version
+        self.stats = RolloutStats()
+        self.stops = frozenset(engine.stop_ids)
+        self.slots = Slots(engine, state)
+        self.waiting = WaitingQueue()
+        self.prefill = PrefillBatches(engine, params, version, self.stats)
+        self.groups: dict[int, Group] = {}
+        self.ended: list[tuple[int, Response]] = []
+        self.stalled = False
+
+    @property
+    def free_slots(self) -> int:
+        """Slots without a sequence."""
+        return sum(map(len, self.slots.free))
+
+    def round(self) -> None:
+        """Waits for the call in flight, fills slots, begins the next call, delivers the last."""
+        if self.slots.calls.in_flight is None:
+            self._begin_call()
+        call = self._await_call()
+        if self.waiting.next_resumed:  # of these the tokens are needed now
+            self._deliver(call)
+            call = None
+        self._begin_call()
+        self._deliver(call)
+
+    def drain(self) -> None:
+        """Waits for the call in flight and delivers its tokens; begins no other."""
+        self._deliver(self._await_call())
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def vacate(self, slot: int) -> SlotSequence:
+        """Empties a slot."""
+        self.stalled = False
+        return self.slots.vacate(slot)
+
+    def preempt(self, slot: int) -> None:
+        """Empties a slot whose sequence is resumed later, before all that is new."""
+        sequence = self.vacate(slot)
+        self.waiting.push_resumed(sequence.group, sequence.partial)
+
+    def finish(self, group: Group, count: int = 1) -> None:
+        """Counts sequences of a group as done; forgets the group after the last one."""
+        group.left -= count
+        if group.left == 0:
+            self.slots.prompts.unload(group)
+            self.groups.pop(group.id, None)
+
+    def drop_waiting(self, group: Group) -> None:
+        """Drops a group's sequences that have not begun."""
+        self.waiting.remove_group(group)
+        self.slots.prompts.unload(group)
+
+    def load(self, params: Any, version: int) -> None:
+        """Swaps the weights between two calls."""
+        self.drain()  # by the weights that the call was begun with
+        for holder in (*self.slots.sequences.values(), *self.groups.values()):
+            # the next token is drawn from logits that are there already
+            if holder.logits_by is None:
+                holder.logits_by = self.version
+        self.params, self.version = params, version
+        self.prefill.load(params, version)
+
+    # -- filling slots ----------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Admits waiting sequences while there are slots, pages and tokens to read.
+
+        While sequences run, at most one row (or chunk) of prompts is read in a round, so that they
+        do not wait long.
+        """
+        rows = 1 if self.slots.running() else math.inf
+        while self.free_slots:
+            if self.waiting.next_resumed:
+                if rows <= 0 or not self._start_resumed(*self.waiting.next_resumed):
+                    return
+                self.waiting.pop_resumed()
+                rows -= 1
+                continue
+            group = self.waiting.next_group
+            if group is None:
+                return
+            if group.prefix is None:
+                if rows <= 0:
+                    return
+                self._prefill_next()
+                rows -= 1
+            if not self.slots.start_group(group):
+                return
+            if not group.waiting:
+                self.waiting.pop_group()
+                group.prefix = None
+
+    def _prefill_next(self) -> None:
+        """Reads the prompt of the next group, and of those after it that fit into the row."""
+        waiting = [group for group in self.waiting.groups() if group.prefix is None]
+        wanted = [(group.request.prompt.tokens, len(group.waiting)) for group in waiting]
+        for index, prefix in self.prefill.next_row(wanted, self.free_slots).items():
+            waiting[index].prefix = prefix
+
+    def _start_resumed(self, group: Group, partial: Partial) -> bool:
+        """Reads the tokens of a resumed sequence and starts it. False where no rank has room."""
+        tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
+        for rank in self.slots.ranks():
+            limit = partial.request.sampling.limit - len(partial.tokens)
+            if self.slots.free[rank] and self.slots.room(rank, len(tokens), 1, limit):
+                prefix = self.prefill.one(tokens)
+                self.slots.admit(group, prefix, rank, [partial], shared=False)
+                return True
+        return False
+
+    # -- decode calls -----------------------------------------------------------------------------
+
+    def _begin_call(self) -> None:
+        """Fills slots and begins a decode call, where a sequence is running."""
+        calls = self.slots.calls
+        calls.flush()
+        self._fill()
+        running = self.slots.running()
+        self.stalled = bool(self.waiting) and not running
+        if running:
+            # with sequences waiting, return as soon as enough slots for a group are free
+            calls.flush(max(0, len(running) - self.engine.width) if self.waiting else 0)
+            calls.begin(self.params, self.version, running)
+            self.stats.generate_calls += 1
+
+    def _await_call(self) -> Call | None:
+        """The call in flight when it is done. Preempts sequences that wait for a page in vain."""
+        if (done := self.slots.await_call()) is None:
+            return None
+        call, stuck = done
+        for slot in stuck:
+            self.stats.preempted += 1
+            self.preempt(slot)
+        return call
+
+    def _deliver(self, call: Call | None) -> None:
+        """Adds the tokens of a call to their responses, and delivers those that have ended."""
+        if call is None:
+            return
+        host, ended = call.result, []
+        logp, margin, counts = host.logp(), host.margin(), host.counts()
+        guesses = host.speculation()
+        for slot, sequence in call.running.items():
+            count = int(counts[slot])
+            self.stats.tokens += count
+            if guesses.shape[1]:
+                self.stats.proposed += int(guesses[slot, 0])
+                self.stats.accepted += int(guesses[slot, 1])
+            if count:
+                version = np.full(count, call.version, np.int32)
+                if sequence.logits_by is not None:
+                    version[0], sequence.logits_by = sequence.logits_by, None
+                tokens = host.get_result_at_slot(slot).tokens[0, :count]
+                part = (tokens, logp[slot, :count], margin[slot, :count], version)
+                sequence.partial.parts.append(part)
+            if sequence.ended:
+                recorded, sequence.recorded = sequence.recorded, None
+                experts = None if recorded is None else recorded.read()
+                ended.append((sequence, sequence.partial.response(self.stops, experts)))
+                if not sequence.partial.request.hold:
+                    self.finish(sequence.group)
+        self.ended += [(sequence.group.id, response) for sequence, response in ended]
+        for sequence, response in ended:
+            if sequence.group.on_response is not None:
+                sequence.group.on_response(response)

@@ -1,0 +1,41 @@
+"""The instruments of a run: times, compilations and profiles, which change nothing of it."""
+
+import dataclasses
+import pathlib
+
+from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.observe.compilations import Compilations
+from distflow_jax.observe.phases import Phases
+from distflow_jax.observe.profile import Profile, parse_steps
+from distflow_jax.observe.spans import Spans
+from distflow_jax.parallel import processes
+from distflow_jax.watchdog.controller import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruments:
+    """Open from before the programs are compiled to the end of the run."""
+
+    compilations: Compilations
+    spans: Spans  # the events of trace.json
+    phases: Phases  # spans that the watchdog and the table of stragglers see too
+    profile: Profile
+
+    def close(self) -> None:
+        """Ends the profile and the trace, and stops counting compilations."""
+        self.profile.close()
+        self.compilations.close()
+        self.spans.close()
+
+
+def open_instruments(
+    config: ObserveConfig, folder: pathlib.Path, watchdog: Watchdog
+) -> Instruments:
+    """Instruments that write below the run's folder: the trace of process 0, profiles of all."""
+    index = processes.process_index()
+    compilations = Compilations()
+    trace = folder / "trace.json" if index == 0 and config.trace else None
+    spans = Spans(trace, process_index=index)
+    phases = Phases(spans, watchdog, processes.communication_seconds)
+    profile = Profile(folder / "profile" / f"process_{index}", parse_steps(config.profile_steps))
+    return Instruments(compilations, spans, phases, profile)

@@ -1,0 +1,70 @@
+"""The samplers of a run: started once, given new weights after each update, and evaluated."""
+
+import jax
+
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
+from distflow_jax.observe.phases import Phases
+from distflow_jax.planning.memory_plan import MemoryPlan
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.rollout.sampler import SamplerState, update_weights
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stages.evaluate import Scored, evaluate
+from distflow_jax.stages.stage_context import own_part
+
+
+def start_samplers(
+    prepared: PreparedRun, runtime: Runtime, state: RunState, memory: MemoryPlan, phases: Phases
+) -> MemoryPlan:
+    """First weights for every sampler, and their programs compiled; updates `state`. Collective.
+
+    Returns `memory` with what these programs need; as it is where nothing is sampled.
+    """
+    engine, compiled = runtime.engine, False
+    if engine is None:
+        return memory
+    with runtime.offload.staying(UPDATE_WEIGHTS, state.models):
+        for key, policy in prepared.samplers.items():
+            params = state.policy_params(policy)
+            with phases.span("update_weights"):
+                weights = runtime.sync(params)
+            state.models[key] = SamplerState(weights, state.step, engine.init_decode_state())
+            if not compiled:  # all samplers of a run share one engine
+                with phases.span("compile_sampler"):
+                    engine.compile(weights)
+                    needed = engine.programs.temporaries(weights)
+                    memory = memory.with_sampler(needed, runtime.sync.temporaries(params))
+            compiled = True
+    return memory
+
+
+def sync_weights(
+    prepared: PreparedRun, runtime: Runtime, state: RunState, version: int, phases: Phases
+) -> None:
+    """Brings its policy's weights after `version` steps to each sampler. Collective."""
+    samplers, models = prepared.samplers, state.models
+    if all(models[key].version == version for key in samplers):
+        return
+    with phases.span("update_weights"), runtime.offload.staying(UPDATE_WEIGHTS, models):
+        for key, policy in samplers.items():
+            params = state.policy_params(policy)
+            models[key] = update_weights(models[key], runtime.sync, params, version)
+        jax.block_until_ready([models[key].params for key in samplers])
+
+
+def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -> list[Scored]:
+    """Scored responses to this process's evaluation prompts, from the sampler's weights."""
+    config, sampler = prepared.config, next(iter(prepared.samplers))
+    prompts = prepared.eval_prompts
+    with runtime.offload.staying(EVALUATE, state.models):
+        state.models[sampler], scored = evaluate(
+            runtime.engine,
+            state.models[sampler],
+            prepared.source.tokenizer,
+            prepared.rewards,
+            prompts,
+            config.eval.sampling_params(config.rollout.max_response_length),
+            own=own_part(len(prompts), runtime.member, runtime.hosts),
+            environments=prepared.environments,
+        )
+    return scored
