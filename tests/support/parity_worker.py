@@ -84,16 +84,12 @@ def main():
     gradients = {}
 
     def rollout(state, fields, options):
-        wanted = [
-            recorded[p.counter, i % config.rollout.num_samples]
-            for i, p in enumerate(fields["prompt"])
-        ]
+        wanted = [recorded[counter, sample] for counter, sample in fields["uid"].tolist()]
         written = turn_columns([single_turn(r) for r in wanted], 0)
         return state, {name: written[name] for name in sampler_node.writes}, {}
 
     def reward(state, fields, options):
-        n = config.rollout.num_samples
-        scores = [score(p.counter, i % n) for i, p in enumerate(fields["prompt"])]
+        scores = [score(counter, sample) for counter, sample in fields["uid"].tolist()]
         return state, {"score": np.array(scores, np.float32)}, {}
 
     runtime.compile()
