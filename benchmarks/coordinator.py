@@ -1,25 +1,27 @@
-"""What it costs N processes to hand a step's batch from one stage to the next.
+"""Cost of redistributing a step's batch from one stage to the next over N processes.
 
 python benchmarks/coordinator.py --processes 2 4 8 16 --peer-python=/tmp/ray_venv/bin/python
 
-Our Coordinator, in N real processes over loopback, beside a single controller on Ray's object store
-(peers/ray_redistribute.py), on the same batches: 64 sequences per process (8 prompts of 128 tokens
-x 8 samples, heavy-tailed responses of up to 1,024), alone or with one image per prompt. In the
-cases "kept" the target stage has as many data ranks as there are processes, and about as many
-tokens lie on each; in "changed" it has half as many, each shared by two processes, and the lengths
-are as they come, so that data must move. A step ends when every process holds all columns of the
-sequences it needs, on the host; packing them into rows on the mesh is timed apart ("with rows").
-What arrived is checked in full on both sides.
+Compares our Coordinator, in N real processes over loopback, with a single controller on Ray's
+object store (peers/ray_redistribute.py), on the same batches: 64 sequences per process (8 prompts
+of 128 tokens x 8 samples, heavy-tailed responses of up to 1,024), alone or with one image per
+prompt. In the cases "kept" the target stage has as many data ranks as there are processes, with
+about as many tokens on each. In "changed" it has half as many, each shared by two processes, and
+lengths are unbalanced, so that data must move. A step ends when every process has all columns of
+the sequences that it needs on the host; packing them into rows on the mesh is timed separately
+("with rows"). The received data are checked in full on both sides.
 
-Bytes of ours are those of each process's TCP connections as the kernel counts them, in and out, all
-overhead included. Those of the peer's driver are the sizes of the arrays that it collects from and
-sends to other processes than that beside it, each once. CPU-seconds are of all processes. Each
-process of the peer has an object store of its own, as on N hosts, so that bytes cross loopback on
-both sides; "one store" is what it costs where all share one, as N processes of a single host do.
+Our bytes are those of each process's TCP connections as counted by the kernel, in and out, all
+overhead included. The bytes of the peer's driver are the sizes of the arrays that it collects from
+and sends to processes other than the one next to it, each counted once. CPU-seconds are those of
+all processes. Each process of the peer has an object store of its own, as on N hosts, so that bytes
+cross loopback on both sides; "one store" is the cost if all share one store, as N processes of a
+single host do.
 
-Exits with 1 if a goal is missed: at the largest N at most 1/7 of the driver's bytes through our
-busiest process, those of the batch not growing with N, and no more CPU-seconds than the peer. What
-all processes tell each other to agree (12 bytes a sequence) grows with N; it is part of our bytes.
+Exits with 1 if a goal is missed. Goals: at the largest N our busiest process moves at most 1/7 of
+the driver's bytes, its bytes of the batch do not grow with N, and we use no more CPU-seconds than
+the peer. Our bytes include those exchanged for agreement (12 bytes per sequence), which grow with
+N.
 
 G groups, S samples of each, T tokens of all responses together; all of one process.
 """
@@ -47,7 +49,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits, rows_bound
+from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
@@ -60,7 +62,7 @@ GROUPS, SAMPLES, PROMPT_TOKENS, MAX_RESPONSE = 8, 8, 128, 1024
 SEQUENCES = GROUPS * SAMPLES
 LIMITS = RowLimits(tokens=4096, sequences=SEQUENCES, shared=True)
 HOST = Layout("host")
-# columns of the batch and who wrote them
+# columns of the batch and the nodes that wrote them
 SOURCES: dict[str, str | None] = {
     "prompt": None,
     "response": "rollout",
@@ -71,19 +73,19 @@ SOURCES: dict[str, str | None] = {
 }
 TEXT = tuple(SOURCES)[:-1]
 FEWER_BYTES = 7.0  # goal, at the largest N
-STEADY = 1.5  # goal: what counts as not growing, largest N to smallest
-NOTHING = 1000  # bytes: of a step that moves nothing, what the counters are off by
+STEADY = 1.5  # goal: the largest ratio, largest N to smallest, that counts as not growing
+NOTHING = 1000  # bytes: error of the counters in a step that moves nothing
 
-Part = dict[str, np.ndarray]
+Shard = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What moves, and how the two stages divide it."""
+    """The columns that move, and how the two stages divide them."""
 
     name: str
     fields: tuple[str, ...]
-    lengths: str  # "even": about as many tokens at each process; "skewed": as they come
+    lengths: str  # "even": about as many tokens at each process; "skewed": unbalanced
     shared_by: int  # processes to a data rank of the target stage
 
 
@@ -117,13 +119,13 @@ def parse_arguments() -> argparse.Namespace:
 # -- the batch ---------------------------------------------------------------------------------
 
 
-def make_part(process: int, lengths: str, args: argparse.Namespace) -> Part:
-    """What one process has sampled: [G, ...] per prompt, [G S] per sequence, [T] per token."""
+def make_shard(process: int, lengths: str, args: argparse.Namespace) -> Shard:
+    """The samples of one process: [G, ...] per prompt, [G S] per sequence, [T] per token."""
     rng = np.random.default_rng((args.seed, process, lengths == "even"))
     if lengths == "even":  # the quantiles of the distribution, a little off
         size = np.exp(np.sort(np.random.default_rng(args.seed).normal(5.3, 0.9, SEQUENCES)))
         size = rng.permutation(size * rng.uniform(0.98, 1.02, SEQUENCES))
-    else:  # a hard prompt has long answers
+    else:  # all responses to a hard prompt are long
         size = np.exp(np.repeat(rng.normal(5.3, 0.6, GROUPS), SAMPLES) + rng.normal(0, 0.6, 64))
     length = np.clip(size, 4, MAX_RESPONSE).astype(np.int32)
     tokens = int(length.sum())
@@ -139,14 +141,14 @@ def make_part(process: int, lengths: str, args: argparse.Namespace) -> Part:
     }
 
 
-def columns(part: Part) -> dict[str, Any]:
-    """The part as columns, an entry per sequence; an image is one object for its whole group."""
-    cuts = np.cumsum(part["length"])[:-1]
+def columns(shard: Shard) -> dict[str, Any]:
+    """The shard as columns, one entry per sequence; an image is one object for its whole group."""
+    cuts = np.cumsum(shard["length"])[:-1]
     whole = ("response", "response_mask", "rollout_logp")
-    result: dict[str, Any] = {name: np.split(part[name], cuts) for name in whole}
-    images = list(part["pixel_values"])
+    result: dict[str, Any] = {name: np.split(shard[name], cuts) for name in whole}
+    images = list(shard["pixel_values"])
     result["pixel_values"] = [image for image in images for _ in range(SAMPLES)]
-    return result | {"score": part["score"]}
+    return result | {"score": shard["score"]}
 
 
 def digests(fields: Sequence[str], entries: dict[str, Sequence[Any]]) -> list[str]:
@@ -172,29 +174,29 @@ def _array(entry: Any) -> np.ndarray:
 
 
 def write_batches(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, list[list[str]]]:
-    """Writes cases.json and the parts. Returns the digests by case and process."""
+    """Writes cases.json and the shards. Returns the digests by case and process."""
     expected: dict[str, list[list[str]]] = {case.name: [] for case in CASES}
     for process in range(max(args.processes)):
         for lengths in ("even", "skewed"):
-            part = make_part(process, lengths, args)
-            np.savez(folder / f"{lengths}-{process}.npz", **part)
-            entries = columns(part) | {"prompt": np.repeat(part["prompt"], SAMPLES, axis=0)}
+            shard = make_shard(process, lengths, args)
+            np.savez(folder / f"{lengths}-{process}.npz", **shard)
+            entries = columns(shard) | {"prompt": np.repeat(shard["prompt"], SAMPLES, axis=0)}
             for case in CASES:
                 if case.lengths == lengths:
                     chosen = {name: entries[name] for name in case.fields}
                     expected[case.name].append(digests(case.fields, chosen))
-    # the peer knows lengths as a column; we know them from the responses
+    # the peer has lengths as a column; ours follow from the responses
     cases = [dataclasses.asdict(case) | {"fields": [*case.fields, "length"]} for case in CASES]
     (folder / "cases.json").write_text(json.dumps(cases))
     return expected
 
 
 def batch_bytes(folder: pathlib.Path, case: Case, count: int) -> int:
-    """Bytes of the columns, what samples share counted once."""
+    """Bytes of the columns; data that samples share count once."""
     total = 0
     for process in range(count):
-        with np.load(folder / f"{case.lengths}-{process}.npz") as part:
-            total += sum(part[name].nbytes for name in case.fields)
+        with np.load(folder / f"{case.lengths}-{process}.npz") as shard:
+            total += sum(shard[name].nbytes for name in case.fields)
     return total
 
 
@@ -202,15 +204,15 @@ def batch_bytes(folder: pathlib.Path, case: Case, count: int) -> int:
 
 
 class Stages:
-    """The two stages of a case, as one process sees them."""
+    """The two stages of a case in one process."""
 
-    def __init__(self, case: Case, part: Part):
-        self._case, self._columns, self.agreeing = case, columns(part), Spent()
+    def __init__(self, case: Case, shard: Shard):
+        self._case, self._columns, self.agreeing = case, columns(shard), Spent()
         me, count = processes.process_index(), processes.process_count()
         numbers = range(me * GROUPS, (me + 1) * GROUPS)
         self._prompts = [
             Prompt(n, n, tokens, "", "benchmark", None, {})
-            for n, tokens in zip(numbers, part["prompt"], strict=True)
+            for n, tokens in zip(numbers, shard["prompt"], strict=True)
         ]
         sizes = MeshSizes(count // case.shared_by, case.shared_by)
         self.layout, self.ranks = sizes.layout, sizes.fsdp
@@ -225,7 +227,7 @@ class Stages:
         )
 
     def step(self) -> dict[str, list[Any]]:
-        """The source stage puts its columns, the target stage gets what it needs of them."""
+        """Puts the columns of the source stage, and gets those that the target stage needs."""
         coordinator = self.coordinator
         coordinator.begin(given_columns(self._prompts, SAMPLES))
         for name in self._case.fields:
@@ -240,10 +242,14 @@ class Stages:
         }
 
     def rows(self) -> list[Any]:
-        """What the step brought as rows on the mesh; images have no place there yet."""
+        """Packs the received columns into rows on the mesh; images have no place there yet."""
         edges = [
-            Edge(name, SOURCES[name], "reader", HOST, self.layout, move_between(HOST, self.layout))
-            for name in ("response", "rollout_logp", "score")
+            Edge(name, source, "reader", HOST, self.layout, move_between(HOST, self.layout))
+            for name, source in (
+                ("rows", "rollout"),
+                ("rollout_logp", "rollout"),
+                ("score", "reward"),
+            )
         ]
         return jax.block_until_ready([self.coordinator.get(edge) for edge in edges])
 
@@ -264,7 +270,7 @@ class Spent:
 
 
 def tcp_bytes() -> np.ndarray:
-    """[sent, received] by the TCP connections that this process has now, as the kernel counts."""
+    """[sent, received] bytes of this process's open TCP connections, as counted by the kernel."""
     total = np.zeros(2, np.int64)
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -282,7 +288,7 @@ def tcp_bytes() -> np.ndarray:
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback interface has carried."""
+    """Bytes transferred by the loopback interface so far."""
     for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -291,7 +297,7 @@ def loopback_bytes() -> int:
 
 
 def measure(stages: Stages, args: argparse.Namespace) -> dict[str, Any]:
-    """One process's record of a case; numbers are per step."""
+    """The record of a case on one process; numbers are per step."""
     n = args.repetitions
     for _ in range(args.warmup):
         stages.step()
@@ -340,8 +346,8 @@ def work(args: argparse.Namespace) -> None:
     me, count = processes.process_index(), processes.process_count()
     records = []
     for case in CASES:
-        with np.load(args.folder / f"{case.lengths}-{me}.npz") as part:
-            stages = Stages(case, dict(part))
+        with np.load(args.folder / f"{case.lengths}-{me}.npz") as shard:
+            stages = Stages(case, dict(shard))
         records.append(measure(stages, args))
     (args.folder / f"ours-{count}-{me}.json").write_text(json.dumps(records))
     processes.shutdown()
@@ -351,7 +357,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def run_ours(count: int, folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Starts N processes; returns a record per case, of all of them together."""
+    """Starts N processes; returns a record per case over all processes."""
     flags = [f"--repetitions={args.repetitions}", f"--warmup={args.warmup}", f"--folder={folder}"]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local.py"), f"--processes={count}"]
     _run([*command, "--", __file__, *flags])
@@ -367,7 +373,7 @@ def run_ours(count: int, folder: pathlib.Path, args: argparse.Namespace) -> list
                 "case": case.name,
                 "ranks": ranks,
                 "busiest_bytes": max(r["sent"] + r["received"] for r in mine),
-                # agreement comes and goes alike: every process tells all others its lengths
+                # agreement is symmetric: every process sends its lengths to all others
                 "busiest_batch_bytes": max(
                     r["sent"] - r["received"] + 2 * (r["payload"] + r["padding"]) for r in mine
                 ),
@@ -391,7 +397,7 @@ def run_ours(count: int, folder: pathlib.Path, args: argparse.Namespace) -> list
 def run_peer(
     count: int, folder: pathlib.Path, args: argparse.Namespace, *more: str
 ) -> list[dict[str, Any]]:
-    """Starts the driver and its N actors, with more flags; returns its record per case."""
+    """Starts the driver and its N actors, with additional flags; returns its record per case."""
     out = folder / f"peer-{count}.json"
     flags = [f"--repetitions={args.repetitions}", f"--warmup={args.warmup}", f"--folder={folder}"]
     _run([args.peer_python, str(PEER), f"--processes={count}", f"--json={out}", *flags, *more])
@@ -409,7 +415,7 @@ def _run(command: list[str]) -> None:
 
 
 def check(record: dict[str, Any], expected: Sequence[Sequence[str]]) -> None:
-    """RuntimeError unless each sequence came to one data rank, whole, and to all processes of it.
+    """Raises RuntimeError unless each sequence arrived complete at all processes of one data rank.
 
     Removes the digests from the record.
     """
@@ -419,9 +425,9 @@ def check(record: dict[str, Any], expected: Sequence[Sequence[str]]) -> None:
         first, last = (len(found) * (rank + i) // ranks for i in range(2))
         copies = [sorted(digests) for digests in found[first:last]]
         if any(copy != copies[0] for copy in copies):
-            raise RuntimeError(f"{record['case']}: processes of rank {rank} hold different things")
+            raise RuntimeError(f"{record['case']}: processes of rank {rank} hold different data")
         held += copies[0]
-    wanted = sorted(digest for part in expected[: len(found)] for digest in part)
+    wanted = sorted(digest for shard in expected[: len(found)] for digest in shard)
     if sorted(held) != wanted:
         lost, extra = set(wanted) - set(held), set(held) - set(wanted)
         raise RuntimeError(

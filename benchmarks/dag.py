@@ -1,11 +1,11 @@
-"""What the graph itself costs, and what fusing nodes into one program saves.
+"""Cost of the graph itself, and savings from fusing nodes into one program.
 
     python benchmarks/dag.py
 
-Runtime: a graph of host and device nodes whose functions do next to nothing, walked by the run's
-own loop with the run's own coordinator. Times per node are the controller's, without what JAX takes
-to dispatch a program: nothing here waits for a device. Fusion: old log-probs, values and reference
-log-probs of PPO's graph as one program and as three, taking turns.
+Runtime: a graph of host and device nodes whose functions do almost nothing, walked by the run's own
+loop with the run's own coordinator. Times per node are those of the controller without JAX's
+dispatch of programs; nothing here waits for a device. Fusion: old log-probs, values and reference
+log-probs of PPO's graph as one program and as three, interleaved.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import HOST, plan
@@ -44,7 +44,7 @@ PROMPTS, SAMPLES, TOKENS = 8, 4, 16
 
 
 def small_graph(nodes: int) -> Graph:
-    """A rollout, a chain of `nodes` nodes on the host, and one of as many on the mesh after it."""
+    """A rollout, then a chain of `nodes` nodes on the host, then one of as many on the mesh."""
 
     def chain(role: str, first: str, reads: str) -> list[Node]:
         made = []
@@ -59,8 +59,8 @@ def small_graph(nodes: int) -> Graph:
     return Graph("chains", [rollout, *hosted, *chain("ACTOR", hosted[-1].id, "score")])
 
 
-def machinery(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
-    """Milliseconds of the controller's wall time per step, and per node without dispatch."""
+def graph_cost(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
+    """Milliseconds of the controller's wall time per step, and per node, dispatch excluded."""
     sizes = MeshSizes(jax.device_count(), 1)
     mesh = role_mesh(sizes)
     limits = RowLimits(tokens=64, sequences=8, shared=True, group_size=0)
@@ -109,7 +109,7 @@ def machinery(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
     spans, walls, dispatched = Spans(), [], []
     for step in range(1, steps + 4):
         coordinator.begin(columns)
-        _ = coordinator.shares  # the packing of a step is not the graph's cost
+        _ = coordinator.shares  # packs the step now: packing is not part of the graph's cost
         start, dispatch[0] = time.perf_counter(), 0.0
         run_step(made, step, runners, {}, coordinator, spans.span)
         walls.append(time.perf_counter() - start)
@@ -122,7 +122,7 @@ def machinery(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
         "units": len(made.units),
         "step_ms": 1e3 * statistics.median(walls),
         "of which dispatch_ms": 1e3 * statistics.median(dispatched),
-        "machinery_ms_per_node": statistics.median(own) / len(made.tasks),
+        "graph_ms_per_node": statistics.median(own) / len(made.tasks),
     }
 
 
@@ -146,7 +146,7 @@ def inference_programs(fuse: bool, source: str) -> list[Program]:
 
 
 def fill(spec: Any, rng: np.random.Generator) -> Any:
-    """Random arrays of a spec; a quarter of the rows is filled, as in a usual step."""
+    """Random arrays of a spec; a quarter of the rows is filled, as in a typical step."""
 
     def one(x):
         if x.dtype == jnp.bool_:
@@ -163,7 +163,7 @@ def fill(spec: Any, rng: np.random.Generator) -> Any:
 
 
 def fusion(repeats: int, source: str) -> dict[str, Any]:
-    """Seconds of one program and of one per node, interleaved; compile time and memory of both."""
+    """Seconds of one fused program and of one per node, interleaved; their compile time, memory."""
     rng, sides = np.random.default_rng(0), {}
     for name, fuse in (("fused", True), ("apart", False)):
         start = time.perf_counter()
@@ -219,8 +219,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     for fuse in (True, False):
-        found = machinery(args.nodes, args.steps, fuse=fuse)
-        print(json.dumps({"machinery": "fused" if fuse else "apart"} | found), flush=True)
+        found = graph_cost(args.nodes, args.steps, fuse=fuse)
+        print(json.dumps({"graph": "fused" if fuse else "apart"} | found), flush=True)
     print(json.dumps({"fusion": fusion(args.repeats, args.source)}), flush=True)
 
 

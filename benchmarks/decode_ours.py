@@ -1,4 +1,4 @@
-"""Our side of benchmarks/decode.py: the engine, and what the machine could do at best beside it.
+"""Our side of benchmarks/decode.py: the engine, and the machine's ceilings measured next to it.
 
 B slots, D hidden, N heads, K key/value heads, H head dim, F mlp, V vocabulary.
 """
@@ -26,12 +26,12 @@ from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
-MEASURED_SECONDS = 0.5  # of a ceiling, each time
+MEASURED_SECONDS = 0.5  # per measurement of a ceiling
 COPIED_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}  # beyond every cache
 
 
 def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, Any]:
-    """Parameters drawn on the device in their final type, so that a large model needs no more."""
+    """Parameters drawn on the device in their final dtype, so that nothing larger is allocated."""
     layout, placed = flatten_dict(param_shardings(config, mesh), sep="/"), {}
     for index, (path, spec) in enumerate(param_specs(config).items()):
 
@@ -45,7 +45,7 @@ def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, An
     return unflatten_dict(placed, sep="/")
 
 
-# -- what the machine could do at best ----------------------------------------------------------
+# -- ceilings of the machine --------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -55,9 +55,9 @@ def product_chain(
     steps: jax.Array,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """The matrix products of `steps` decode steps, one after another, and nothing else of them.
+    """Runs only the matrix products of `steps` decode steps, one after another.
 
-    Each needs the one before. What is added to hand everything on is elementwise over [B, D].
+    Each product depends on the previous one, by additions that are elementwise over [B, D].
     `params["layers"]` is a list: a scan over stacked layers copies each layer's weights before it
     multiplies, which on CPU costs 1.6 times the CPU-seconds at batch 16.
     """
@@ -82,7 +82,7 @@ def product_chain(
 
 @functools.partial(jax.jit, static_argnums=1)
 def matrices(params: dict[str, Any], turned: bool) -> dict[str, Any]:
-    """Stacked parameters as matrices of each layer: [inputs, outputs], or `turned`."""
+    """Stacked parameters as a list of matrices per layer: [inputs, outputs], or `turned`."""
     width = params["embed"]["embedding"].shape[1]
 
     def matrix(name, x):
@@ -104,10 +104,10 @@ def copy_chain(buffer: jax.Array, steps: jax.Array) -> jax.Array:
 
 
 class Ceilings:
-    """Rate of the model's products alone, and of copying memory.
+    """Rates of the model's products alone, and of copying memory.
 
-    Products are written plainly, x @ w with weights [inputs, outputs]; and "turned", the weights on
-    the left as our sampler has them on CPUs: what is faster depends on the platform.
+    Products are computed as x @ w with weights [inputs, outputs], and "turned", with the weights on
+    the left as in our sampler on CPUs. The faster form depends on the platform.
     """
 
     def __init__(self, params: dict[str, Any], slots: int):
@@ -130,7 +130,7 @@ class Ceilings:
             while (seconds := clocked(run)[1]) < MEASURED_SECONDS / 4:
                 self._steps[name] *= 2
             self._steps[name] = max(1, round(self._steps[name] * MEASURED_SECONDS / seconds))
-        self._held = None  # ours has no use for it while it decodes
+        self._held = None  # not needed while the engine decodes
 
     def _plain(self) -> None:
         self._multiply("products", jnp.matmul)
@@ -161,10 +161,10 @@ class Ceilings:
 
 
 def least_bytes(config: DecoderConfig, params: dict[str, Any], case: Case) -> float:
-    """What the network steps of a round must read: the weights, and each slot's used cache.
+    """Bytes that the decode steps of a round must read: the weights, and each slot's used cache.
 
-    For a case whose responses run side by side with one length n: n - 1 steps, the i-th of them
-    over prompt + i tokens. A prompt that several slots share counts for each of them.
+    For a case whose responses all run at once with one length n: n - 1 steps, the i-th over
+    prompt + i tokens. A prompt that several slots share counts for each of them.
     """
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.tie_embeddings:
@@ -210,18 +210,18 @@ class Engine:
         self.ceilings: Ceilings | None = None
 
     def warm_up(self, ids: np.ndarray) -> None:
-        """Touches what `compile` has compiled, and then makes the ceilings ready."""
+        """Runs all programs that `compile` has compiled, and then prepares the ceilings."""
         self.decode(ids, tuple(min(limit, 4) for limit in self.case.limits))
         self.device_peak_gb = peak_memory_gb()
         self.ceilings = Ceilings(self.given, self.case.slots)
 
     def decode(self, ids: np.ndarray, limits: tuple[int, ...]) -> int:
-        """All requests at once; a slot that falls free is refilled."""
+        """Submits all requests at once; a free slot is refilled."""
         n = self.case.samples
         requests = []
         for i, row in enumerate(ids):
-            (limit,) = set(limits[i * n : (i + 1) * n])  # a request has one for all its samples
-            # in the order given, as if nobody knew how long each will be
+            (limit,) = set(limits[i * n : (i + 1) * n])  # one limit for all samples of a request
+            # in the given order, as if the lengths were unknown
             place = float(len(ids) - i)
             prompt = Prompt(i, i, row, "", "random", "", {}, expected_length=place)
             requests.append(GroupRequest(prompt, SamplingParams(n, limit)))
@@ -230,7 +230,7 @@ class Engine:
         return sum(len(r.tokens) for r in responses)
 
     def measures(self) -> dict[str, Any]:
-        """Ceilings, what decode must read, and compilations since the last call."""
+        """Ceilings, bytes that decode must read, and compilations since the last call."""
         record: dict[str, Any] = {"compilations": self.compilations.take()}
         record |= self.ceilings.measure()
         if self.case.fixed:
@@ -238,16 +238,16 @@ class Engine:
         return record
 
     def peak_gb(self) -> float:
-        """Of this process on CPU; of the device, whose peak cannot be reset, before the ceilings.
+        """Peak memory: of this process on CPU, otherwise of the device before the ceilings ran.
 
-        Sizes are static: a few tokens take as much memory there as many.
+        A device's peak cannot be reset. Sizes are static: few tokens need as much memory as many.
         """
         cpu = jax.default_backend() == "cpu"
         return peak_memory_gb() if cpu else self.device_peak_gb
 
 
 def open_side(options: dict[str, Any]) -> Callable[[Case], Decoder]:
-    """The weights, on the first device. ValueError if there is none of the platform asked for."""
+    """Loads the weights on the first device. Raises ValueError if the platform is not available."""
     if options["platform"] == "cpu":
         jax.config.update("jax_platforms", "cpu")
     if jax.default_backend() != options["platform"]:

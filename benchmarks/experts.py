@@ -1,11 +1,11 @@
-"""A layer's mixture of experts by blocks, by ragged_dot, and by every expert for every token.
+"""Mixture of experts of one layer: by blocks, by ragged_dot, and by all experts for all tokens.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --hidden 2048 --mlp 768 --experts 128 --active 8 --tokens 16 4096
 
-Time of the forward pass and of it with the gradient, by turns, the shortest of some rounds, and the
-temporaries of the latter, by the compiler. `one MLP` is a dense one as wide as the experts of a
-token together: the same work without a choice. Prints a Markdown table.
+Times of the forward pass and of the forward pass with gradient, interleaved, the shortest of
+several rounds; temporaries of the latter as reported by the compiler. `one MLP` is a dense MLP as
+wide as the active experts together: the same work without routing. Prints a Markdown table.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 def every_expert(h, weight, expert, gate, up, down):
-    """Each token through all experts, weighted by 0 where it was not sent."""
+    """Runs each token through all experts, with weight 0 for those not chosen."""
     iota = jnp.arange(gate.shape[0], dtype=jnp.int32)
     hit = expert[..., None] == iota[None, None, None]
     scale = jnp.where(hit, weight[..., None], 0.0).sum(2)[0]
@@ -47,7 +47,7 @@ def every_expert(h, weight, expert, gate, up, down):
 
 
 def one_mlp(h, weight, expert, gate, up, down):
-    """A dense one of the active experts' width."""
+    """Runs a dense MLP of the active experts' total width."""
     count = expert.shape[-1]
 
     def wide(x):
@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[..., jax.Array]] = {
 
 
 def inputs_of(args: argparse.Namespace, tokens: int) -> tuple[jax.Array, ...]:
-    """(h, weight, expert, gate, up, down), experts drawn at random."""
+    """Inputs of a layer, (h, weight, expert, gate, up, down), with experts drawn at random."""
     rng = np.random.default_rng(0)
     d, f, e, k = args.hidden, args.mlp, args.experts, args.active
     expert = rng.random((1, tokens, e)).argsort(axis=-1)[..., :k]
@@ -85,7 +85,7 @@ def inputs_of(args: argparse.Namespace, tokens: int) -> tuple[jax.Array, ...]:
 
 
 def programs_of(way: Callable[..., jax.Array], inputs: Any) -> list[Any]:
-    """The compiled forward pass, and that with the gradient of all floats."""
+    """The compiled forward pass, and the forward pass with the gradient of all floats."""
 
     def loss(*inputs):
         return jnp.sum(jnp.square(way(*inputs).astype(jnp.float32)))

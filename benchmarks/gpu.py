@@ -1,28 +1,28 @@
-"""One accelerator, one command: right first, then how fast. For a GPU; a TPU or CPU will do.
+"""Checks and benchmarks of one machine in one command, for a GPU, a TPU or a CPU.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python benchmarks/gpu.py --out=gpu.json
     python benchmarks/gpu.py --parts=update --models=random:configs/shapes/llama32_1b \\
         --micro-rows=1,2,4,8 --remat=dots
     python benchmarks/gpu.py --quick
 
-On the devices that JAX finds, in one process, without the network; random weights. Several devices
-divide parameters and rows among them. Parts:
+Runs on the devices that JAX finds, in one process, without the network, with random weights.
+Several devices divide parameters and rows. Parts:
 
 check   log-probs, loss, gradient and sampled tokens of a small model against this machine's CPU, in
-        float32, and in bfloat16 by the platform's kernels. What is wrong ends the program with
-        exit code 1 before anything is timed; JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
-update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW. MFU counts what the
-        mathematics needs (models/model_flops.py), causal attention half of a square.
-decode  256 slots a device, prompts of 512 tokens, 512 new ones: tokens/s, and the share of the
+        float32, and in bfloat16 by the platform's kernels. A wrong result ends the program with
+        exit code 1 before anything is timed. JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
+update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW. MFU counts the FLOPs
+        of the mathematics (models/model_flops.py), causal attention as half of a square.
+decode  256 slots per device, prompts of 512 tokens, 512 new tokens: tokens/s, and the share of the
         bandwidth.
 step    whole GRPO steps as scripts/train.py runs them, 32 prompts x 16 samples x up to 512 tokens,
-        and each segment's seconds beside those that a roofline predicts at the chip's peak rates.
-        It starts a reward's process, and writes some MB into a temporary folder.
+        and each segment's seconds next to the roofline's prediction at the chip's peak rates.
+        Starts a process for the reward, and writes some MB into a temporary folder.
 
-Every result is written to --out as soon as it is there. What does not fit is told, and the next
-part begins; none begins after --minutes. Tables for docs/benchmarks.md come at the end. The peaks
-of a device that planning/chips.py does not know, a CPU's, are measured beforehand. Exit code 1:
-something was wrong or broke; 2: a mistake that you can mend, said in one line.
+Every result is written to --out at once. A part that does not fit is reported, and the next part
+begins; no part begins after --minutes. Tables for docs/benchmarks.md are printed at the end. Peak
+rates of devices that are not in planning/chips.py, such as CPUs, are measured first. Exit code 1: a
+wrong result or a failure; 2: a user error, in one line.
 """
 
 import argparse
@@ -70,16 +70,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
-    parser.add_argument("--models", default="", help="sources, with commas between")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--models", default="", help="model sources, comma-separated")
     parser.add_argument("--out", default="gpu.json", help="file for the results")
     parser.add_argument("--minutes", type=float, default=10, help="no part begins after that")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that all works")
-    parser.add_argument(
-        "--micro-rows", default="", help="of a device in an update, with commas between"
-    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check the setup")
+    parser.add_argument("--micro-rows", default="", help="per device in an update, comma-separated")
     parser.add_argument("--remat", choices=REMATS, default="none")
-    parser.add_argument("--step-rows", type=int, default=1, help="of a device at a time, in a step")
+    parser.add_argument("--step-rows", type=int, default=1, help="per device at a time, in a step")
     args = parser.parse_args()
     args.parts = args.parts.split(",")
     for part in args.parts:
@@ -97,26 +95,26 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Results:
-    """What has come so far, in a file."""
+    """Results so far, in a file."""
 
     def __init__(self, path: pathlib.Path, about: dict[str, Any]):
         self._path, self._tree = path, about | {"results": []}
         self.save()
 
     def add(self, part: str, model: str, found: dict[str, Any]) -> None:
-        """Takes a part's result, and writes all of them."""
+        """Adds the result of a part, and writes all results."""
         self._tree["results"].append({"part": part, "model": model} | found)
         self.save()
 
     def save(self) -> None:
-        """Replaces the file as a whole."""
+        """Replaces the file atomically."""
         beside = self._path.with_suffix(".tmp")
         beside.write_text(json.dumps(self._tree, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self._path)
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """Sizes for the devices that are there."""
+    """Sizes for the available devices."""
     work = QUICK if args.quick else Work()
     chosen = dataclasses.replace(work, micro_rows=args.micro_rows or work.micro_rows)
     return chosen.on(jax.device_count())
@@ -125,7 +123,7 @@ def work_of(args: argparse.Namespace) -> Work:
 def tasks(
     args: argparse.Namespace, chip: Chip, folder: pathlib.Path
 ) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
-    """(part, model, what measures it), those of the first model before all others."""
+    """(part, model, function that measures it), the first model before all others."""
     work, step_rows = work_of(args), args.step_rows * jax.device_count()
     for model in args.models:
         name = model.rpartition("/")[2]
@@ -142,9 +140,9 @@ def tasks(
 
 
 def measure(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result; of what is too large or does not fit together {"error": why}.
+    """The result, or {"error": reason} if sizes are too large or do not fit together.
 
-    Of anything else that goes wrong a "traceback" too: what other parts give is worth having.
+    Other exceptions add a "traceback", so that the results of the other parts are kept.
     """
     try:
         return run()
@@ -159,7 +157,7 @@ def measure(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def row(part: str, model: str, found: dict[str, Any]) -> str:
-    """A line of the part's table in docs/benchmarks.md."""
+    """A row of the part's table in docs/benchmarks.md."""
     if "error" in found:
         return f"| {model} | {found['error']} |"
     if part == "update":
@@ -192,7 +190,7 @@ def row(part: str, model: str, found: dict[str, Any]) -> str:
 
 
 def about(chip: Chip, rates: Chip) -> dict[str, Any]:
-    """The machine, and when."""
+    """The machine and the date."""
     return {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -209,7 +207,7 @@ def about(chip: Chip, rates: Chip) -> dict[str, Any]:
 
 
 def has_cpu() -> bool:
-    """Whether JAX has this machine's CPU beside its accelerator."""
+    """Whether JAX has this machine's CPU in addition to its accelerator."""
     try:
         return bool(jax.devices("cpu"))
     except RuntimeError:
@@ -258,7 +256,7 @@ def main() -> int:
             print(f"{part} {rows[part][-1]}", flush=True)
             if "segments" in found:
                 print(f"\n{describe_segments(found['segments'])}\n", flush=True)
-            gc.collect()  # what an error's traceback held
+            gc.collect()  # arrays referenced by an error's traceback
     for part, lines in rows.items():
         print(f"\n| {' | '.join(TITLES[part])} |\n|{'---|' * len(TITLES[part])}", *lines, sep="\n")
     print(f"\nwrote {args.out} after {(time.perf_counter() - started) / 60:.1f} minutes")

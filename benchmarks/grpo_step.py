@@ -1,4 +1,4 @@
-"""Time of one GRPO step on a small Llama, alone or taking turns with google-tunix.
+"""Time of one GRPO step on a small Llama, alone or alternating with google-tunix.
 
 python benchmarks/grpo_step.py --case=early --beta=0.04
 python benchmarks/grpo_step.py --compare --peer-python=/tmp/peer_venv/bin/python
@@ -8,9 +8,9 @@ CPU device, one update per step. Case "fixed": 64 new tokens, nothing ends a res
 up to 256, and the last 2 % of the vocabulary end a response. Every step walks the grpo plan with
 the run's own engine, coordinator and stages; only prompts and reward are made here.
 
---compare runs both cases with and without KL, both sides resident and one of them working at a
-time. It exits with 1 if a goal is missed: fixed 1.2x faster per step, early 3x more useful tokens
-per second.
+--compare runs both cases with and without KL, with both sides resident and one of them running at a
+time. It exits with 1 if a goal is missed: "fixed" 1.2x faster per step, "early" 3x more useful
+tokens per second.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from distflow_jax.training.training_config import TrainingConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"
 SHARED_FLAGS = ("new_tokens", "eos_frac", "prompts", "samples", "prompt_length", "beta", "lr")
-# the work, and what of our own settings fits it (docs/benchmarks.md says why)
+# the work, and our own settings for it (docs/benchmarks.md gives the reasons)
 CASES: dict[str, dict[str, Any]] = {
     "fixed": {
         "new_tokens": 64,
@@ -74,7 +74,7 @@ _PHASE_OF_NODE = {"rollout": "rollout_s", "reference": "reference_s", "actor_tra
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags; what a case sets can be overridden one by one."""
+    """Flags; each setting of a case can be overridden."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
     parser.add_argument("--json", default="", help="file for the result")
     parser.add_argument("--paced", action="store_true", help="a line of stdin starts each step")
-    parser.add_argument("--compare", action="store_true", help="take turns with the peer")
+    parser.add_argument("--compare", action="store_true", help="alternate with the peer")
     parser.add_argument("--peer-python", default="", help="interpreter that has google-tunix")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each side per case")
     parser.add_argument("--turn", type=int, default=1, help="steps per turn")
@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_config(args: argparse.Namespace) -> Config:
-    """The run's configuration; the optimizer is the peer's (optax.adamw as it comes)."""
+    """The run's configuration; the optimizer is the peer's (optax.adamw with its defaults)."""
     tied = int(args.tied)
     return Config(
         model=ModelSourceConfig(
@@ -149,7 +149,7 @@ def share_of_lower_half(vocab: int) -> Stage:
 
 
 def blocking(runner: Runner) -> Runner:
-    """The runner, returning only when what it computes is there: its span is then its time."""
+    """Wraps a runner so that it waits for its results: its span is then its time."""
 
     def wrapper(states, values):
         return jax.block_until_ready(runner(states, values))
@@ -170,7 +170,7 @@ def build(
     config, graph = plan_run.settle(config)
     sizes = derive_sizes(config, source.config, machine, graph)
     plan = plan_run.make_plan(config, graph, sizes)
-    # neither loader nor reward pool: prompts and scores are made here
+    # no loader and no reward pool: prompts and scores are made here
     prepared = plan_run.PreparedRun(
         config=config,
         graph=graph,
@@ -229,7 +229,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         spent = spans.take()
         record |= {_PHASE_OF_NODE[n]: s for n, s in spent.items() if n in _PHASE_OF_NODE}
         responses = coordinator.samples().response
-        # the end token is left out, because the peer leaves it out of its responses
+        # without the end token, which the peer leaves out of its responses
         record["tokens"] = sum(int((~np.isin(r, stop_ids)).sum()) for r in responses)
         yield record | {"reward": float(np.mean(coordinator.samples().fields["score"]))}
     compilations.close()
@@ -286,7 +286,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
-    """How many times better than the peer: seconds per step, and useful tokens per second."""
+    """Speedup over the peer: seconds per step, and useful tokens per second."""
     names = [f"{phase}_{kind}" for phase in ("step", "cpu") for kind in ("best", "median")]
     result = {name: peer[name] / ours[name] for name in names}
     rates = ("tokens_per_s_best", "tokens_per_s_median")
@@ -294,7 +294,7 @@ def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
 
 
 def describe(name: str, result: dict[str, float]) -> str:
-    """One line."""
+    """The summary of one side in one line."""
     parts = [
         f"{phase.removesuffix('_s')} {result[phase.removesuffix('_s') + '_best']:.3f}/"
         f"{result[phase.removesuffix('_s') + '_median']:.3f} s"

@@ -1,12 +1,12 @@
-"""Does the default run learn? configs/grpo_smollm2.py for three seeds, checked and drawn.
+"""Learning curve of the default run: configs/grpo_smollm2.py for three seeds, checked and drawn.
 
 python benchmarks/learning.py --workdir=runs/learning
 python benchmarks/learning.py --runs runs/learning/seed0 runs/learning/seed1 runs/learning/seed2
 
-The first form trains one seed after the other (a quarter of an hour each on two cores; a folder
-that is finished is not trained again), the second reads finished runs only. Each run must pass:
-mean reward of the last five steps at least 0.3 above that of the first five, and accuracy on
-held-out problems above the untrained model's by more than two standard errors of the difference.
+The first form trains one seed after the other (a quarter of an hour each on two cores; finished
+folders are not trained again), the second only reads finished runs. To pass, a run needs a mean
+reward of the last five steps at least 0.3 above that of the first five, and an accuracy on held-out
+problems above the untrained model's by more than two standard errors of the difference.
 Writes docs/curves.png, prints a row per run for docs/benchmarks.md, and exits with 1 if a run
 fails.
 """
@@ -35,7 +35,7 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one finished run shows. Accuracies are pairs (mean, standard error)."""
+    """Results of one finished run. Accuracies are pairs (mean, standard error)."""
 
     name: str
     reward: np.ndarray  # [steps], mean of each step's batch
@@ -56,16 +56,16 @@ class Result:
 
     @property
     def errors_apart(self) -> float:
-        """Gain in accuracy over its standard error, both evaluations taken as independent.
+        """Gain in accuracy over its standard error, with both evaluations taken as independent.
 
-        They ask the same questions, so the true error of the difference is smaller.
+        Both evaluations use the same problems, so the true error of the difference is smaller.
         """
         error = math.hypot(self.before[1], self.after[1])
         return (self.after[0] - self.before[0]) / max(error, 1e-12)
 
     @property
     def passes(self) -> bool:
-        """Whether the run learned what it must."""
+        """Whether the run passes."""
         return self.last >= self.first + LEAST_GAIN and self.errors_apart > LEAST_ERRORS
 
     def row(self) -> str:
@@ -84,7 +84,7 @@ class Result:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Where runs are or go, and which seeds."""
+    """Flags: folders of runs, seeds."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,13 +97,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(config: str, folder: pathlib.Path, seed: int) -> None:
-    """Trains one seed, or goes on with it. CalledProcessError if that fails."""
+    """Trains one seed, or resumes it. Raises CalledProcessError if that fails."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"--config={config}"]
     subprocess.run([*command, f"--workdir={folder}", f"--config.seed={seed}"], check=True)
 
 
 def read_run(folder: pathlib.Path) -> Result:
-    """Reads metrics.jsonl of a finished run. ValueError if it lacks an evaluation."""
+    """Reads metrics.jsonl of a finished run. Raises ValueError if it lacks an evaluation."""
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["step"] > 0]
     accuracies = []
@@ -127,7 +127,7 @@ def read_run(folder: pathlib.Path) -> Result:
 
 
 def draw(results: list[Result], path: pathlib.Path) -> None:
-    """Reward by step on the left, held-out accuracy before and after on the right."""
+    """Draws reward by step on the left, held-out accuracy before and after on the right."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9, 3.4), width_ratios=(2, 1), layout="constrained"
     )

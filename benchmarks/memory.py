@@ -1,12 +1,12 @@
-"""What an update takes in memory and time, by what it computes again and how moments are kept.
+"""Memory and time of an update, by rematerialisation and dtype of the moments.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --model=135m --prompts=2 --rounds=3
 
-The update of benchmarks/update.py (packed rows that share their prompts) on the devices that are
-there, compiled once for each setting; then all take turns, and the shortest time of each is told.
-Memory is the compiler's own figure for the program, and the bytes of the optimizer's state; the
-program's temporaries hold the gradients. Prints a Markdown table.
+Runs the update of benchmarks/update.py (packed rows with shared prompts) on the available devices,
+compiled once for each setting; runs are interleaved, and the shortest time of each is reported.
+Memory is the compiler's figure for the program, and the bytes of the optimizer's state; gradients
+are part of the program's temporaries. Prints a Markdown table.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="5m")
     parser.add_argument("--case", choices=sorted(CASES), default="short")
-    parser.add_argument("--prompts", type=int, default=8, help="each with its 8 responses is a row")
+    parser.add_argument("--prompts", type=int, default=8, help="each is a row with its 8 responses")
     parser.add_argument("--micro", type=int, default=1, help="rows at a time")
     parser.add_argument("--attention", choices=("masked", "blocks"), default="blocks")
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,7 +74,7 @@ class Case:
         return np.int32(0), np.float32(1)
 
     def step(self) -> None:
-        """One update, timed."""
+        """Runs and times one update."""
         start = time.perf_counter()
         numbers = self._numbers()
         self.state, _ = jax.block_until_ready(self.program(self.state, self.batch, *numbers))
@@ -86,7 +86,7 @@ def main() -> None:
     settings = [(remat, "float32") for remat in REMATS]
     settings += [("none", moments) for moments in MOMENTS[1:]]
     cases = {each: Case(args, *each) for each in settings}
-    for _ in range(args.rounds + 1):  # the first touches memory for the first time
+    for _ in range(args.rounds + 1):  # the first one also touches new memory
         for case in cases.values():
             case.step()
     print("| remat | moments | temporaries | optimizer | s a step |\n|---|---|---|---|---|")

@@ -1,14 +1,14 @@
-"""PPO with critic and reference beside the actor, against all three on all devices in turn.
+"""Placement of PPO's models: on separate submeshes, or all on all devices one after the other.
 
 python benchmarks/placement.py --devices=8 --rounds=6
 
-Three sides are resident in one process and take turns, a step each: "together" (every model on all
-devices), "beside" (the actor on the first half of them, critic and reference on a device each), and
-"waiting" (as together, with training.offload=idle). All take the same steps of configs/tiny.py.
-Prints a line per side with the median seconds of a step, of its part after the rollout, the ratio
-of these to "together" (median over rounds) and the most bytes in each kind of memory that live
-arrays of the side had after a node. XLA:CPU runs programs of several devices one
-after the other, so that only a part of one device works beside the others.
+Three sides are resident in one process and alternate, a step each: "together" (every model on all
+devices), "beside" (the actor on the first half of them, critic and reference on one device each),
+and "waiting" (as together, with training.offload=idle). All run the same steps of configs/tiny.py.
+Prints a line per side with the median seconds of a step, and of the step after the rollout, the
+ratios of these to "together" (median over rounds), and the most bytes that live arrays of the side
+took in each kind of memory after a node. XLA:CPU runs programs of several devices one after the
+other, so only programs on a single device overlap with others.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 DEVICES = next((a.split("=")[1] for a in sys.argv if a.startswith("--devices=")), "8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: it reads these once
-# threads of XLA:CPU, as many as devices otherwise: then small programs that wait for large ones can
-# take the threads that these need
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before the import of jax, which reads these once
+# threads of XLA:CPU; the default is one per device, where small programs that wait for large ones
+# can take the threads that the large ones need
 os.environ.setdefault("NPROC", "32")
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
@@ -53,7 +53,7 @@ COMMON = [
 
 
 def overrides_of(devices: int) -> dict[str, list[str]]:
-    """Side -> what of the config is its own."""
+    """Side -> overrides of the config."""
     half = devices // 2
     parts = {
         "ACTOR": {"devices": f"0:{half}"},
@@ -69,15 +69,15 @@ def overrides_of(devices: int) -> dict[str, list[str]]:
 
 @dataclasses.dataclass
 class Watch:
-    """Times the nodes of a step, and looks at memory after each."""
+    """Times the nodes of a step, and measures memory after each."""
 
     started: float = 0.0  # the first node after the rollout
     most: dict[str, int] = dataclasses.field(default_factory=dict)
-    others: dict[str, int] = dataclasses.field(default_factory=dict)  # what is not this side's
+    others: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes of other sides
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """As the worker asks for."""
+        """The interface of Spans, as the plan walker calls it."""
         if name != "rollout" and not self.started:
             self.started = time.perf_counter()
         yield
@@ -87,7 +87,7 @@ class Watch:
 
 
 class Side:
-    """One resident run that makes a step when it is told to."""
+    """One resident run, which runs a step on request."""
 
     def __init__(self, overrides: list[str]):
         config = from_config_dict(Config, override(tiny.get_config(), COMMON + overrides))
@@ -105,7 +105,7 @@ class Side:
             engine.compile(weights)
 
     def take_step(self, memory: bool) -> tuple[float, float]:
-        """Seconds of a step, and of its part after the rollout."""
+        """Seconds of a step, and of the step after the rollout."""
         prompts = next(self.prepared.loader)
         offload = self.runtime.offload
         self.watch = Watch(others=self.watch.others, most=self.watch.most)
@@ -132,7 +132,7 @@ class Side:
         return end - start, end - self.watch.started
 
     def memory(self) -> str:
-        """The most that was seen in each kind of memory."""
+        """The most bytes in each kind of memory, as text."""
         most = sorted(self.watch.most.items())
         return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most)
 
@@ -147,7 +147,7 @@ class _NoSpans:
 
 
 class _Started:
-    """Times a step without looking at memory, which would take time of its own."""
+    """Times a step without measuring memory, which takes time."""
 
     def __init__(self, watch: Watch):
         self._watch = watch

@@ -1,10 +1,10 @@
-"""By which collectives libtpu gathers weights and sums their gradients, by the mesh of a pod.
+"""Collectives with which libtpu gathers weights and sums their gradients, by mesh of a pod.
 
     python benchmarks/pod_collectives.py
 
 Compiles the gradient of 4 layers [8192, 8192] in bfloat16 whose weights are divided over fsdp (and
-tensor), for pods that are not there. Made for the table in docs/scaling.md; takes a minute or two,
-and requirements-tpu-plan.txt.
+tensor), for pods without access to them. Prints the table of docs/scaling.md in a minute or two;
+needs requirements-tpu-plan.txt.
 """
 
 import argparse

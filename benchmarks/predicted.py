@@ -1,15 +1,14 @@
-"""Seconds that a roofline predicts of each segment of a run, beside those that it takes here.
+"""Seconds per segment of a run on this machine: predicted by a roofline, and measured.
 
     python benchmarks/predicted.py
     python benchmarks/predicted.py --model=random:configs/shapes/llama32_1b --prompts=32 \\
         --samples=16 --response=512 --row-tokens=4096
 
-The rates are this machine's own, measured before and after: a plain product, memory read and
-written, and with several devices (XLA_FLAGS=--xla_force_host_platform_device_count=4) an
-all-gather. --peaks takes the maker's numbers instead, where distflow_jax/planning/chips.py has
-them. Programs are GRPO's with a reference model, as scripts/train.py compiles them, and the
-estimate is docs/scaling.md's own: the very one that plan.py --topology gives of a pod. Random
-weights of SmolLM2-135M's sizes.
+The rates are measured on this machine before and after: a plain product, memory read and written,
+and with several devices (XLA_FLAGS=--xla_force_host_platform_device_count=4) an all-gather. --peaks
+uses the vendor's numbers instead, if distflow_jax/planning/chips.py has them. Programs are those of
+GRPO with a reference model, as scripts/train.py compiles them. The estimate is that of
+docs/scaling.md, which plan.py --topology prints for pods. Random weights of SmolLM2-135M's sizes.
 """
 
 import argparse
@@ -40,21 +39,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=MODEL, help="a source, best one of random weights")
-    parser.add_argument("--prompts", type=int, default=2, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="responses to each")
+    parser.add_argument("--model", default=MODEL, help="model source, preferably random weights")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt")
     parser.add_argument("--prompt", type=int, default=64, help="longest, tokens")
     parser.add_argument("--response", type=int, default=64, help="longest, tokens")
     parser.add_argument("--row-tokens", type=int, default=128, help="of a packed row")
     parser.add_argument("--micro-rows", type=int, default=0, help="at a time; 0: 1 per data rank")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed, after a first one")
-    parser.add_argument("--peaks", action="store_true", help="the maker's rates, not measured ones")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after a first one")
+    parser.add_argument("--peaks", action="store_true", help="use the vendor's rates")
     parser.add_argument("--json", default="", help="file for the result")
     return parser.parse_args()
 
 
 def make_config(args: argparse.Namespace) -> Config:
-    """GRPO on additions; with rows of one sequence each, as by default, every row is filled."""
+    """GRPO on additions; with one sequence per row, the default here, every row is filled."""
     return Config(
         model=ModelSourceConfig(args.model),
         algorithm=AlgorithmConfig(kl_coef=0.04),

@@ -1,20 +1,19 @@
-"""Weak scaling of a whole GRPO step over processes: work per process fixed.
+"""Weak scaling of a whole GRPO step over processes, with fixed work per process.
 
 python benchmarks/scaling.py --processes 1 2 4 8 --json=scaling.json
 
 Each process has 16 prompts x 8 samples of a 4.98 M-parameter Llama (or --model). On one machine the
-processes share its cores, so wall time says nothing; what is compared is the CPU-seconds that the
-job spends per process and step, of all threads: E(N) = CPU-s per process with 1 / with N.
+processes share its cores, so wall time is not meaningful. The comparison is of CPU-seconds per
+process and step, over all threads: E(N) = CPU-s per process with 1 process / with N.
 
-A second of a core is not always the same: clock, neighbours on the host and the other core's work
-change what it does. A thread of this script therefore does a fixed piece of work all along, 2 % of
-a core; `adjusted` is E(N) in units of the CPU-seconds which that piece took during each run. Beside
-it stands what the coordinator costs: CPU-seconds of the main thread in collectives among hosts and
-in assigning, packing and moving the batch.
+The speed of a core varies with its clock, other users of the host and the load of the other core. A
+thread of this script therefore repeats a fixed piece of work throughout, 2 % of a core; `adjusted`
+is E(N) in units of the CPU-seconds that this piece took during each run. The table also has the
+cost of the coordinator: CPU-seconds of the main thread in collectives among hosts and in assigning,
+packing and moving the batch.
 
-Parameters are held whole on each process (mesh.tensor=1, fsdp over the N processes): the reduction
-of gradients is part of the step, and grows with N on any machine; --no-update leaves it out to show
-generation, rewards and redistribution alone.
+fsdp spans the N processes (mesh.tensor=1). The reduction of gradients is part of the step, and
+grows with N on any machine.
 """
 
 import argparse
@@ -38,7 +37,7 @@ HEADER = (
 
 
 class Pace:
-    """How much CPU time a fixed piece of work takes while something else runs."""
+    """CPU time of a fixed piece of work while something else runs."""
 
     def __init__(self):
         self._stop, self._seconds = threading.Event(), []
@@ -46,7 +45,7 @@ class Pace:
 
     def _watch(self) -> None:
         square = np.random.default_rng(0).random((256, 256), np.float32)
-        large = np.random.default_rng(1).random(1 << 21)  # 16 MB: memory is a part of it
+        large = np.random.default_rng(1).random(1 << 21)  # 16 MB: includes the speed of memory
         while not self._stop.wait(0.5):
             start = time.thread_time()
             for _ in range(4):
@@ -89,7 +88,7 @@ def command(processes: int, args: argparse.Namespace, workdir: pathlib.Path) -> 
 
 
 def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
-    """One run; the mean over its timed steps."""
+    """Runs once; returns means over the timed steps."""
     with tempfile.TemporaryDirectory() as folder:
         env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
         with Pace() as pace:
@@ -120,7 +119,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs every number of processes in turn, several times, and prints the table."""
+    """Runs every number of processes, `rounds` times interleaved, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--model", default=MODEL)

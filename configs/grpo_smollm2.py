@@ -1,10 +1,10 @@
-"""GRPO on SmolLM2-135M-Instruct: two-digit additions, on a laptop's CPU in a quarter of an hour.
+"""GRPO on SmolLM2-135M-Instruct: two-digit additions, in a quarter of an hour on a laptop's CPU.
 
     make train
     python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/grpo_smollm2
 
-The untrained model answers few of "What is 12 + 35? Answer with just the number." with nothing but
-the number; after 20 steps most are right. docs/benchmarks.md has the curves and times.
+To "What is 12 + 35? Answer with just the number." the untrained model rarely answers with only the
+number; after 20 steps most answers are right. docs/benchmarks.md has the curves and times.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.rollout.num_samples = 8
     config.rollout.max_response_length = 16
     config.reward.function = "gsm8k"  # the last number of the response counts
-    config.algorithm.clip_high = 0.28  # clip-higher (DAPO): leaves room for rare good answers
+    config.algorithm.clip_high = 0.28  # clip-higher (DAPO): rare good answers may grow faster
     config.training.steps = 20
     config.training.optimizer.lr = 1e-5
     config.eval.dataset = "task:arithmetic?operands=2&operators=+&digits=2&held_out=1"

@@ -4,8 +4,8 @@
         --config.data.train=gsm8k/train.jsonl --config.eval.dataset=gsm8k/test.jsonl
 
 The files have GSM8K's columns, question and answer. The model may end a turn with
-<tool>12*7</tool>, reads <result>84</result>, and goes on; docs/environments.md says more. Only a
-number after #### counts, so that no result of the calculator passes for an answer.
+<tool>12*7</tool>; the next turn follows <result>84</result> (docs/environments.md). Only a number
+after #### counts as an answer, so that a result of the calculator does not.
 """
 
 from ml_collections import ConfigDict
@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.config.run_config import Config
 
-# A small model calls no tool because it was told how, but because it has seen how: the system
-# prompt goes on with two conversations, whose turns are spelled as in the model's chat template.
+# A small model needs examples to call a tool: after the instruction, the system prompt contains two
+# conversations, whose turns are written as in the model's chat template.
 DEMONSTRATIONS = (
     ("A pen costs 23 dollars. How much do 19 pens cost?", "<tool>23*19</tool>"),
     ("<result>437</result>", "#### 437"),
@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_turns = 4
     config.reward.function = "gsm8k"
     config.reward.kwargs = {"method": "strict"}
-    config.algorithm.clip_high = 0.28  # clip-higher (DAPO): leaves room for rare good answers
+    config.algorithm.clip_high = 0.28  # clip-higher (DAPO): rare good answers may grow faster
     config.training.steps = 200
     config.training.row_tokens = 1024
     config.training.optimizer.lr = 2e-6

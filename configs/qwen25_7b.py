@@ -5,9 +5,9 @@
     python scripts/plan.py --config=configs/qwen25_7b.py:v5p-64,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_7b
 
-The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). What plan.py says of the
-fewest chips that a choice takes: GiB of HBM in the fullest segment, and how much is to spare. Those
-by formulas know no temporaries, which take a part of what is to spare.
+The text after the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
+fewest chips per choice: GiB of HBM in the fullest segment, and the share to spare. Rows by
+formulas have no temporaries, which take some of that share.
 
 choice      topology     fullest       to spare  how
 v5e-256,8k  v5e:16x16     8.1 of 15.8     49 %   formulas
@@ -20,7 +20,7 @@ h100-8,32k  h100:1x8     31.7 of 70.8     55 %   formulas
 h200-8,8k   h200:1x8     38.4 of 124.8    69 %   formulas
 h200-8,32k  h200:1x8     38.9 of 124.8    69 %   formulas
 
-64k is beyond the 32,768 positions of its training: model.yarn_factor=4, as its model card has it.
+64k exceeds the 32,768 positions of its training: model.yarn_factor=4, as in its model card.
 """
 
 from ml_collections import ConfigDict
@@ -42,7 +42,7 @@ DIVISIONS = {
 
 
 def get_config(choice: str = "v5p-64,8k") -> ConfigDict:
-    """8 responses to each of 2 prompts per chip and step (at 8k), one update, a KL to the start."""
+    """2 prompts x 8 responses per chip and step (at 8k), one update, KL to the initial model."""
     return to_config_dict(
         grpo("hf:Qwen/Qwen2.5-7B-Instruct", choice, DIVISIONS, positions=32_768, yarn_factor=4.0)
     )

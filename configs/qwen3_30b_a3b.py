@@ -5,9 +5,9 @@
     python scripts/plan.py --config=configs/qwen3_30b_a3b.py:v5p-64,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen3_30b_a3b
 
-The text behind the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). What plan.py says of the
-fewest chips that a choice takes: GiB of HBM in the fullest segment, and how much is to spare. Those
-by formulas know no temporaries, which take a part of what is to spare.
+The text after the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
+fewest chips per choice: GiB of HBM in the fullest segment, and the share to spare. Rows by
+formulas have no temporaries, which take some of that share.
 
 choice      topology     fullest       to spare  how
 v5e-256,8k  v5e:16x16    10.0 of 15.8     36 %   formulas; offload=idle, int8 samplers
@@ -20,7 +20,7 @@ h200-8,8k   h200:1x8     76.8 of 124.8    38 %   formulas; offload=idle
 h200-16,32k h200:2x8     34.2 of 124.8    73 %   formulas; offload=idle
 h200-32,64k h200:4x8     30.2 of 124.8    76 %   formulas; offload=idle
 
-The release of July 2025 has 262,144 positions, and so 64k; its network is that of Qwen3-30B-A3B.
+The release of July 2025 has 262,144 positions, enough for 64k; its network is Qwen3-30B-A3B's.
 """
 
 from ml_collections import ConfigDict
@@ -44,7 +44,7 @@ DIVISIONS = {
 
 
 def get_config(choice: str = "v5p-64,8k") -> ConfigDict:
-    """8 responses to each of 2 prompts per chip and step (at 8k), one update, a KL to the start."""
+    """2 prompts x 8 responses per chip and step (at 8k), one update, KL to the initial model."""
     return to_config_dict(
         grpo("hf:Qwen/Qwen3-30B-A3B-Instruct-2507", choice, DIVISIONS, positions=262_144)
     )

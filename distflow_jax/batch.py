@@ -14,10 +14,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt as the loader issues it.
+    """A prompt of the loader.
 
-    `counter` is its place in the global order of the run (the first half of every uid made from
-    it). `row` is its place in the data set. `tokens` int32 [P].
+    `counter` is the place in the global order of the run, the first half of the uids of all
+    responses. `row` is the place in the data set. `tokens` int32 [P].
     """
 
     counter: int
@@ -27,7 +27,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
-    expected_length: float = 0.0  # tokens of its responses, as far as known; long ones start first
+    expected_length: float = 0.0  # tokens of a response, as far as known; long ones start first
     answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
 
 
@@ -35,13 +35,13 @@ class Prompt:
 class Samples:
     """Responses of this process, one entry per response in every column.
 
-    `response` and `response_mask` hold one array per sample. `sample` is the index within the
-    group, so that uid = (counter, sample) is unique over the run. `fields` holds every other host
-    column by its name in the DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
+    `response` and `response_mask` hold one array per sample. `uid` is unique over the run and keys
+    the noise that sampled the response. `fields` holds every other host column by its name in the
+    DAG: rollout_logp (float32 [T_i] each), version, finished, score, ...
     """
 
     prompt: list[Prompt]
-    sample: np.ndarray  # int32 [N]
+    uid: np.ndarray  # int64 [N, 2]: counter of the prompt, number of the sample in its group
     response: list[np.ndarray]  # int32 [T_i]; the end token is part of it
     response_mask: list[np.ndarray]  # bool [T_i]; False on tokens the policy did not choose
     fields: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class Rows:
     Sequence s of a row is segment s + 1; segment 0 is padding. A prompt that several responses of a
     row share is a segment above S, and their `parent`. `previous` is the index in the row whose
     hidden state predicts the token. Sequences keep their place in every field of the batch. (group,
-    sample) orders all sequences of a step, wherever they lie; of a preference pair sample 0 is the
+    member) orders all sequences of a step, wherever they lie; of a preference pair member 0 is the
     chosen one.
     """
 
@@ -69,7 +69,7 @@ class Rows:
     response_mask: Any  # bool [K, R, L]
     parent: Any  # int32 [K, R, S]; segment of the sequence's prompt (its own where not shared)
     group: Any  # int32 [K, R, S]; index of the prompt within the step
-    sample: Any  # int32 [K, R, S]; index of the response within its group
+    member: Any  # int32 [K, R, S]; place of the response within its group, from 0
     valid: Any  # bool [K, R, S]
     length: Any  # int32 [K, R, S]; number of masked-in response tokens
     # int8 or int16 [K, R, L, layers, experts of a token]: those that a mixture is to send each
@@ -79,12 +79,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class TokenColumn:
-    """What a host column with an array per response has for each token."""
+    """Shape and dtype of a host column with an array per response: one entry per token."""
 
     shape: tuple[int, ...] = ()  # of one token's numbers; (): one number
     dtype: str = "float32"
-    prompt: bool = False  # whether those of the prompt come before those of the response
-    fill: float = 0  # where rows hold none of it
+    prompt: bool = False  # whether entries of the prompt come before those of the response
+    fill: float = 0  # value of padding
 
     def entry_shape(self, prompt: int, response: int) -> tuple[int, ...]:
         """Shape of one entry, for a prompt and a response of so many tokens."""
@@ -106,10 +106,10 @@ class RowShape:
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """What goes into rows: prompts and responses that a process holds, whoever sampled them."""
+    """Prompts and responses of a process's rows, sampled here or elsewhere."""
 
     group: Sequence[int]  # [N], number of the prompt within the step
-    sample: Sequence[int]  # [N], number of the response within its group
+    member: Sequence[int]  # [N], place of the response within its group
     prompt: Sequence[np.ndarray]  # int32 [P_i] each
     response: Sequence[np.ndarray]  # int32 [T_i] each
     response_mask: Sequence[np.ndarray]  # bool [T_i] each
@@ -120,10 +120,10 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where each sequence lies: the result of packing, applied to any number of fields.
+    """Row and slot of each sequence: the result of packing, applied to any number of fields.
 
     `at[k][r]` lists the sequences of a row in the order of their slots, as numbers into Sequences;
-    `shared` tells whether those of one prompt share one copy of it within a row.
+    `shared`: whether the sequences of a prompt share one copy of it within a row.
     """
 
     shape: RowShape
@@ -137,7 +137,7 @@ class Placement:
                 yield (k, r), members
 
 
-def _row_parts(sequences: Sequences, members: Sequence[int], placement: Placement):
+def _spans(sequences: Sequences, members: Sequence[int], placement: Placement):
     """Yields (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
     start, prompt_at = 0, {}
     for slot, i in enumerate(members):
@@ -159,7 +159,7 @@ def _row_parts(sequences: Sequences, members: Sequence[int], placement: Placemen
 
 
 def to_rows(sequences: Sequences, placement: Placement) -> Rows:
-    """Builds this process's Rows (NumPy) from the sequences it holds."""
+    """This process's sequences as Rows of NumPy arrays, [K, R, L] and [K, R, S]."""
     s = placement.shape
     token_shape = (s.mini_batches, s.rows, s.tokens)
     sequence_shape = (s.mini_batches, s.rows, s.sequences)
@@ -168,12 +168,12 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
         response_mask=np.zeros(token_shape, bool),
         parent=np.zeros(sequence_shape, np.int32),
         group=np.zeros(sequence_shape, np.int32),
-        sample=np.zeros(sequence_shape, np.int32),
+        member=np.zeros(sequence_shape, np.int32),
         valid=np.zeros(sequence_shape, bool),
         length=np.zeros(sequence_shape, np.int32),
     )
     for at, members in placement.rows():
-        for i, slot, parent, prompt_start, last, start in _row_parts(sequences, members, placement):
+        for i, slot, parent, prompt_start, last, start in _spans(sequences, members, placement):
             prompt, response = sequences.prompt[i], sequences.response[i]
             size, end = len(prompt), start + len(response)
             if prompt_start is not None:
@@ -192,7 +192,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
             rows.response_mask[at][start:end] = sequences.response_mask[i]
             rows.parent[at][slot] = parent
             rows.group[at][slot] = sequences.group[i]
-            rows.sample[at][slot] = sequences.sample[i]
+            rows.member[at][slot] = sequences.member[i]
             rows.valid[at][slot] = True
             rows.length[at][slot] = int(np.sum(sequences.response_mask[i]))
     return rows
@@ -206,13 +206,13 @@ def token_field(
 ) -> np.ndarray:
     """Per-token values, one array per sequence as `column` says: [K, R, L, *column.shape].
 
-    A prompt that several responses of a row share has what came with the first of them.
+    A prompt that several responses of a row share takes the entries of the first response.
     """
     s = placement.shape
     shape = (s.mini_batches, s.rows, s.tokens, *column.shape)
     out = np.full(shape, column.fill, column.dtype)
     for at, members in placement.rows():
-        for i, _, _, prompt_start, _, start in _row_parts(sequences, members, placement):
+        for i, _, _, prompt_start, _, start in _spans(sequences, members, placement):
             own = values[i]
             if column.prompt:
                 size = len(sequences.prompt[i])
@@ -236,16 +236,16 @@ def sequence_field(placement: Placement, values: Sequence[float]) -> np.ndarray:
 def from_token_field(
     sequences: Sequences, placement: Placement, field: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """Inverse of token_field: sequence -> its response's values, of those in the rows."""
+    """Inverse of token_field: field [K, R, L] -> values of each sequence's response, [T_i]."""
     return {
         i: field[at][start : start + len(sequences.response[i])]
         for at, members in placement.rows()
-        for i, *_, start in _row_parts(sequences, members, placement)
+        for i, *_, start in _spans(sequences, members, placement)
     }
 
 
 def from_sequence_field(placement: Placement, field: np.ndarray) -> dict[int, np.generic]:
-    """Inverse of sequence_field: sequence -> its number."""
+    """Inverse of sequence_field: field [K, R, S] -> number of each sequence."""
     return {
         i: field[at][slot] for at, members in placement.rows() for slot, i in enumerate(members)
     }

@@ -1,5 +1,4 @@
-"""Records that several layers share: where data lies, and how it gets from one stage to the
-next."""
+"""Layouts of fields, the edges between them, and names of fields with a meaning of their own."""
 
 import dataclasses
 from typing import Any
@@ -7,8 +6,11 @@ from typing import Any
 # A field that decides, when a node on the host writes it, which responses there are from then on:
 # one integer per response. 0 drops it; the others of a prompt are put in the order of their numbers
 KEEP = "keep"
-# What samplers write of a mixture, and its training reads: the experts that each token of prompt
-# and response went through, integers [tokens, layers, experts of a token], -1 where not known
+# The field that meshes have in place of these columns of the host: batch.Rows, packed of them
+ROWS = "rows"
+ROWS_COLUMNS = ("prompt", "response", "response_mask")
+# Written by samplers of a mixture, read by its training: the experts of each token of prompt and
+# response, integers [tokens, layers, experts of a token], -1 where unknown
 ROUTED_EXPERTS = "routed_experts"
 
 Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/metrics.md)
@@ -16,7 +18,7 @@ Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/me
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a stage keeps its fields.
+    """Placement of a stage's fields.
 
     `kind` is "host" (ragged NumPy columns, this process's share) or "mesh" (packed device arrays);
     `axes` are the mesh axes with their global sizes, in mesh order, e.g. (("fsdp", 4), ("tensor",
@@ -50,9 +52,9 @@ class Layout:
 class Edge:
     """One field on its way from the node that writes it to a node that reads it.
 
-    `source` is None for a field that the loader gives. `move` is decided by the planner from the
-    two layouts alone: "stay" (equal layouts), "pack" (host to mesh), "unpack" (mesh to host),
-    "reshard" (mesh to another mesh) or "share" (between hosts and groups of hosts).
+    `source` is None for a field of the loader. `move` follows from the two layouts alone: "stay"
+    (equal layouts), "pack" (host to mesh), "unpack" (mesh to host), "reshard" (mesh to another
+    mesh) or "share" (between hosts and groups of hosts).
     """
 
     field: str

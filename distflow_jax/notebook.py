@@ -9,8 +9,8 @@
     run.samples(step=5)
     df.compare({"a": run, "b": df.load_run("/tmp/second")}, "critic/score/mean")
 
-Everything here is for one process, in the thread that a cell runs in. What a user can mend is a
-ValueError or a FileNotFoundError; nothing exits, and no state is kept between calls.
+All functions are for one process and run in the cell's thread. User errors raise ValueError or
+FileNotFoundError; nothing exits, and no state is kept between calls.
 """
 
 import dataclasses
@@ -53,19 +53,19 @@ from distflow_jax.rewards.records import RewardRequest
 from distflow_jax.user_functions import load_function
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-_HERE = "__main__"  # the module that cells define their functions in
+_HERE = "__main__"  # the module of functions that cells define
 _EXAMPLE_KEYS = ("response", "ground_truth", "prompt", "data_source", "extra_info")
 
 
-# -- what a run is to be ----------------------------------------------------------------------
+# -- configs ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run's configuration, and which of its keys somebody set.
+    """A run's configuration, and the keys that the user set.
 
-    `config` holds the values. The keys in `chosen` win over the settings of the graph, as those of
-    the command line do. A cell shows what differs from the defaults.
+    `config` holds the values. The keys in `chosen` have precedence over the graph's settings, as
+    those of the command line have. A cell shows the values that differ from the defaults.
     """
 
     name: str
@@ -73,15 +73,18 @@ class RunConfig:
     chosen: frozenset[str] = frozenset()
 
     def override(self, values: Mapping[str, Any]) -> "RunConfig":
-        """This one with other values at some keys, {"training.steps": 5}.
+        """Returns the config with other values at some keys, {"training.steps": 5}.
 
         A function stands for its name: {"dag": my_graph} is "my_module:my_graph". A path stands
-        for its text. Raises ValueError for an unknown key (the nearest is named), a section, or a
-        value of another type.
+        for its text.
+
+        Raises:
+          ValueError: an unknown key (the message names the nearest), a section, or a value of
+            another type.
         """
         for key in values:
             if not isinstance(key, str):
-                raise ValueError(f"keys are texts such as 'training.steps', got {key!r}")
+                raise ValueError(f"keys must be strings such as 'training.steps', got {key!r}")
         named = {key: _plain_value(key, value) for key, value in values.items()}
         config = with_values(self.config, named)
         return dataclasses.replace(self, config=config, chosen=self.chosen | named.keys())
@@ -101,7 +104,7 @@ class RunConfig:
             for key, value in sorted(table.items())
             if value != default.get(key)
         ]
-        title = f"config {self.name}: {len(rows)} values that are not the default"
+        title = f"config {self.name}: {len(rows)} values that differ from the defaults"
         return Table(rows, ("key", "value", "default"), title, shown=len(rows))
 
     def _repr_html_(self) -> str:
@@ -115,16 +118,16 @@ def load_config(
     source: str | os.PathLike | Config | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of a name, a file or an object, with other values at some keys.
+    """Loads a config by its name, from a file or an object, with other values at some keys.
 
     Args:
-      source: "tiny", a file of the project's configs/; a path to a .py file with a `get_config`;
-        or a Config, or the ConfigDict of one.
+      source: "tiny", a file of the project's configs/; the path of a .py file with a `get_config`;
+        a Config, or its ConfigDict.
       overrides: {"training.steps": 10, ...}, see RunConfig.override.
 
     Raises:
-      FileNotFoundError, ValueError: no such config (the nearest is named), one that cannot be
-        loaded, or overrides that do not fit it.
+      FileNotFoundError, ValueError: no such config (the message names the nearest), one that cannot
+        be loaded, or overrides that do not fit it.
     """
     name = "from a cell"
     if isinstance(source, str | os.PathLike):
@@ -144,19 +147,18 @@ def _config_file(source: str) -> str:
 
 
 def _plain_value(key: str, value: Any) -> Any:
-    """The value as it stands in a config."""
+    """The value in the form that a config holds: functions and paths become strings."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if not callable(value):
         return value
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "<")
     if module is None or "<" in name:
-        raise ValueError(f"{key}: {value!r} has no name to be found by; define it with def")
+        raise ValueError(f"{key}: {value!r} cannot be imported by name; define it with def")
     if key == "reward.function" and module == _HERE:
         raise ValueError(
-            f"reward.function: {name} is defined in a cell, and rewards run in processes of their "
-            f"own, which cannot see it; write it to a file with %%writefile rewards.py and name "
-            f"'rewards.py:{name}'"
+            f"reward.function: {name} is defined in a cell, which worker processes cannot import; "
+            f"write it to a file with %%writefile rewards.py and name 'rewards.py:{name}'"
         )
     return f"{module}:{name}"
 
@@ -166,7 +168,7 @@ def _plain_value(key: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PlanView:
-    """A run's plan: a cell shows its picture, with table and sizes folded up below it."""
+    """A run's plan. A cell shows its picture, with table and sizes folded below."""
 
     plan: Plan
     sizes: Table
@@ -189,9 +191,9 @@ class PlanView:
 
 
 def make_plan(config: RunConfig, *, devices: int = 0) -> PlanView:
-    """What a run would do: order, layouts, sizes. Trains nothing; opens the model, and no data.
+    """Plans a run: order, layouts, sizes. Trains nothing; opens the model, but no data.
 
-    `devices` plans for so many on one host, whatever this machine has; 0: this machine's.
+    `devices` is the number of devices of one host to plan for; 0: those of this machine.
     Raises ValueError or FileNotFoundError, as training would.
     """
     if devices < 0:
@@ -207,16 +209,16 @@ def make_plan(config: RunConfig, *, devices: int = 0) -> PlanView:
 
 
 def try_reward(config: RunConfig, examples: Iterable[Mapping[str, Any]]) -> Table:
-    """What the config's reward function says of examples, as a run would call it.
+    """Scores examples with the config's reward function, called as a run would call it.
 
     Args:
-      config: names the function, its kwargs and its deadline, under `reward`.
-      examples: {"response": text} each; `ground_truth`, `prompt`, `data_source`, `extra_info` where
-        the function asks for them.
+      config: its section `reward` names the function, its kwargs and its deadline.
+      examples: {"response": text} each, with `ground_truth`, `prompt`, `data_source`, `extra_info`
+        as the function needs them.
 
     Returns:
-      A row per example: `score`, `error` ("" if there was none), what else the function returned,
-      and the example. The length penalty of reward.overlong_buffer is not in the score.
+      A row per example: `score`, `error` ("" without one), the function's other numbers, and the
+      example. The length penalty of reward.overlong_buffer is not in the score.
 
     Raises:
       ValueError, FileNotFoundError: an example with other keys, or a function that cannot be
@@ -232,9 +234,9 @@ def try_reward(config: RunConfig, examples: Iterable[Mapping[str, Any]]) -> Tabl
     ]
     logged = dict.fromkeys(name for result in results for name in result.logged)
     errors = ["error"] if any(result.error for result in results) else []
-    given = [key for key in _EXAMPLE_KEYS if any(key in example for example in examples)]
+    keys = [key for key in _EXAMPLE_KEYS if any(key in example for example in examples)]
     title = f"reward {config['reward.function']}"
-    return Table(rows, ["score", *logged, *errors, *given], title, shown=len(rows))
+    return Table(rows, ["score", *logged, *errors, *keys], title, shown=len(rows))
 
 
 def _request(number: int, example: Mapping[str, Any]) -> RewardRequest:
@@ -243,7 +245,7 @@ def _request(number: int, example: Mapping[str, Any]) -> RewardRequest:
             raise ValueError(f"example {number}: unknown key {key!r} ({hint(key, _EXAMPLE_KEYS)})")
     if not isinstance(example.get("response"), str):
         raise ValueError(
-            f"example {number}: 'response' must be a text, got {example.get('response')!r}"
+            f"example {number}: 'response' must be a string, got {example.get('response')!r}"
         )
     return RewardRequest(
         data_source=example.get("data_source", ""),
@@ -258,14 +260,14 @@ def _request(number: int, example: Mapping[str, Any]) -> RewardRequest:
 
 
 def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
-    """Trains, or goes on with a run, and shows how far it is; returns what the run wrote.
+    """Trains a run, or resumes it, and shows its progress; returns its results.
 
-    `workdir` is the run's folder: the same one resumes it, and a finished one says so and trains
-    nothing. To interrupt the kernel costs the steps since the last checkpoint.
+    `workdir` is the run's folder: an unfinished run in it is resumed, a finished one is loaded
+    without training. An interrupted kernel loses the steps since the last checkpoint.
 
     Raises:
-      ValueError, FileNotFoundError: what can be mended, before any device works.
-      RuntimeError: the process was told to end (SIGTERM); there is a checkpoint.
+      ValueError, FileNotFoundError: a user error, found before any computation on devices.
+      RuntimeError: the process got SIGTERM; a checkpoint was saved.
     """
     try:
         code = run_lib.train_here(config.config, workdir, chosen=config.chosen)
@@ -275,27 +277,27 @@ def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
         raise
     if code == run_lib.EXIT_PREEMPTED:
         raise RuntimeError(
-            f"stopped by SIGTERM; train again with workdir {str(workdir)!r} to go on"
+            f"stopped by SIGTERM; call train with workdir {str(workdir)!r} again to resume"
         )
     return load_run(workdir)
 
 
 def load_run(workdir: str | os.PathLike) -> "Results":
-    """What a run's folder holds now, whether the run has ended, goes on, or was killed.
+    """Loads the results of a finished, running or killed run from its folder.
 
     Raises ValueError for a folder without a run.
     """
     folder = pathlib.Path(workdir)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} holds no run (no config.json); give a run's workdir")
+        raise ValueError(f"{str(folder)!r} has no config.json; give the workdir of a run")
     return Results(folder, read_run(folder))
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """A run's results, as they were in its folder when it was read. A cell shows the main curves.
+    """A run's results at the time when its folder was read. A cell shows the main curves.
 
-    `contents` is all that was read (report/read_run.py).
+    `contents` are all files that were read (report/read_run.py).
     """
 
     folder: pathlib.Path
@@ -303,16 +305,16 @@ class Results:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """{"step": 1, "critic/score/mean": 0.2, ...} per step; docs/metrics.md says what is what.
+        """{"step": 1, "critic/score/mean": 0.2, ...} per step; docs/metrics.md lists the names.
 
-        Step 0 holds the evaluation of the untrained weights, where there is one.
+        Step 0 has the evaluation of the untrained weights, if there is one.
         """
         return [{"step": step, **row} for step, row in self.contents.rows.items()]
 
     def curves(self, *names: str) -> Charts:
-        """A chart for each metric; one for mean, max and min if what they share is named.
+        """A chart per name: a metric, or the common start of the names of its mean, max and min.
 
-        Without names, those to look at first. Raises ValueError for a metric the run does not have.
+        Without names, the main metrics. Raises ValueError for an unknown metric.
         """
         charts = charts_of(self.contents.rows)
         names = names or tuple(
@@ -324,9 +326,9 @@ class Results:
         return Charts([(name, _lines(self.contents, name, charts)) for name in names])
 
     def samples(self, step: int | str | None = None) -> Table:
-        """Responses with their scores, one a row: those of a step, "eval-20", or the last step's.
+        """Responses with their scores, a row each: of a step, of "eval-20", or of the last step.
 
-        Raises ValueError, with the steps there are, if there are none of this one.
+        Raises ValueError, with the existing names, if there are none of this step.
         """
         if step is None:
             steps = (p.stem for p in (self.folder / "samples").glob("*.jsonl"))
@@ -338,7 +340,7 @@ class Results:
 
     def report(self) -> Page:
         """The run's report: curves, times, plan, samples and config on one page."""
-        return Page(page(self.contents), f"the report of {self.folder}: see report.html there")
+        return Page(page(self.contents), f"report of {self.folder}: see its report.html")
 
     def _repr_html_(self) -> str:
         facts = "".join(
@@ -356,10 +358,10 @@ class Results:
 
 
 def compare(runs: Mapping[str, Results], *names: str) -> Charts:
-    """A chart for each metric, with a line for each run, {"what it is called": results}.
+    """A chart per metric, with a line per run of `runs`, {label: results}.
 
-    Without names, of the reward. Raises ValueError for a metric that one of the runs does not have,
-    or more runs than there are colours.
+    Without names, a chart of the reward. Raises ValueError for a metric that one of the runs does
+    not have, and for more runs than there are colours.
     """
     if not 0 < len(runs) <= len(LINES):
         raise ValueError(f"compare takes 1 to {len(LINES)} runs, got {len(runs)}")
@@ -374,7 +376,7 @@ def compare(runs: Mapping[str, Results], *names: str) -> Charts:
 
 
 def _lines(run: RunFolder, name: str, charts: Mapping[str, Sequence[str]]) -> list[Series]:
-    """One line, or those of mean, max and min."""
+    """The line of a metric, or the lines of its mean, max and min."""
     words = {metric.rpartition("/")[2]: metric for metric in charts.get(name, ())}
     if name in words.values() or not words:
         return [_line(run, name)]

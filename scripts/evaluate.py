@@ -19,6 +19,7 @@ from ml_collections import config_flags
 from distflow_jax.config.command_line import define_job_flags, find_job, run_main
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
@@ -29,7 +30,6 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
-from distflow_jax.stages.stage_context import own_part
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
 RUN = flags.DEFINE_string("run", "", "Folder of a run: use its newest weights.")
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
             rewards,
             prompts,
             config.eval.sampling_params(config.rollout.max_response_length),
-            own=own_part(len(prompts), processes.process_index() % hosts, hosts),
+            own=entries_of_host(uid_column(prompts, 1), processes.process_index() % hosts, hosts),
             environments=environments,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
     source = open_model(config.model.source, **config.model.options())
     prompts = []
     for i, text in enumerate(texts):
-        asked = text if RAW.value else [{"role": "user", "content": text}]
-        rendered, tokens = source.tokenizer.encode_prompt(asked)
+        prompt = text if RAW.value else [{"role": "user", "content": text}]
+        rendered, tokens = source.tokenizer.encode_prompt(prompt)
         if len(tokens) > config.data.max_prompt_length:
             raise ValueError(
                 f"prompt {i + 1} has {len(tokens)} tokens, above config.data.max_prompt_length="

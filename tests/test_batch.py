@@ -6,6 +6,7 @@ from support.tiny_model import prompt_of, random_samples, rows_of, sequences_of
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import RowShape, Samples
+from distflow_jax.data.step_columns import uid_column
 
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 SHAPE = RowShape(mini_batches=2, rows=16, tokens=48, sequences=5)
@@ -68,7 +69,7 @@ def test_every_sequence_can_be_read_back_from_its_row(shared, ranks):
             prompt, response = samples.prompt[i], samples.response[i]
             segment, parent = slot + 1, rows.parent[k, r, slot]
             assert rows.group[k, r, slot] == prompt.counter
-            assert rows.sample[k, r, slot] == samples.sample[i]
+            assert rows.member[k, r, slot] == samples.uid[i, 1]
             assert rows.length[k, r, slot] == samples.response_mask[i].sum()
             # prompts are dealt to mini-batches as whole groups, by their number
             assert k == prompt.counter * SHAPE.mini_batches // 6
@@ -111,7 +112,7 @@ def test_empty_response_takes_no_token(shared):
     prompt = prompt_of(0, [5, 6, 7])
     responses = [np.zeros(0, np.int32), np.array([9], np.int32)]
     masks = [np.zeros(0, bool), np.ones(1, bool)]
-    samples = Samples([prompt, prompt], np.arange(2, dtype=np.int32), responses, masks)
+    samples = Samples([prompt, prompt], uid_column([prompt], 2), responses, masks)
     rows, placement = rows_of(samples, RowShape(1, 1, 12, 2), shared=shared)
     assert rows.valid.all()
     assert sorted(rows.length[0, 0]) == [0, 1]

@@ -1,7 +1,7 @@
-"""Whether a device computes what the CPU beside it does: the trainer's numbers, and sampled tokens.
+"""Comparison of a device with the CPU of its machine: the trainer's numbers, and sampled tokens.
 
-Float32 is compared with products as exact as the device has them, so that what differs is rounding;
-bfloat16 runs as in training, by the platform's Pallas kernels. Both against float32 on the CPU.
+Float32 uses the most exact products of the device, so that differences are rounding only. bfloat16
+runs as in training, with the platform's Pallas kernels. Both are compared with float32 on the CPU.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ MODEL = DecoderConfig(
     mlp_size=256,
     tie_embeddings=False,
 )
-# Largest error of a log-prob, of the loss, of the gradient by its norm; and by how much the CPU may
-# have preferred its own token where the device draws another one (perturbed logits). Float32: sums
-# in another order. bfloat16 has 8 bits: a CPU that computes in it is off by 0.1, 2e-6, 0.02, 0.07.
+# Largest errors of log-probs, of the loss, of the gradient (relative to its norm), and of perturbed
+# logits: the CPU's lead of its own token where the device draws another one. Float32: sums in
+# another order. bfloat16 has 8 bits: the errors of a CPU in bfloat16 are 0.1, 2e-6, 0.02, 0.07.
 TOLERANCES = {
     "float32": {"logp": 1e-3, "loss": 1e-4, "gradient": 1e-3, "margin": 1e-3},
     "bfloat16": {"logp": 0.25, "loss": 1e-3, "gradient": 0.06, "margin": 0.25},
 }
-# with entropy, since of one update per batch the policy loss itself is the same for all parameters
+# with entropy, since with one update per batch the policy loss does not depend on the parameters
 ALGORITHM = AlgorithmConfig(entropy_coef=0.1)
 _ROWS, _LENGTH, _SAMPLES, _PROMPT = 2, 512, 4, 100
-_RESPONSE = 40  # tokens that are sampled
+_RESPONSE = 40  # sampled tokens
 _TEMPERATURES = (0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One number that is compared."""
+    """One compared number."""
 
     what: str
     error: float
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the device is as near to the CPU as it has to be; never for what is no number."""
+        """Whether the error is within the tolerance; False for NaN."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def check(device: jax.Device) -> list[Comparison]:
 
 
 def _params() -> dict[str, Any]:
-    """Float32 NumPy parameters, larger than at birth: predictions are sharp, and tokens decided."""
+    """Float32 NumPy parameters, larger than at initialisation, so that predictions are sharp."""
     rng, flat = np.random.default_rng(0), {}
     for path, spec in param_specs(MODEL).items():
         noise = rng.standard_normal(spec.shape, np.float32)
@@ -94,7 +94,7 @@ def _params() -> dict[str, Any]:
 
 
 def _exact(dtype: str) -> contextlib.AbstractContextManager:
-    """Products of float32 in float32, which GPUs and TPUs do not make unless asked to."""
+    """Computes float32 products in float32, which is not the default on GPUs and TPUs."""
     exact = jax.default_matmul_precision("highest")
     return exact if dtype == "float32" else contextlib.nullcontext()
 
@@ -115,7 +115,7 @@ def _batch() -> PolicyBatch:
     number = groups * _SAMPLES
     sequences = Sequences(
         group=[i // _SAMPLES for i in range(number)],
-        sample=[i % _SAMPLES for i in range(number)],
+        member=[i % _SAMPLES for i in range(number)],
         prompt=[prompts[i // _SAMPLES] for i in range(number)],
         response=[ids(size) for size in sizes.flat],
         response_mask=[np.ones(size, bool) for size in sizes.flat],
@@ -217,13 +217,13 @@ def _token_errors(
 
 
 def _agreeing(mine: Response, theirs: Response) -> int:
-    """Tokens up to the first that differs: those after it are drawn from something else."""
+    """Number of tokens before the first difference; later tokens have other distributions."""
     differ = np.flatnonzero(mine.tokens != theirs.tokens)
     return int(differ[0]) if len(differ) else len(theirs.tokens)
 
 
 def _margin_lost(mine: Response, theirs: Response) -> float:
-    """The CPU's own lead of the token that the device did not draw; 0 where all are the same."""
+    """The CPU's lead of its own token at the first difference; 0 if all tokens are equal."""
     first = _agreeing(mine, theirs)
     return float(theirs.margin[first]) if first < len(theirs.tokens) else 0.0
 
@@ -234,5 +234,5 @@ def _logp_error(mine: Response, theirs: Response) -> float:
 
 
 def describe(comparisons: Sequence[Comparison]) -> str:
-    """A line each."""
+    """The comparisons as text, one per line."""
     return "\n".join(map(str, comparisons))

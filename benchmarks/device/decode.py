@@ -1,4 +1,4 @@
-"""Decoding by the run's own engine: tokens/s, and the share of the memory's bandwidth."""
+"""Decoding with the run's own engine: tokens/s, and the share of the memory bandwidth."""
 
 import statistics
 from typing import Any
@@ -20,11 +20,11 @@ TOKENS_PER_CALL = 16
 
 
 def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any]:
-    """All slots of one sampler decode as many tokens after prompts of one length.
+    """Times a sampler whose slots all decode the same number of tokens, to prompts of one length.
 
-    A step must read all weights, each slot's keys and values, and each prompt's once for all that
-    answer it (pods/generation.py): the share is that, at the chip's bandwidth, of the time it took
-    without the first token.
+    A step must read all weights, each slot's keys and values, and each prompt's once for all its
+    responses (pods/generation.py). The share of the bandwidth is the time to read these at the
+    chip's bandwidth, over the measured time without the first token.
     """
     source = open_model(model)
     mesh = sampler_mesh(1)
@@ -45,7 +45,7 @@ def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any
     params = random_params(source.config, dtype, mesh)
     side = Engine(source.config, params, options, compilations, mesh, case)
     del params
-    side.given = None  # the engine has its own
+    side.given = None  # the engine has its own copy
     vocab = source.config.vocab_size
     side.decode(case.prompt_ids(vocab, 0), (4,) * work.slots)
     compilations.take()

@@ -1,4 +1,4 @@
-"""What a roofline says of each segment of a run on these devices, beside what it took."""
+"""Roofline predictions for each segment of a run on these devices, next to measured times."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,11 @@ from distflow_jax.run import Run
 def beside_prediction(
     run: Run, times: SegmentTimes, steps: Sequence[Mapping[str, float]], chip: Chip
 ) -> list[dict[str, Any]]:
-    """Of each segment the seconds that are predicted at the chip's rates, and the median of those
-    that the steps took.
+    """Predicted seconds of each segment at the chip's rates, and the median of the measured ones.
 
-    Programs are those that ran, compiled for these devices. Their bounds are of all rows; what is
-    predicted is scaled to the rows that the batch filled. Sampling is the formula of
-    docs/scaling.md for the lengths that came.
+    Programs are those that ran, compiled for these devices. Their costs are bounds for all rows;
+    predictions are scaled to the rows that the batch filled. Sampling is predicted by the formula
+    of docs/scaling.md for the sampled lengths.
     """
     pod, measured = present_pod(chip), times.take()
     found = []
@@ -66,7 +65,7 @@ def _of_program(pod: Pod, cost: Costs, devices: int) -> Estimate:
 
 
 def _sampling(run: Run, pod: Pod, steps: Sequence[Mapping[str, float]]) -> GenerationEstimate:
-    """Of responses as long as those that came, the longest of a step by the mean over steps."""
+    """The estimate for the sampled lengths; the longest is the mean over steps of the longest."""
     prepared = run.prepared
     ranks = pod.size // prepared.sizes.rollout_tensor
     samples = prepared.config.rollout.num_samples
@@ -87,7 +86,7 @@ def _sampling(run: Run, pod: Pod, steps: Sequence[Mapping[str, float]]) -> Gener
 
 
 def describe(segments: Sequence[Mapping[str, Any]]) -> str:
-    """A table for people."""
+    """The segments as a table of text."""
     rows = [("segment", "rows filled", "predicted s", "bound by", "measured s", "ratio")]
     for s in segments:
         rows.append(

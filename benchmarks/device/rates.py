@@ -1,4 +1,4 @@
-"""What this job's devices reach: a plain product, a copy of memory, collectives between them.
+"""Measured rates of this job's devices: a plain product, a copy of memory, collectives.
 
 n devices, S the side of a square matrix.
 """
@@ -19,19 +19,18 @@ from distflow_jax.parallel.mesh import canonical_order
 from distflow_jax.planning.chips import Chip, chip_of
 
 _PRODUCT = {"cpu": 1536}  # S
-_COPIED = {"cpu": 256 << 20}  # bytes, beyond every cache
+_COPIED = {"cpu": 256 << 20}  # bytes, larger than every cache
 _ACCELERATOR_PRODUCT, _ACCELERATOR_COPIED = 8192, 1 << 30
 _REPEATS = 5
 
 
 def this_chip(dtype: str) -> Chip:
-    """The chip of this job's devices by its maker's numbers; where these are not known, at the
-    rates that `measured_chip` finds."""
+    """This job's chip with the vendor's rates, or with measured rates if it is unknown."""
     return chip_of(jax.devices()[0].device_kind) or measured_chip(dtype)
 
 
 def measured_chip(dtype: str) -> Chip:
-    """This job's devices at the rates that they reach when all are at work, products in `dtype`."""
+    """This job's devices with rates measured while all of them run; products in `dtype`."""
     number = jax.device_count()
     link, hop = _links() if number > 1 else (0.0, 0.0)
     return Chip(
@@ -47,7 +46,7 @@ def measured_chip(dtype: str) -> Chip:
 
 
 def between(first: Chip, second: Chip) -> Chip:
-    """The chip at the mean of rates that were measured twice."""
+    """The chip with the means of two measurements."""
     rates = ("flops", "memory_bandwidth", "link_bandwidth", "hop_seconds")
     means = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in rates}
     return dataclasses.replace(first, **means)
@@ -61,12 +60,12 @@ def product_rate(dtype: str = "float32") -> float:
 
 
 def copy_rate() -> float:
-    """Bytes/s of a device's memory, read plus written, while an array is read and written."""
+    """Bytes/s of a device's memory, read plus written."""
     size = _COPIED.get(jax.default_backend(), _ACCELERATOR_COPIED)
     held = [_on_each(np.zeros(size // 4, np.float32))]
 
     def run():
-        # in place: on a CPU pages that are touched for the first time cost more than the copy
+        # in place: on a CPU the first touch of new pages costs more than the copy
         held[0] = _added(held[0])
         return held[0]
 
@@ -74,7 +73,7 @@ def copy_rate() -> float:
 
 
 def _links() -> tuple[float, float]:
-    """(bytes/s, one way, that a ring through all devices has; seconds of one hop of it)."""
+    """(bytes/s one way of a ring through all devices, seconds of one hop)."""
     mesh = _all_devices()
     size, hops = 64 << 20, mesh.size - 1
 
@@ -102,7 +101,7 @@ def _all_devices() -> Mesh:
 
 
 def _on_each(x: np.ndarray) -> jax.Array:
-    """[n, ...]: the array once on every device. Compiles nothing."""
+    """[n, ...]: a copy of the array on every device. Compiles nothing."""
     mesh = _all_devices()
     there = NamedSharding(mesh, PartitionSpec("all"))
     return jax.make_array_from_callback((mesh.size, *x.shape), there, lambda index: x[None])

@@ -1,4 +1,4 @@
-"""A run that keeps no checkpoint, and the time of each of its segments."""
+"""A run without checkpoints, and the time of each of its segments."""
 
 import contextlib
 import pathlib
@@ -20,19 +20,19 @@ from distflow_jax.watchdog.controller import Watchdog
 
 
 class Nowhere:
-    """In place of a Checkpointer: there is nothing to go on from, and nothing is kept."""
+    """A Checkpointer that has no checkpoints and saves nothing."""
 
     def latest(self) -> None:
-        """No step."""
+        """Returns None: there is no checkpoint."""
 
     def save(self, step: int, trained: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Forgets it."""
+        """Saves nothing."""
 
 
 class SegmentTimes:
-    """Seconds of every segment and step of a run, and how many rows a program had.
+    """Seconds of every segment and step of a run, and the number of rows of each program.
 
-    Programs are followed, not waited for (observe/device_times.py): the run goes on as it would.
+    Measuring does not block (observe/device_times.py), so the run is not slowed down.
     """
 
     def __init__(self, run: Run):
@@ -42,7 +42,7 @@ class SegmentTimes:
         run.runners = {name: self._timed(name, r) for name, r in run.runners.items()}
 
     def take(self) -> dict[str, list[float]]:
-        """Seconds by segment, one number for each step but the first; ends the following."""
+        """Seconds by segment, one number for each step but the first; ends the measurement."""
         found: dict[str, list[float]] = {}
         for key, seconds in sorted((self._times.take() | self._host).items(), key=_step):
             if _step((key, seconds)) > 1:
@@ -56,7 +56,7 @@ class SegmentTimes:
         def follow(states, values):
             self.rows[name] = _filled(values)
             devices, key = program.mesh.local_devices, f"{self._run.state.step}/{name}"
-            # states are donated to the next program that wants them
+            # states are donated to the next program that uses them
             return self._times.follow(
                 key, devices, lambda: runner(states, values), lambda found: found[1:]
             )
@@ -73,10 +73,10 @@ class SegmentTimes:
 def run_timed(
     config: Config, folder: pathlib.Path
 ) -> tuple[Run, SegmentTimes, list[dict[str, float]]]:
-    """Runs all steps; (the run, its segments' times, metrics of each step but the first).
+    """Runs all steps; returns (the run, times of its segments, metrics of all steps but the first).
 
-    What a run prints is in stdout.txt of its new `folder`. Raises ValueError or FileNotFoundError
-    for what does not fit.
+    The run's output is in stdout.txt of its new `folder`. Raises ValueError or FileNotFoundError
+    for settings that do not fit.
     """
     prepared = prepare(config)
     folder.mkdir(parents=True)
@@ -90,7 +90,7 @@ def run_timed(
 
 
 def _filled(values: Sequence[Any]) -> int:
-    """Rows that hold a sequence."""
+    """Number of rows that hold a sequence."""
     rows = next((x for x in values if isinstance(x, Rows)), None)
     return 0 if rows is None else int(jax.device_get(rows.valid).any(-1).sum())
 

@@ -1,4 +1,4 @@
-"""A whole GRPO step as scripts/train.py runs it, with its segments beside what a roofline says."""
+"""A whole GRPO step as scripts/train.py runs it, with roofline predictions of its segments."""
 
 import pathlib
 import statistics
@@ -26,7 +26,7 @@ def time_step(
 ) -> dict[str, Any]:
     """Medians over the steps after the first, which compiles.
 
-    Raises ValueError where sizes do not fit together, or memory does not suffice.
+    Raises ValueError if sizes do not fit together, or exceed memory.
     """
     run, times, steps = run_timed(step_run(model, work, micro_rows), folder)
     return {

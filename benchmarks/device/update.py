@@ -1,4 +1,4 @@
-"""One optimizer step of a run's own compiled program, on rows that are full."""
+"""One optimizer step of a run's own compiled program, on full rows."""
 
 import statistics
 import time
@@ -32,8 +32,8 @@ def time_update(
 ) -> dict[str, Any]:
     """Seconds and model FLOPs utilisation of one optimizer step, compilation excluded.
 
-    FLOPs are those of models/model_flops.py: causal attention counts half of a square, and what is
-    computed again nothing. Raises ValueError where sizes do not fit together.
+    FLOPs are those of models/model_flops.py: causal attention counts as half of a square, and
+    recomputation counts nothing. Raises ValueError if sizes do not fit together.
     """
     planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
     config, decoder = planned.config, planned.source.config
@@ -80,7 +80,7 @@ def time_update(
 
 
 def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:
-    """The program's fields: rows that are full, and random numbers for every other field."""
+    """The program's fields: full rows, and random numbers for all other fields."""
     spec = next(x for x in program.inputs if isinstance(x, Rows))
     mini_batches, count, length = spec.tokens.shape
     assert mini_batches == 1 and count >= work.rows, (spec.tokens.shape, work.rows)
@@ -92,7 +92,7 @@ def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:
     numbers, response = range(work.rows), length - work.prompt
     sequences = Sequences(
         group=[i // 2 for i in numbers],
-        sample=[i % 2 for i in numbers],
+        member=[i % 2 for i in numbers],
         prompt=[ids(work.prompt) for _ in numbers],
         response=[ids(response) for _ in numbers],
         response_mask=[np.ones(response, bool) for _ in numbers],

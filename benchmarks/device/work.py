@@ -1,4 +1,4 @@
-"""What is timed, and the runs that it is part of."""
+"""Sizes of the timed work, and the configs of the runs that contain it."""
 
 import dataclasses
 
@@ -11,26 +11,26 @@ from distflow_jax.training.training_config import TrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Sizes, in tokens where nothing else is said; of one device where that is said."""
+    """Sizes, in tokens unless stated otherwise."""
 
     row_tokens: int = 4096
     prompt: int = 512  # of an update's rows and of decoding
     # an update
-    rows: int = 16  # of a device, each one prompt and one response
-    micro_rows: tuple[int, ...] = (1, 4)  # of a device at a time: a variant each
+    rows: int = 16  # per device, each with one prompt and one response
+    micro_rows: tuple[int, ...] = (1, 4)  # per device at a time; each number is a variant
     # decoding
-    slots: int = 256  # of a device
-    decoded: int = 512  # of each response
-    # responses to a prompt, of decoding and of a whole step
+    slots: int = 256  # per device
+    decoded: int = 512  # per response
+    # responses per prompt, in decoding and in a whole step
     samples: int = 16
     # a whole step
     prompts: int = 32
-    response: int = 512  # at most, which random weights nearly always reach
-    steps: int = 4  # without the first
+    response: int = 512  # limit, which random weights nearly always reach
+    steps: int = 4  # not counting the first
     repeats: int = 5  # of all other measurements
 
     def on(self, devices: int) -> "Work":
-        """The work of so many devices together."""
+        """The work of `devices` devices together."""
         micro = tuple(devices * n for n in self.micro_rows)
         return dataclasses.replace(
             self, rows=devices * self.rows, micro_rows=micro, slots=devices * self.slots
@@ -76,7 +76,7 @@ def step_run(model: str, work: Work, micro_rows: int) -> Config:
             max_response_length=work.response,
             num_slots=work.prompts * work.samples,
         ),
-        # a digit anywhere: random weights write one now and then
+        # a digit anywhere counts: random weights sample one now and then
         reward=RewardConfig(function="pattern", kwargs={"pattern": ".*[0-9].*"}),
         training=TrainingConfig(
             steps=1 + work.steps, row_tokens=work.row_tokens, micro_batch_rows=micro_rows

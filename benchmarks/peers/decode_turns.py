@@ -1,7 +1,7 @@
-"""What the sides of benchmarks/decode.py share: the work, the clock, and how they take turns.
+"""Common parts of the sides of benchmarks/decode.py: the work, the clock, alternation.
 
-Each side is a process of its own that stays resident: it is asked by lines of JSON on its stdin and
-answers by lines of JSON on its stdout. Runs in the peers' environments too: needs numpy alone.
+Each side is a process that stays resident. It gets requests as lines of JSON on its stdin and
+answers with lines of JSON on its stdout. Runs in the peers' environments too: needs numpy only.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ RESERVED_IDS = 3  # a peer pads with 0; prompts hold none of the first ids
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is decoded in one round: `prompts` x `samples` responses of lengths known beforehand.
+    """Work of one round: `prompts` x `samples` responses of fixed lengths.
 
-    `limits` has the length of every response in tokens, those to one prompt side by side. `slots`
-    of them are decoded side by side; `capacity` is what the cache of a slot can hold, where a side
-    lets one choose it (0: what the case needs).
+    `limits`: the length of every response in tokens, with those to one prompt next to each other.
+    `slots`: responses decoded at once. `capacity`: tokens of a slot's cache, for sides with this
+    setting (0: as many as the case needs).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def fixed(self) -> bool:
-        """All at once and of one length: the time to the first token is one number."""
+        """Whether all responses run at once with one length: they have one time to first token."""
         return len(set(self.limits)) == 1 and self.responses <= self.slots
 
     def prompt_ids(self, vocab: int, turn: int) -> np.ndarray:
@@ -53,7 +53,7 @@ class Case:
         return np.random.default_rng(turn).integers(RESERVED_IDS, vocab, shape, dtype=np.int32)
 
     def batches(self, limits: tuple[int, ...]) -> Iterator[tuple[range, int]]:
-        """(prompts, longest response) of each batch of `slots`: how a peer without refill goes."""
+        """(prompts, longest response) of each batch of `slots`, for peers that refill no slots."""
         width, prompts = self.slots // self.samples, len(limits) // self.samples
         for first in range(0, prompts, width):
             part = range(first, min(first + width, prompts))
@@ -64,13 +64,13 @@ class Decoder(Protocol):
     """A side that is ready for a case."""
 
     def warm_up(self, ids: np.ndarray) -> None:
-        """Compiles and touches everything that `decode` will use."""
+        """Compiles and runs everything that `decode` will use."""
 
     def decode(self, ids: np.ndarray, limits: tuple[int, ...]) -> int:
         """Answers the prompts; returns the number of useful tokens, that is sum(limits)."""
 
     def measures(self) -> dict[str, Any]:
-        """What is measured next to a round, outside of its clock: ceilings, compilations."""
+        """Measurements next to a round, outside of its clock: ceilings, compilations."""
 
     def peak_gb(self) -> float:
         """Peak memory in units of 2^30 bytes; on CPU since the round began."""
@@ -92,11 +92,11 @@ def peak_resident_gb() -> float:
 
 
 def _reset_peak() -> None:
-    """Starts the peak anew (proc(5), clear_refs); it goes on from before where that is refused."""
+    """Resets the peak (proc(5), clear_refs); prints a note where that is not permitted."""
     try:
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        print("the peak of memory cannot be reset here: it is that of all so far")
+        print("peak memory cannot be reset here: it includes earlier rounds")
 
 
 def play(decoder: Decoder, case: Case, vocab: int, turn: int) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def play(decoder: Decoder, case: Case, vocab: int, turn: int) -> dict[str, Any]:
 
 
 def serve(open_side: Callable[[dict[str, Any]], Callable[[Case], Decoder]]) -> None:
-    """Main of a side: opened with the options of argv[1], then a case or a round for each line."""
+    """Main of a side: opens it with the options of argv[1], then runs a case or round per line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
 
     def answer(record: dict[str, Any]) -> None:
         answers.write(json.dumps(record) + "\n")
@@ -129,7 +129,7 @@ def serve(open_side: Callable[[dict[str, Any]], Callable[[Case], Decoder]]) -> N
     for line in sys.stdin:
         request = json.loads(line)
         if "case" in request:
-            decoder = None  # the case before is freed first
+            decoder = None  # frees the previous case first
             case = Case(**request["case"] | {"limits": tuple(request["case"]["limits"])})
             decoder = begin(case)
             decoder.warm_up(case.prompt_ids(vocab, 0))
@@ -153,7 +153,7 @@ class Side:
         )
 
     def begin(self, case: Case) -> None:
-        """Makes it ready for a case, warm-up included."""
+        """Prepares the side for a case, warm-up included."""
         self._ask({"case": dataclasses.asdict(case)})
 
     def play(self, turn: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Two or more programs that take turns: each waits for a line on its stdin before it does a step.
+"""Programs that alternate: each waits for a line on its stdin before it runs a step.
 
-A program prints "STEP " and a record in JSON for each step. Needs the standard library alone.
+A program prints "STEP " and a record in JSON for each step. Needs the standard library only.
 """
 
 import json
@@ -19,7 +19,7 @@ class Side:
         )
 
     def step(self, turns: int = 1) -> None:
-        """Lets it begin `turns` steps; it goes on when the one before is over."""
+        """Allows `turns` more steps, which begin when the current one has ended."""
         self.process.stdin.write("\n" * turns)
         self.process.stdin.flush()
 
@@ -44,9 +44,9 @@ class Side:
 def wait_for_turn() -> None:
     """Waits for a line on stdin, in a program that is a side."""
     if not sys.stdin.readline():
-        sys.exit("the other side of --paced is gone")
+        sys.exit("the other side of --paced has ended")
 
 
 def report(record: dict[str, float]) -> None:
-    """Tells what a step took."""
+    """Prints the record of a step."""
     print("STEP " + json.dumps(record), flush=True)

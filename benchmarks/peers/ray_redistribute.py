@@ -1,14 +1,14 @@
-"""One driver between two stages: collects a step's batch, balances it, dispatches it, on Ray.
+"""A single controller on Ray: collects a step's batch, balances it and dispatches it.
 
 python benchmarks/peers/ray_redistribute.py --processes=4 --folder=DIR --json=out.json [--hosts]
 
-The design of a single controller, in the best form that Ray's object store allows: a part is a
-dict of concatenated NumPy arrays, so it is one object without pickling, read in place by whoever
-gets it. The driver touches each byte twice, reading what came and writing what goes: whole groups
-are dealt to data ranks, so an image travels once, and the processes of a rank get one object.
-With --hosts each process has an object store of its own, as on N hosts, and what moves crosses
-loopback; the driver shares that of process 0. Without, all share one, and nothing crosses anything.
-benchmarks/coordinator.py writes the parts into DIR, starts this and checks what it says.
+The best form that Ray's object store allows: a shard of the batch is a dict of concatenated NumPy
+arrays, so it is one object without pickling, which receivers read in place. The driver reads each
+byte once and writes it once. Whole groups are assigned to data ranks, so an image is sent once, and
+the processes of a rank get one object. With --hosts each process has an object store of its own, as
+on N hosts, and moved data cross loopback; the driver uses the store of process 0. Without --hosts
+all processes share one store, and nothing crosses loopback. benchmarks/coordinator.py writes the
+shards into DIR, starts this program and checks its digests.
 
 N processes (actors), R data ranks, G groups, S samples of a group.
 """
@@ -30,7 +30,7 @@ from ray.cluster_utils import Cluster
 CORE = ("driver", "ray::Holder", "ray::IDLE", "raylet", "gcs_server")
 TOKEN_FIELDS = ("response", "response_mask", "rollout_logp")
 
-Part = dict[str, np.ndarray]  # what coordinator.py's make_part returns
+Shard = dict[str, np.ndarray]  # what coordinator.py's make_shard returns
 
 
 @ray.remote(num_cpus=0)
@@ -38,36 +38,36 @@ class Holder:
     """One process of both stages."""
 
     def load(self, path: str) -> None:
-        """Reads what the source stage left here."""
+        """Loads this process's shard of the source stage."""
         with np.load(path) as file:
-            self._part = dict(file)
+            self._shard = dict(file)
 
-    def collect(self, fields: list[str]) -> Part:
-        """Its part of the batch."""
-        return {name: self._part[name] for name in fields}
+    def collect(self, fields: list[str]) -> Shard:
+        """This process's shard of the batch."""
+        return {name: self._shard[name] for name in fields}
 
-    def receive(self, part: Part) -> None:
-        """Its part for the target stage: arrays that lie in the object store."""
-        self._held = part
+    def receive(self, shard: Shard) -> None:
+        """Takes the shard for the target stage, whose arrays stay in the object store."""
+        self._held = shard
 
     def digests(self) -> list[str]:
-        """What it has received, one digest per sequence."""
+        """Digests of the received sequences."""
         return digests(self._held)
 
 
-def digests(part: Part) -> list[str]:
+def digests(shard: Shard) -> list[str]:
     """As in benchmarks/coordinator.py: all fields of a sequence -> 16 hexadecimal digits."""
-    ends = np.cumsum(part["length"])
-    samples = len(ends) // len(part["prompt"])
-    images = part.get("pixel_values", np.zeros((len(part["prompt"]), 0), np.uint8))
+    ends = np.cumsum(shard["length"])
+    samples = len(ends) // len(shard["prompt"])
+    images = shard.get("pixel_values", np.zeros((len(shard["prompt"]), 0), np.uint8))
     checks = [zlib.crc32(np.ascontiguousarray(image)) for image in images]
     result = []
-    for i, (end, length) in enumerate(zip(ends, part["length"], strict=True)):
+    for i, (end, length) in enumerate(zip(ends, shard["length"], strict=True)):
         whole = hashlib.blake2b(digest_size=8)
-        whole.update(part["prompt"][i // samples].tobytes())
+        whole.update(shard["prompt"][i // samples].tobytes())
         for name in TOKEN_FIELDS:
-            whole.update(part[name][end - length : end].tobytes())
-        whole.update(part["score"][i].tobytes())
+            whole.update(shard[name][end - length : end].tobytes())
+        whole.update(shard["score"][i].tobytes())
         whole.update(checks[i // samples].to_bytes(4, "little"))
         result.append(whole.hexdigest())
     return result
@@ -77,64 +77,66 @@ def digests(part: Part) -> list[str]:
 
 
 def redistribute(actors: list, fields: list[str], ranks: int) -> dict[str, int]:
-    """One step: parts of N processes in, parts of `ranks` data ranks out. Returns bytes."""
+    """Runs one step, from shards of N processes to shards of `ranks` data ranks; returns bytes."""
     count = len(actors)
-    parts = ray.get([actor.collect.remote(fields) for actor in actors])
-    targets = split(parts, deal(parts, ranks))
-    refs = [ray.put(part) for part in targets]
+    shards = ray.get([actor.collect.remote(fields) for actor in actors])
+    targets = split(shards, assign_groups(shards, ranks))
+    refs = [ray.put(shard) for shard in targets]
     ray.get([a.receive.remote(refs[i * ranks // count]) for i, a in enumerate(actors)])
-    # process 0 is where the driver is; the processes of a rank may hand its part on to each other
+    # the driver is at process 0; the processes of a rank may pass its shard on to each other
     away = [i * ranks // count for i in range(1, count)]
     return {
-        "collected": sum(size(part) for part in parts[1:]),
+        "collected": sum(size(shard) for shard in shards[1:]),
         "sent": sum(size(targets[rank]) for rank in set(away)),
         "sent_to_each": sum(size(targets[rank]) for rank in away),
     }
 
 
-def size(part: Part) -> int:
+def size(shard: Shard) -> int:
     """Bytes of the arrays."""
-    return sum(array.nbytes for array in part.values())
+    return sum(array.nbytes for array in shard.values())
 
 
-def deal(parts: list[Part], ranks: int, threshold: float = 0.03) -> list[list[tuple[int, int]]]:
-    """Groups, as (part, group), of each rank: in order if that is balanced, else evened out."""
+def assign_groups(
+    shards: list[Shard], ranks: int, threshold: float = 0.03
+) -> list[list[tuple[int, int]]]:
+    """Groups, as (shard, group), of each rank: in order if that is balanced, else balanced."""
     groups, tokens = [], []
-    for p, part in enumerate(parts):
-        per_group = part["length"].reshape(len(part["prompt"]), -1).sum(axis=1)
+    for p, shard in enumerate(shards):
+        per_group = shard["length"].reshape(len(shard["prompt"]), -1).sum(axis=1)
         groups += [(p, g) for g in range(len(per_group))]
-        tokens += [int(n) + part["prompt"].shape[1] for n in per_group]
+        tokens += [int(n) + shard["prompt"].shape[1] for n in per_group]
     room = len(groups) // ranks
     load = np.array(tokens).reshape(ranks, room).sum(axis=1)
     if load.max() <= load.mean() * (1 + threshold):
         return [groups[r * room : (r + 1) * room] for r in range(ranks)]
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks)
     for i in np.argsort(-np.array(tokens), kind="stable"):
-        rank = min((r for r in range(ranks) if len(dealt[r]) < room), key=lambda r: load[r])
-        dealt[rank].append(int(i))
+        rank = min((r for r in range(ranks) if len(assigned[r]) < room), key=lambda r: load[r])
+        assigned[rank].append(int(i))
         load[rank] += tokens[i]
-    return [[groups[i] for i in sorted(mine)] for mine in dealt]
+    return [[groups[i] for i in sorted(mine)] for mine in assigned]
 
 
-def split(parts: list[Part], dealt: list[list[tuple[int, int]]]) -> list[Part]:
-    """The part of each rank, every array written once."""
-    starts = [np.concatenate([[0], np.cumsum(part["length"])]) for part in parts]
-    samples = len(parts[0]["length"]) // len(parts[0]["prompt"])
+def split(shards: list[Shard], assigned: list[list[tuple[int, int]]]) -> list[Shard]:
+    """The shard of each rank; writes every array once."""
+    starts = [np.concatenate([[0], np.cumsum(shard["length"])]) for shard in shards]
+    samples = len(shards[0]["length"]) // len(shards[0]["prompt"])
     result = []
-    for mine in dealt:
+    for mine in assigned:
         target = {}
-        for name in parts[0]:
-            pieces = []
+        for name in shards[0]:
+            chunks = []
             for p, g in mine:
                 if name in TOKEN_FIELDS:
-                    piece = slice(starts[p][g * samples], starts[p][(g + 1) * samples])
+                    chunk = slice(starts[p][g * samples], starts[p][(g + 1) * samples])
                 elif name in ("length", "score"):
-                    piece = slice(g * samples, (g + 1) * samples)
+                    chunk = slice(g * samples, (g + 1) * samples)
                 else:
-                    piece = slice(g, g + 1)
-                pieces.append(parts[p][name][piece])
-            target[name] = np.concatenate(pieces)
+                    chunk = slice(g, g + 1)
+                chunks.append(shards[p][name][chunk])
+            target[name] = np.concatenate(chunks)
         result.append(target)
     return result
 
@@ -143,7 +145,7 @@ def split(parts: list[Part], dealt: list[list[tuple[int, int]]]) -> list[Part]:
 
 
 def cpu_seconds() -> dict[int, tuple[str, float]]:
-    """pid -> (kind, CPU-seconds so far) of this process and everything below it."""
+    """pid -> (kind, CPU-seconds so far) of this process and its descendants."""
     me, parent, ticks = os.getpid(), {}, {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -162,7 +164,7 @@ def cpu_seconds() -> dict[int, tuple[str, float]]:
 
 
 def kind_of(pid: int) -> str:
-    """Which of Ray's processes this is."""
+    """The kind of a Ray process."""
     if pid == os.getpid():
         return "driver"
     try:
@@ -183,7 +185,7 @@ def spent(before: dict[int, tuple[str, float]]) -> dict[str, float]:
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback interface has carried."""
+    """Bytes transferred by the loopback interface so far."""
     for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -214,7 +216,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--folder", type=pathlib.Path, required=True, help="cases.json, parts")
+    parser.add_argument("--folder", type=pathlib.Path, required=True, help="cases.json, shards")
     parser.add_argument("--json", type=pathlib.Path, required=True, help="file for the result")
     parser.add_argument("--hosts", action="store_true", help="an object store for each process")
     parser.add_argument("--repetitions", type=int, default=10)

@@ -1,8 +1,8 @@
-"""The work of benchmarks/decode.py as transformers' `generate` does it, with PyTorch on CPU.
+"""The work of benchmarks/decode.py by `generate` of transformers, with PyTorch on CPU.
 
-Needs an environment of its own (benchmarks/peers/requirements-transformers.txt). Random weights of
-the same architecture: what ends a response is switched off, so they do not matter. A batch goes on
-until its longest response is there.
+Needs a separate environment (benchmarks/peers/requirements-transformers.txt). Uses random weights
+of the same architecture; nothing ends a response early, so the weights do not matter. A batch runs
+until its longest response has ended.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class Generate:
         self.model, self.case = model, case
 
     def warm_up(self, ids: np.ndarray) -> None:
-        """Nothing is compiled: a few tokens do."""
+        """Decodes a few tokens; nothing is compiled."""
         few = ids[: self.case.slots // self.case.samples]
         self.decode(few, (4,) * (len(few) * self.case.samples))
 
     def decode(self, ids: np.ndarray, limits: tuple[int, ...]) -> int:
-        """Batch after batch."""
+        """Decodes batch after batch."""
         useful = 0
         samples = self.case.samples
         for prompts, longest in self.case.batches(limits):
@@ -52,7 +52,7 @@ class Generate:
         return {}
 
     def peak_gb(self) -> float:
-        """Of this process."""
+        """Peak memory of this process."""
         return peak_resident_gb()
 
 

@@ -1,8 +1,8 @@
-"""The update of benchmarks/update.py as transformers with torch does it: padded sequences, AdamW.
+"""The update of benchmarks/update.py by transformers and torch: padded sequences, AdamW.
 
-Needs an environment of its own (benchmarks/peers/requirements-transformers.txt). Every sequence is
-a row of its own with its prompt, as trainers on top of transformers hold them; only the responses'
-positions meet the vocabulary. Prints a record per step; see paced.py.
+Needs a separate environment (benchmarks/peers/requirements-transformers.txt). Every sequence is a
+row of its own with its prompt, as in trainers on top of transformers. Logits are computed only at
+the positions of responses. Prints a record per step; see paced.py.
 """
 
 import argparse

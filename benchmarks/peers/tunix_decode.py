@@ -1,8 +1,8 @@
-"""The work of benchmarks/decode.py as google-tunix's own (vanilla) sampler does it.
+"""The work of benchmarks/decode.py by google-tunix's own (vanilla) sampler.
 
-Needs an environment of its own (benchmarks/peers/requirements.txt). Random weights of the same
-architecture: what ends a response is switched off, so they do not matter. A batch goes on until its
-longest response is there; its program is compiled for that length, in the warm-up.
+Needs a separate environment (benchmarks/peers/requirements.txt). Uses random weights of the same
+architecture; nothing ends a response early, so the weights do not matter. A batch runs until its
+longest response has ended; its program is compiled for that length in the warm-up.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class CharacterTokenizer:
         return 0
 
     def eos_id(self) -> int:
-        """An id that never comes."""
+        """An id that is never sampled."""
         return -1
 
     def bos_id(self) -> None:
@@ -55,7 +55,7 @@ class Compilations:
         self._count += event == COMPILE_EVENT
 
     def take(self) -> int:
-        """How many since the last call."""
+        """Number of compilations since the last call."""
         count, self._count = self._count, 0
         return count
 
@@ -78,7 +78,7 @@ class Sampler:
         )
 
     def warm_up(self, ids: np.ndarray) -> None:
-        """One batch of each shape that comes."""
+        """Runs one batch of each shape of the case."""
         shapes = {(len(part), longest) for part, longest in self.case.batches(self.case.limits)}
         if self.case.fixed:
             shapes |= {(count, 1) for count, _ in shapes}  # for the time to the first token
@@ -86,7 +86,7 @@ class Sampler:
             self._batch(ids[:count], longest)
 
     def decode(self, ids: np.ndarray, limits: tuple[int, ...]) -> int:
-        """Batch after batch."""
+        """Decodes batch after batch."""
         useful, samples = 0, self.case.samples
         for prompts, longest in self.case.batches(limits):
             self._batch(ids[prompts.start : prompts.stop], longest)
@@ -111,7 +111,7 @@ class Sampler:
         return {"compilations": self.compilations.take()}
 
     def peak_gb(self) -> float:
-        """Of this process."""
+        """Peak memory of this process."""
         return peak_resident_gb()
 
 

@@ -1,11 +1,11 @@
-"""The work of benchmarks/grpo_step.py as google-tunix does it, with its vanilla engine.
+"""The work of benchmarks/grpo_step.py by google-tunix with its vanilla engine.
 
 python benchmarks/peers/tunix_grpo.py --steps=8 --beta=0.04
 
-Needs an environment of its own (benchmarks/peers/requirements.txt). Prints one line of JSON per
-step, the same as grpo_step.py, which starts it with --paced to take turns with it. Phases are timed
+Needs a separate environment (benchmarks/peers/requirements.txt). Prints one line of JSON per step,
+in the format of grpo_step.py, which starts it with --paced to alternate with it. Phases are timed
 by blocking on the results of generate, reference log-probs and update; in Tunix's colocated mode
-they follow each other anyway.
+they run one after the other anyway.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class CharacterTokenizer:
         return 0
 
     def eos_id(self) -> int:
-        """The tokenizer's end; what ends a response is set in the rollout config."""
+        """The tokenizer's end token; the end tokens of a response are set in the rollout config."""
         return 1
 
     def bos_id(self) -> None:
@@ -53,7 +53,7 @@ class CharacterTokenizer:
 
 
 class StepTimer:
-    """Splits the learner's loop into steps: a step begins where responses are asked for."""
+    """Splits the learner's loop into steps, which begin with the sampling of responses."""
 
     def __init__(self, paced: bool):
         self.paced = paced
@@ -67,14 +67,14 @@ class StepTimer:
         self.compilations += event == COMPILE_EVENT
 
     def begin(self) -> None:
-        """Ends the step before, waits for its turn, and starts the clocks."""
+        """Ends the previous step, waits for its turn, and starts the clocks."""
         self.end()
         if self.paced:
             wait_for_turn()
         self.began = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        """Reports the step that runs, if there is one."""
+        """Reports the current step, if there is one."""
         if self.began is None:
             return
         wall, cpu = self.began
@@ -85,7 +85,7 @@ class StepTimer:
         self.phases, self.compilations, self.began = {}, 0, None
 
     def timed(self, name: str, function: Callable, result: Callable[[Any], Any]) -> Callable:
-        """`function`, its time until `result` of its output is there booked under `name`."""
+        """Wraps `function`: the time until `result` of its output is ready counts as `name`."""
 
         def wrapper(*args, **kwargs):
             start = time.perf_counter()
@@ -125,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> llama3.Llama3:
-    """A Llama of random weights, every matrix N(0, 0.02): Tunix itself starts some at zero."""
+    """A Llama with random weights, every matrix N(0, 0.02); Tunix initialises some with zeros."""
     config = llama3.ModelConfig(
         num_layers=args.layers,
         vocab_size=args.vocab,
@@ -150,14 +150,14 @@ def make_model(args: argparse.Namespace) -> llama3.Llama3:
 
 
 def end_ids(vocab: int, share: float) -> list[int]:
-    """The last `share` of the vocabulary; an id that never comes where it is 0."""
+    """The last `share` of the vocabulary; for 0 an id that is never sampled."""
     return list(range(vocab - max(1, round(vocab * share)), vocab)) if share else [-1]
 
 
 def make_cluster(
     args: argparse.Namespace, mesh: jax.sharding.Mesh, tokenizer: CharacterTokenizer
 ) -> rl_cluster.RLCluster:
-    """Actor, reference where there is a KL, and sampler, all on one device."""
+    """Actor, sampler, and with a KL a reference, all on one device."""
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
     return rl_cluster.RLCluster(
         actor=make_model(args),
@@ -227,7 +227,7 @@ def main() -> None:
         def timed_generate(*given, **options):
             timer.begin()
             out = generate(*given, **options)
-            # it leaves the end token out of a response
+            # Tunix leaves the end token out of a response
             timer.phases["tokens"] = int(sum(len(t) for t in out.tokens))
             return out
 

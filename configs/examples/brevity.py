@@ -1,4 +1,4 @@
-"""A node of one's own: see brevity.yaml."""
+"""The function of a custom node: see brevity.yaml."""
 
 import numpy as np
 

@@ -102,7 +102,7 @@ class AlgorithmConfig:
     def advantage_reads(self) -> tuple[str, ...]:
         """Fields that the advantage stage requires, by their names inside the stage."""
         penalty = ("old_logp", "ref_logp") if self.kl_in_reward else ()
-        return ("score", "response_mask", *ADVANTAGES[self.advantage].reads, *penalty)
+        return ("score", "rows", *ADVANTAGES[self.advantage].reads, *penalty)
 
     @property
     def update_reads(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class AlgorithmConfig:
             "old_logp": self._loss.select is not None and self.proximal == "recomputed",
             "prox_alpha": self.proximal == "a3po",
         }
-        return ("response", "advantage", *(name for name, needed in wanted.items() if needed))
+        return ("rows", "advantage", *(name for name, needed in wanted.items() if needed))
 
     @property
     def _loss(self) -> PolicyLossKind:

@@ -139,12 +139,12 @@ def reverse_recurrence(x: jax.Array, decay: jax.Array, segment: jax.Array) -> ja
 
 
 def order_of_sequences(rows: Rows) -> jax.Array:
-    """Rank of each sequence by (group, sample), int32 shaped as rows.group, [..., S].
+    """Rank of each sequence by (group, member), int32 shaped as rows.group, [..., S].
 
     The rank does not depend on packing. Sequences outside `counted` come last, in no set order.
     """
     shape = rows.group.shape
-    keys = (~counted(rows)).astype(jnp.int32), rows.group, rows.sample
+    keys = (~counted(rows)).astype(jnp.int32), rows.group, rows.member
     return rank(*(key.reshape(-1) for key in keys)).reshape(shape)
 
 

@@ -188,7 +188,7 @@ def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
     """Mask of the tokens with the largest (A - mean A) (old - mean old) of a step, bool [R, L].
 
     Selects max(1, floor(share N)) of the N response tokens of the whole mini-batch, which `tokens`
-    holds. Ties are broken by (group, sample, position), so the choice does not depend on packing.
+    holds. Ties are broken by (group, member, position), so the choice does not depend on packing.
     """
     rows, mask = tokens.rows, tokens.rows.response_mask
     covariance = jnp.ones_like(tokens.advantage)
@@ -197,7 +197,7 @@ def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
     keys = (
         jnp.where(mask, -covariance, jnp.inf),
         per_token(rows.group, rows.segment),
-        per_token(rows.sample, rows.segment),
+        per_token(rows.member, rows.segment),
         rows.position,
     )
     place = rank(*(key.reshape(-1) for key in keys)).reshape(mask.shape)

@@ -80,13 +80,13 @@ PREFERENCE_LOSSES: dict[str, Callable[..., jax.Array]] = {"dpo": dpo, "ipo": ipo
 def pairs(rows: Rows) -> jax.Array:
     """Mask of pairs within each row, bool [R, S, S]: True at (c, r) if c and r are a pair.
 
-    c is the sequence of sample 0 of a group, the chosen response; r is sample 1 of the same group
+    c is member 0 of a group, the chosen response; r is member 1 of the same group
     in the same row.
     """
-    group, sample = rows.group, rows.sample
+    group, member = rows.group, rows.member
     same = group[..., :, None] == group[..., None, :]
-    chosen = (rows.valid & (sample == 0))[..., :, None]
-    rejected = (rows.valid & (sample == 1))[..., None, :]
+    chosen = (rows.valid & (member == 0))[..., :, None]
+    rejected = (rows.valid & (member == 1))[..., None, :]
     return same & chosen & rejected
 
 

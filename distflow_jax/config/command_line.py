@@ -67,8 +67,8 @@ def parse_flags(argv: list[str]) -> list[str]:
             raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     except SystemExit:
         # absl exits with 1 after --help, which a caller would take for a failure
-        asked = [argument.lstrip("-").split("=")[0] for argument in argv[1:]]
-        if set(asked) & set(_HELP_FLAGS):
+        names = [argument.lstrip("-").split("=")[0] for argument in argv[1:]]
+        if set(names) & set(_HELP_FLAGS):
             sys.exit(0)
         raise
     except (OSError, *FLAG_ERRORS) as error:

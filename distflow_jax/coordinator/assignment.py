@@ -1,7 +1,7 @@
-"""Who holds which sequence of a step: at home where it was sampled, and in the rows of each layout.
+"""Places of a step's sequences: the process that sampled each, and the rows of each layout.
 
-Every process builds the same `Shares` from a few all-gathered integers, and asks it for its own
-part. N sequences over all processes, in uid order; K mini-batches.
+Every process builds the same `Shares` from a few all-gathered integers, and takes its own rows
+from that. N sequences over all processes, group by group; K mini-batches.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
-from distflow_jax.coordinator.packing import Assignment, Lengths, RowLimits, assign
+from distflow_jax.coordinator.first_fit import Lengths, RowLimits
+from distflow_jax.coordinator.packing import Assignment, assign
 from distflow_jax.layout import Layout
 from distflow_jax.models.model_flops import causal_pairs
 from distflow_jax.parallel import rules
@@ -37,13 +38,16 @@ def data_ranks(layout: Layout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Where each of N sequences is. Arrays are int64 [N], ordered by uid."""
+    """Assignment of N sequences to processes and rows.
+
+    Arrays are int64 [N], ordered by (group, member).
+    """
 
     plan: PackingPlan
     processes: int
-    home: np.ndarray  # the process that sampled it
-    group: np.ndarray  # number of its prompt within the step
-    sample: np.ndarray  # number of the response among those to its prompt
+    home: np.ndarray  # the process that sampled the sequence
+    group: np.ndarray  # number of the prompt within the step
+    member: np.ndarray  # place of the response among those to its prompt, from 0
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
     minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
@@ -59,10 +63,14 @@ class Shares:
         *,
         processes: int,
     ) -> "Shares":
-        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
+        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result.
+
+        All are int64 [N]: `counter` of the prompt (rising, responses of a group in their order),
+        `home` process, tokens of `prompt` and `response`.
+        """
         ranks = data_ranks(plan.primary)
         _, first, group = np.unique(counter, return_index=True, return_inverse=True)
-        sample = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
+        member = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
         mini = group * plan.mini_batches // max(1, group.max(initial=0) + 1)
         # processes that share a data rank are one site
         sites = min(ranks, processes)
@@ -80,10 +88,10 @@ class Shares:
             )
             rows = tuple(tuple(int(chosen[i]) for i in row) for row in found.rows)
             minis.append(Assignment(rows, found.rank))
-        return cls(plan, processes, home, group, sample, prompt, response, tuple(minis))
+        return cls(plan, processes, home, group, member, prompt, response, tuple(minis))
 
     def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
-        """The K assignments for a mesh layout: the same rows, dealt over its ranks."""
+        """The K assignments for a mesh layout: the same rows, distributed over its ranks."""
         if layout == self.plan.primary:
             return self.minis
         return tuple(mini.spread(data_ranks(layout)) for mini in self.minis)
@@ -114,11 +122,20 @@ class Shares:
         return self._needed[layout]
 
     def anything_moves(self, layout: Layout) -> bool:
-        """Whether some process needs a sequence that it does not have at home."""
+        """Whether some process needs a sequence that another one sampled."""
         return any((self.home[n] != p).any() for p, n in enumerate(self.needed(layout)))
 
     def placement(self, layout: Layout, process: int) -> Placement:
-        """This process's rows; sequences are numbered by their place in `needed`."""
+        """A process's rows; sequences are numbered by their place in `needed`."""
+        if (layout, process) not in self._placements:
+            self._placements[layout, process] = self._place(layout, process)
+        return self._placements[layout, process]
+
+    @functools.cached_property
+    def _placements(self) -> dict[tuple[Layout, int], Placement]:
+        return {}
+
+    def _place(self, layout: Layout, process: int) -> Placement:
         number = {int(n): i for i, n in enumerate(self.needed(layout)[process])}
         ranks, room = data_ranks(layout), self.plan.rows[layout]
         mine = ranks_of_process(ranks, self.processes, process)
@@ -135,7 +152,7 @@ class Shares:
         return Placement(shape, tuple(minis), limits.shared)
 
     def sender(self, layout: Layout) -> np.ndarray:
-        """For each sequence the one process that speaks for its row in a layout."""
+        """The one process that sends each sequence of a layout to others, int64 [N]."""
         ranks = data_ranks(layout)
         sender = np.full(len(self.home), -1, np.int64)
         for mini in self.assignments(layout):
@@ -154,7 +171,7 @@ class Shares:
         return tokens
 
     def pairs(self, window: int = 0) -> int:
-        """Pairs (token, token that it sees) in all rows; see models/model_flops.py."""
+        """Pairs (token, token that it attends to) in all rows; see models/model_flops.py."""
 
         def of_lengths(lengths):
             return sum(causal_pairs(int(length), window) for length in lengths)
@@ -168,8 +185,7 @@ class Shares:
         return total
 
     def _with_own_prompt(self, row: tuple[int, ...]) -> np.ndarray:
-        """Sequences of a row for which their prompt is stored: one of each prompt where they share
-        it."""
+        """Sequences of a row that store a prompt, int64 [n]: the first of each shared prompt."""
         members = np.array(row, np.int64)
         if not self.plan.limits.shared:
             return members

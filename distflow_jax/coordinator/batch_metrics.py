@@ -19,19 +19,19 @@ class StepTable:
     counter: np.ndarray
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
-    finished: np.ndarray  # 1 or 0; NaN where the graph does not say
+    finished: np.ndarray  # 1 or 0; NaN where the graph has no such field
     score: np.ndarray  # NaN where nothing is scored
 
 
 def gather_table(samples: Samples) -> StepTable:
-    """Every process's samples, the same table on each. Collective."""
+    """All processes' samples as one table, equal on every process. Collective."""
     nothing = np.full(len(samples), np.nan)
     local = np.array(
         [
-            [p.counter, sample, len(p.tokens), len(r), float(done), float(score)]
-            for p, sample, r, done, score in zip(
+            [*uid, len(p.tokens), len(r), float(done), float(score)]
+            for uid, p, r, done, score in zip(
+                samples.uid.tolist(),
                 samples.prompt,
-                samples.sample,
                 samples.response,
                 samples.fields.get("finished", nothing),
                 samples.fields.get("score", nothing),
@@ -49,7 +49,7 @@ def gather_table(samples: Samples) -> StepTable:
 def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, float]:
     """verl's batch metrics. `tokens_per_rank` int64 [ranks]: tokens in the rows of each rank.
 
-    What is a mean or an extreme over no samples is left out.
+    A mean or an extreme over no samples is left out.
     """
     total = table.prompt + table.response
     finished = table.finished[~np.isnan(table.finished)]

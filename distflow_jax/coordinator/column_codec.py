@@ -1,7 +1,7 @@
-"""Column entries <-> bytes, for those that move to another process.
+"""Column entries <-> bytes, for entries that move to another process.
 
-An entry is an array or a number of any fixed-size NumPy type. One that is the very same object as
-the entry before it (a prompt of several samples, an image of several questions) takes one byte.
+An entry is an array or a number of any fixed-size NumPy type. An entry that is the same object as
+the entry before (a prompt of several samples, an image of several questions) takes one byte.
 """
 
 import math
@@ -16,12 +16,12 @@ _ARRAY = b"a"
 
 
 def encode(entries: Iterable[Any], what: str) -> bytes:
-    """Entries -> bytes. ValueError, naming `what`, for one that is no array or number."""
-    parts = []
+    """Entries -> bytes. ValueError, which names `what`, for an entry that is no array or number."""
+    chunks = []
     before = None
     for entry in entries:
-        if parts and entry is before:
-            parts.append(_SAME)
+        if chunks and entry is before:
+            chunks.append(_SAME)
             continue
         array = np.asarray(entry)
         if array.dtype.hasobject:
@@ -31,10 +31,10 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
             )
         dtype = array.dtype.str.encode()
         header = struct.pack("<BB", len(dtype), array.ndim)
-        parts += [_ARRAY, header, dtype, struct.pack(f"<{array.ndim}q", *array.shape)]
-        parts.append(np.ascontiguousarray(array).tobytes())
+        chunks += [_ARRAY, header, dtype, struct.pack(f"<{array.ndim}q", *array.shape)]
+        chunks.append(np.ascontiguousarray(array).tobytes())
         before = entry
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 def decode(data: bytes) -> list[Any]:

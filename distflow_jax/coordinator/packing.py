@@ -1,12 +1,12 @@
-"""Which row a sequence goes into, and which data rank a row: one pure function for all processes.
+"""Assignment of sequences to rows and of rows to data ranks: one pure function.
 
-Every process calls `assign` with the same lengths and gets the same answer; nobody leads. What
-costs time is the number of rows on the busiest rank, since all ranks work off as many micro-batches
-as that one; next come the tokens in them. Sequences stay at the site that sampled them unless
+Every process calls `assign` with the same lengths and gets the same result; there is no leader. The
+number of rows on the busiest rank costs the most time, since all ranks run as many micro-batches as
+that one; next come the tokens in the rows. Sequences stay at the site that sampled them unless
 moving some makes the busiest rank lighter by more than a threshold.
 
-N sequences, R data ranks, F filled rows, L tokens and S sequences per row at most. A *site* is what
-need not exchange anything: a process with its data ranks, or the processes that share one.
+N sequences, R data ranks, F filled rows, L tokens and S sequences per row at most. A *site*
+exchanges nothing within itself: a process with its data ranks, or the processes that share one.
 """
 
 import dataclasses
@@ -14,39 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BLOCK = 64  # rows that first-fit looks at together
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """What is known of N sequences everywhere: int64 [N] each, ordered by uid."""
-
-    prompt: np.ndarray  # tokens
-    response: np.ndarray  # tokens
-    group: np.ndarray  # number of the prompt within the step; equal numbers, equal prompts
-    site: np.ndarray  # where the sequence is
-
-    def __len__(self) -> int:
-        return len(self.prompt)
-
-    def take(self, chosen: np.ndarray) -> "Lengths":
-        """The same of some sequences."""
-        columns = (getattr(self, f.name)[chosen] for f in dataclasses.fields(self))
-        return Lengths(*columns)
-
-
-@dataclasses.dataclass(frozen=True)
-class RowLimits:
-    """What fits a row, and whether one copy of a prompt there serves all its responses.
-
-    With `group_size` the sequences of a prompt, at most so many, never leave each other: what is
-    compared within a loss, like the two of a preference pair, must meet in one row.
-    """
-
-    tokens: int  # L
-    sequences: int  # S
-    shared: bool
-    group_size: int = 0  # 0: each sequence goes where it fits
+from distflow_jax.coordinator.first_fit import (
+    Lengths,
+    LengthTable,
+    RowLimits,
+    first_fit_decreasing,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +36,7 @@ class Assignment:
     def spread(self, ranks: int) -> "Assignment":
         """The same rows over another number of ranks, at most ceil(F / ranks) on each.
 
-        Neighbouring rows stay neighbours, so that on one device order few of them move. A pure
+        Neighbouring rows stay neighbours, so that on one device order few rows move. A pure
         function of (rows, ranks): going to n ranks and back to m gives what m ranks had.
         """
         order = sorted(range(len(self.rows)), key=lambda r: (self.rank[r], r))
@@ -88,7 +61,7 @@ def assign(
       limits: of a row.
       ranks_of_site: the data ranks at each site; every rank 0 .. R-1 is at one site.
       threshold: share by which the busiest rank must get lighter (in rows, or in tokens) before
-        any sequence leaves its site.
+        any sequence moves to another site.
       max_rows: static room of a rank, in rows; at least ceil(rows_bound / R). None: no limit.
 
     Returns an assignment in which no rank has more than ceil(F / R) + 1 rows, F being what
@@ -111,7 +84,7 @@ def assign(
     for site_ranks, rows in zip(ranks_of_site, local, strict=True):
         stay.deal(rows, site_ranks)
         stay.refine(site_ranks, tolerance=threshold)
-    # rows stay whole and at home as far as their number allows; the surplus moves
+    # rows stay whole and at their site as far as their number allows; the surplus moves
     flat = [(row, site) for site, rows in enumerate(local) for row in rows]
     room = -(-len(flat) // ranks)
     if room > -(-_least_rows(lengths, limits) // ranks):  # all together may need fewer rows
@@ -141,7 +114,7 @@ def _assign_groups(
     threshold: float,
     max_rows: int | None,
 ) -> Assignment:
-    """As `assign`, with each group as one piece that is never cut."""
+    """As `assign`, with each group kept whole."""
     groups, first, number = np.unique(lengths.group, return_index=True, return_inverse=True)
     response = np.bincount(number, lengths.response, len(groups)).astype(np.int64)
     if limits.shared:
@@ -154,89 +127,14 @@ def _assign_groups(
             f"a group of {longest} tokens, which must stay in one row, does not fit a row of "
             f"{limits.tokens}; raise training.row_tokens"
         )
-    pieces = Lengths(prompt, response, np.arange(len(groups)), lengths.site[first])
+    whole_groups = Lengths(prompt, response, np.arange(len(groups)), lengths.site[first])
     whole = RowLimits(limits.tokens, limits.sequences // limits.group_size, shared=False)
-    found = assign(pieces, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
+    found = assign(whole_groups, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
     members: list[list[int]] = [[] for _ in groups]
     for i, g in enumerate(number.tolist()):
         members[g].append(i)
-    rows = (tuple(sorted(i for piece in row for i in members[piece])) for row in found.rows)
+    rows = (tuple(sorted(i for group in row for i in members[group])) for row in found.rows)
     return Assignment(tuple(rows), found.rank)
-
-
-def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]:
-    """Packs sequences into as few rows as first-fit finds, largest groups first.
-
-    With `limits.shared` a sequence whose prompt already lies in a row costs only its response
-    there; such rows are tried first, and a whole group goes into one row where it fits. A row is
-    opened only when no other has room, so every row but the last holds at least
-    min(S, L // longest sequence) sequences: the bound behind `rows_bound`.
-
-    Raises ValueError if a sequence is longer than a row.
-    """
-    longest = int((lengths.prompt + lengths.response).max(initial=0))
-    if longest > limits.tokens:
-        raise ValueError(
-            f"a sequence of {longest} tokens does not fit a row of {limits.tokens}; raise "
-            "training.row_tokens"
-        )
-    table = _Table(lengths, limits.shared)
-    order: dict[int, list[int]] = {}
-    for i in np.argsort(-lengths.response, kind="stable").tolist():
-        order.setdefault(table.group[i] if limits.shared else i, []).append(i)
-    cost = {g: table.prompt[m[0]] + sum(table.response[i] for i in m) for g, m in order.items()}
-    rows: list[list[int]] = []
-    free: list[int] = []
-    most_free: list[int] = []  # in each block of rows: full blocks are passed over
-
-    def first(tokens: int, sequences: int) -> int | None:
-        for block, room in enumerate(most_free):
-            if room >= tokens:
-                start = block * BLOCK
-                for row in range(start, min(start + BLOCK, len(rows))):
-                    if free[row] >= tokens and len(rows[row]) + sequences <= limits.sequences:
-                        return row
-        return None
-
-    def place(row: int, members: list[int], tokens: int) -> None:
-        rows[row].extend(members)
-        free[row] -= tokens
-        start = row // BLOCK * BLOCK
-        most_free[row // BLOCK] = max(free[start : start + BLOCK])
-
-    for key in sorted(order, key=lambda g: (-cost[g], g)):
-        members = order[key]
-        row = first(cost[key], len(members))
-        if row is not None:
-            place(row, members, cost[key])
-            continue
-        holding: list[int] = []  # rows that have this prompt
-        for i in members:
-            alone = table.response[i]
-            row = next(
-                (r for r in holding if free[r] >= alone and len(rows[r]) < limits.sequences), None
-            )
-            if row is not None:
-                place(row, [i], alone)
-                continue
-            full = table.prompt[i] + alone
-            row = first(full, 1)
-            if row is None:
-                row = len(rows)
-                rows.append([])
-                free.append(limits.tokens)
-                if len(rows) > BLOCK * len(most_free):
-                    most_free.append(0)
-            place(row, [i], full)
-            holding.append(row)
-            holding.sort()
-    return rows
-
-
-def rows_bound(num_sequences: int, longest: int, limits: RowLimits) -> int:
-    """Upper bound on the rows that first_fit_decreasing opens for lengths up to `longest`."""
-    per_row = max(1, min(limits.sequences, limits.tokens // longest))
-    return -(-num_sequences // per_row)
 
 
 def _pays(stay: "_Packing", move: "_Packing", threshold: float) -> bool:
@@ -268,9 +166,9 @@ def _site_of(row: Sequence[int], lengths: Lengths) -> int:
 
 
 class _Row:
-    """A row while it is being filled. Lengths come as lists, which Python indexes faster."""
+    """A row while it is filled. Lengths are lists, which Python indexes faster than arrays."""
 
-    def __init__(self, table: "_Table", members: Sequence[int] = ()):
+    def __init__(self, table: "LengthTable", members: Sequence[int] = ()):
         self._table = table
         self.members: list[int] = []
         self.tokens = 0
@@ -279,14 +177,14 @@ class _Row:
             self.add(member)
 
     def relief(self, member: int) -> int:
-        """Tokens that its going would free."""
+        """Tokens that removing a sequence would free."""
         n = self._table
         if n.shared and self.of_group[n.group[member]] > 1:
             return n.response[member]
         return n.response[member] + n.prompt[member]
 
     def add(self, member: int) -> int:
-        """Puts a sequence in; returns the tokens added."""
+        """Adds a sequence; returns the tokens added."""
         n = self._table
         group, price = n.group[member], n.response[member]
         here = self.of_group.get(group, 0)
@@ -298,7 +196,7 @@ class _Row:
         return price
 
     def remove(self, member: int) -> int:
-        """Takes a sequence out; returns the tokens freed."""
+        """Removes a sequence; returns the tokens freed."""
         relief, group = self.relief(member), self._table.group[member]
         self.members.remove(member)
         self.of_group[group] -= 1
@@ -308,22 +206,12 @@ class _Row:
         return relief
 
 
-class _Table:
-    """Lengths as lists."""
-
-    def __init__(self, lengths: Lengths, shared: bool):
-        self.shared = shared
-        self.prompt: list[int] = lengths.prompt.tolist()
-        self.response: list[int] = lengths.response.tolist()
-        self.group: list[int] = lengths.group.tolist()
-
-
 class _Packing:
-    """Rows on ranks while they are being made."""
+    """Rows on ranks while they are built."""
 
     def __init__(self, lengths: Lengths, limits: RowLimits, ranks: int):
         self._lengths, self._limits = lengths, limits
-        self._table = _Table(lengths, limits.shared)
+        self._table = LengthTable(lengths, limits.shared)
         self._rows: list[list[_Row]] = [[] for _ in range(ranks)]
         self._load = [0] * ranks  # tokens
 
@@ -417,7 +305,7 @@ class _Packing:
         free_i = np.array([self._limits.tokens - row.tokens for row in self._rows[heavy]])
         free_j = np.array([self._limits.tokens - row.tokens for row in self._rows[light]])
         full_i, full_j = (n.prompt + n.response)[i], (n.prompt + n.response)[j]
-        # counted as if each brought its prompt along: never more than it says
+        # counted as if each moved with its prompt: an upper bound
         leaves = size_i[:, None] - full_j[None]  # the heavy rank gets lighter by at least this
         enters = full_i[:, None] - size_j[None]  # the light one heavier by at most this
         fits = (enters <= free_j[row_j][None]) & (-leaves <= free_i[row_i][:, None])
@@ -432,7 +320,7 @@ class _Packing:
         return True
 
     def _candidates(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(sequence, its row, tokens that its going would free) of a rank, as three arrays."""
+        """(sequence, row, tokens that removing it would free) of a rank, as three int64 arrays."""
         found = [
             (i, r, row.relief(i)) for r, row in enumerate(self._rows[rank]) for i in row.members
         ]

@@ -1,21 +1,22 @@
-"""Rounds of a region: the next prompts, until enough of their groups are worth training on.
+"""Rounds of a region: more prompts, until enough groups are worth training on.
 
-Every process does the same number of rounds, since whether to go on is decided from all-gathered
-verdicts. Of the groups kept over all rounds the first B by prompt index make up the step.
+Every process does the same number of rounds, since all decide from all-gathered verdicts. Of the
+groups kept over all rounds the first B by prompt index make up the step.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from distflow_jax.coordinator.coordinator import Coordinator, Snapshot, Value, take
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.field_store import FieldStore, take
 from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
 Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]
-Given = Mapping[str, Sequence[Any]]  # what the loader gives, see Coordinator.begin
+Given = Mapping[str, Sequence[Any]]  # the loader's columns, see FieldStore.of_step
 
 log = logging.getLogger("distflow_jax")
 
@@ -27,7 +28,7 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
     every group informative. Yu et al. 2025 (DAPO, arxiv.org/abs/2503.14476), sec. 3.2.
     """
     score = np.asarray(columns.get("unshaped_score", columns["score"]), np.float64)
-    _, group = np.unique([p.counter for p in columns["prompt"]], return_inverse=True)
+    _, group = np.unique(columns["uid"][:, 0], return_inverse=True)
     high = np.full(group.max(initial=-1) + 1, -np.inf)
     low = -high
     np.maximum.at(high, group, score)
@@ -39,11 +40,11 @@ UNTIL: dict[str, Until] = {"informative": informative}
 
 
 class EndOfData(Exception):
-    """There are no prompts left for another step."""
+    """The data have no prompts for another step."""
 
 
 class Rounds:
-    """A coordinator's step in rounds. `next` starts a round; False says that there are enough."""
+    """A coordinator's step in rounds. `next` starts one; False: no more rounds are needed."""
 
     def __init__(
         self,
@@ -54,17 +55,17 @@ class Rounds:
         groups: int,
         max_rounds: int,
     ):
-        """`draw` gives the next prompts, None at the end of the data; `groups`: how many make a
-        step."""
+        """`draw` returns columns of the next prompts, None at the end of the data; `groups`: number
+        of groups in a step."""
         self._coordinator, self._draw, self._until = coordinator, draw, until
         self._groups, self._max_rounds = groups, max_rounds
-        self._rounds: list[Snapshot] = []
-        self._kept: list[int] = []  # counters of the groups that stay, of all processes
-        self._sampled = 0  # groups of all processes
+        self._rounds: list[FieldStore] = []
+        self._kept: list[int] = []  # counters of the groups that are kept, over all processes
+        self._sampled = 0  # groups over all processes
         self._open = False
 
     def next(self) -> bool:
-        """Ends the round that is under way and starts another one if it takes one. Collective.
+        """Ends the running round and starts another one where that is needed. Collective.
 
         Raises EndOfData where there are no prompts for a first round.
         """
@@ -82,9 +83,9 @@ class Rounds:
         return False
 
     def _end_round(self) -> None:
-        step, self._open = self._coordinator.snapshot(), False
+        step, self._open = self._coordinator.store.copy(), False
         keep = np.asarray(self._until(step.columns), bool)
-        counters = step.counters[step.own]
+        counters = step.uid[step.own, 0]
         if keep.shape != counters.shape:
             raise ValueError(
                 f"the region's `until` gave {keep.shape} verdicts for {len(counters)} responses: "
@@ -110,10 +111,10 @@ class Rounds:
                 self._sampled // len(self._rounds),
                 "going on with these" if len(winners) else "this step changes no weights",
             )
-        self._coordinator.resume(_joined(self._rounds, winners, self._coordinator.is_shared))
+        self._coordinator.resume(joined(self._rounds, winners))
 
     def metrics(self) -> dict[str, float]:
-        """How many rounds the step took, and what came of them."""
+        """Rounds of the step, and groups that were sampled, kept and missing."""
         return {
             "training/sampling_rounds": float(len(self._rounds)),
             "training/groups_sampled": float(self._sampled),
@@ -122,41 +123,41 @@ class Rounds:
         }
 
 
-def _joined(
-    rounds: Sequence[Snapshot], winners: np.ndarray, is_shared: Callable[[Value], bool]
-) -> Snapshot:
-    """The responses of these groups, of all rounds, as if they had been sampled in one."""
-    chosen = [np.flatnonzero(np.isin(r.counters, winners)) for r in rounds]  # of the sampler's
-    mine = [np.flatnonzero(np.isin(r.counters[r.own], winners)) for r in rounds]  # of one's own
+def joined(rounds: Sequence[FieldStore], winners: np.ndarray) -> FieldStore:
+    """The responses of all rounds to the prompts `winners`, as if one round had sampled them.
+
+    `winners` int64 [G]: counters of prompts.
+    """
+    chosen = [np.flatnonzero(np.isin(r.uid[:, 0], winners)) for r in rounds]  # of the sampler's
+    mine = [np.flatnonzero(np.isin(r.uid[r.own, 0], winners)) for r in rounds]  # of one's own
     starts = np.cumsum([0, *(len(index) for index in chosen)])
     own = [
         start + np.searchsorted(index, r.own[places])
         for start, index, r, places in zip(starts, chosen, rounds, mine, strict=False)
     ]
     first = rounds[0]
-    return Snapshot(
+
+    def of_all(columns: Iterable[Sequence[Any]], indices: Sequence[np.ndarray]) -> Sequence[Any]:
+        return _concatenated([take(c, index) for c, index in zip(columns, indices, strict=True)])
+
+    return FieldStore(
+        writers=first.writers,
+        uid=of_all([r.uid for r in rounds], chosen),
+        own=np.concatenate(own).astype(np.int64),
         values={
-            value: _concatenated(
-                [
-                    take(r.values[value], index)
-                    for r, index in zip(rounds, chosen if is_shared(value) else mine, strict=True)
-                ]
+            value: of_all(
+                [r.values[value] for r in rounds], chosen if first.is_shared(value) else mine
             )
             for value in first.values
         },
         columns={
-            field: _concatenated(
-                [take(r.columns[field], index) for r, index in zip(rounds, mine, strict=True)]
-            )
-            for field in first.columns
+            field: of_all([r.columns[field] for r in rounds], mine) for field in first.columns
         },
-        sources=first.sources,
-        counters=np.concatenate([r.counters[i] for r, i in zip(rounds, chosen, strict=True)]),
-        own=np.concatenate(own).astype(np.int64),
+        sources=dict(first.sources),
     )
 
 
-def _concatenated(parts: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts)
-    return [entry for part in parts for entry in part]
+def _concatenated(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    return [entry for column in columns for entry in column]

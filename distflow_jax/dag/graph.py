@@ -18,9 +18,9 @@ TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE")
 SCOPES = ("sample", "group", "batch")  # narrow to wide: what a node needs before it can start
 # what the loader gives for each row of the data set, and how many responses that is
 DATA = {
-    "prompts": ("prompt",),
-    "demonstrations": ("prompt", "response", "response_mask", "finished"),
-    "preferences": ("prompt", "response", "response_mask", "finished"),
+    "prompts": ("uid", "prompt"),
+    "demonstrations": ("uid", "prompt", "response", "response_mask", "finished"),
+    "preferences": ("uid", "prompt", "response", "response_mask", "finished"),
 }
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*|[^:]+:[^:]+")

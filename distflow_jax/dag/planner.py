@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.did_you_mean import hint
-from distflow_jax.layout import KEEP, Edge, Layout, move_between, overlaps, submesh_text
+from distflow_jax.layout import (
+    KEEP,
+    ROWS,
+    ROWS_COLUMNS,
+    Edge,
+    Layout,
+    move_between,
+    overlaps,
+    submesh_text,
+)
 
 HOST = Layout("host")
 
@@ -53,6 +62,7 @@ def plan(
     _check_region(order[: len(inside)], placed)
     _check_submeshes(order, placed)
     _check_states(order, ancestors, placed)
+    _check_rows(order, placed)
     users = _Users.of(order)
     _check_writers(users, ancestors)
     _check_keep(order, users, ancestors)
@@ -62,8 +72,12 @@ def plan(
     for node in order:
         edges_in[node.id] = []
         for field in sorted(set(node.reads.values())):
-            source = _source_of(node, field, users, ancestors, given_fields)
-            start = given_fields[field] if source is None else placed[source]
+            if field == ROWS:
+                source = _source_of_rows(node, users, ancestors, given_fields, placed)
+            else:
+                source = _source_of(node, field, users, ancestors, given_fields)
+            written = "response" if field == ROWS else field
+            start = given_fields[written] if source is None else placed[source]
             move = move_between(start, placed[node.id])
             edge = Edge(field, source, node.id, start, placed[node.id], move)
             edges_in[node.id].append(edge)
@@ -218,6 +232,28 @@ def _check_states(
 # -- fields -----------------------------------------------------------------------------------
 
 
+def _check_rows(order: Iterable[Node], placed: Mapping[str, Layout]) -> None:
+    """On a mesh responses are the field `rows`, on the host the columns that it is packed of."""
+    for node in order:
+        layout, reads = placed[node.id], node.reads.values()
+        columns = [field for field in (*ROWS_COLUMNS, "uid") if field in reads]
+        if layout.kind == "mesh" and columns:
+            raise ValueError(
+                f"node {node.id!r}: reads {', '.join(columns)} on {layout}, where prompts and "
+                f"responses are packed: write {ROWS} in place of that"
+            )
+        if layout.kind == "host" and ROWS in reads:
+            raise ValueError(
+                f"node {node.id!r}: reads {ROWS} on the host, where responses are columns: write "
+                f"those that it needs of {', '.join(ROWS_COLUMNS)} in place of that"
+            )
+        if ROWS in node.writes.values():
+            raise ValueError(
+                f"node {node.id!r}: writes {ROWS}, which is packed of {', '.join(ROWS_COLUMNS)}: "
+                "rename the field"
+            )
+
+
 def _check_keep(order: Iterable[Node], users: "_Users", ancestors: Mapping[str, set[str]]) -> None:
     """Raises ValueError unless a node that drops responses is ordered with all others."""
     for writer in users.writers.get(KEEP, ()):
@@ -244,7 +280,8 @@ class _Users:
             for field in node.writes.values():
                 users.writers[field].append(node)
             for field in dict.fromkeys(node.reads.values()):
-                users.readers[field].append(node)
+                for column in ROWS_COLUMNS if field == ROWS else (field,):
+                    users.readers[column].append(node)
         return users
 
 
@@ -293,6 +330,28 @@ def _source_of(
             f"run to write it ({writer.condition}): give both the same 'when'"
         )
     return writer.id
+
+
+def _source_of_rows(
+    node: Node,
+    users: _Users,
+    ancestors: Mapping[str, set[str]],
+    given_fields: Collection[str],
+    placed: Mapping[str, Layout],
+) -> str | None:
+    """The last node upstream that writes `response`; None if the loader gives it.
+
+    Raises ValueError unless there are all the columns that rows are packed of, on the host.
+    """
+    sources = {}
+    for column in ROWS_COLUMNS:
+        source = sources[column] = _source_of(node, column, users, ancestors, given_fields)
+        if source is not None and placed[source].kind == "mesh":
+            raise ValueError(
+                f"node {source!r}: writes {column!r} on {placed[source]}, and {ROWS} are packed of "
+                f"columns of the host, which node {node.id!r} reads: rename the field"
+            )
+    return sources["response"]
 
 
 def _last_uses(

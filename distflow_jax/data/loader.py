@@ -43,7 +43,7 @@ class DataConfig:
 
 
 class PromptEncoder(Protocol):
-    """What the loader needs of a tokenizer."""
+    """The methods of a tokenizer that the loader calls."""
 
     def encode_prompt(self, prompt: str | list[Message]) -> tuple[str, np.ndarray]:
         """Text as the model sees it, and its tokens, int32 [P]."""
@@ -54,7 +54,7 @@ class PromptEncoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SamplerShare:
-    """Which of the job's samplers this process belongs to: they divide the prompts."""
+    """This process's sampler among those of the job, which divide the prompts."""
 
     index: int = 0
     count: int = 1
@@ -65,16 +65,16 @@ class Loader:
     """Issues prompts by a global counter: step k takes counters [(k - 1) B, k B).
 
     The counter alone decides which row comes: epoch e is counters [e N, (e + 1) N), shuffled by
-    (seed, e) over the N rows left after the overlong ones are gone. A step's prompts are dealt to
-    the samplers by the length that is expected of their responses (see dealing.py), and a process
-    reads those of its sampler alone; neither the order nor the number of steps knows how many
-    processes there are.
+    (seed, e) over the N rows left after the overlong ones are gone. A step's prompts are
+    distributed over the samplers by the expected length of their responses (prompt_assignment.py),
+    and a process reads only those of its sampler. Neither the order nor the number of steps depends
+    on the number of processes.
 
-    Iterating gives one step after the other from `position` on, forever or to the end of
-    `config.epochs` (prompts that fill no whole step there are left out).
+    Iterating yields step after step from `position` on, forever or to the end of `config.epochs`
+    (its last prompts are left out where they fill no whole step).
 
     Attributes:
-      position: counter at which iteration goes on.
+      position: counter of the next prompt.
       dropped: number of rows that `overlong="drop"` left out.
       rows: int64 [N], the rows of the data set that are issued.
       lengths: expected response lengths by row of the data set; `observe` feeds them.
@@ -91,8 +91,8 @@ class Loader:
         answers: int = 0,
         max_answer: int = 0,
     ):
-        """`answers`: how many of each row's are read (1: `chosen`; 2: `rejected` too), of up to
-        `max_answer` tokens."""
+        """`answers`: answers read from each row (1: `chosen`; 2: `rejected` too), of up to
+        `max_answer` tokens each."""
         self._answers, self._max_answer = answers, max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
@@ -132,7 +132,7 @@ class Loader:
         return prompts
 
     def observe(self, step: int, counter: np.ndarray, length: np.ndarray) -> None:
-        """Takes the response lengths of a finished step, int [N] each, all processes' alike."""
+        """Records the response lengths of a finished step, int [N], over all processes."""
         counters, which = np.unique(counter, return_inverse=True)
         mean = np.bincount(which, length) / np.bincount(which)
         rows = np.array([self.row(int(c)) for c in counters], np.int64)
@@ -147,7 +147,7 @@ class Loader:
         return int(self.rows[self._order[counter]])
 
     def epoch(self, counter: int) -> float:
-        """How often the data have been gone through when this counter is next."""
+        """Passes over the data before this counter."""
         return counter / len(self.rows)
 
     @property
@@ -156,7 +156,7 @@ class Loader:
         return len(self._order) // self._config.prompts_per_step if self._config.epochs else None
 
     def state(self, position: int) -> dict[str, Any]:
-        """What a checkpoint holds, JSON-able.
+        """The loader's state for a checkpoint, JSON-able.
 
         Args:
           position: counter after the last prompt that was *trained* on, which lies behind
@@ -166,11 +166,10 @@ class Loader:
         return {"position": position, "lengths": self.lengths.state(step), **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on at a state's position.
+        """Continues at a state's position.
 
         Raises:
-          ValueError: the state was made over other data, or another order of them, so that its
-            position means nothing here.
+          ValueError: the state belongs to other data, or to another order of the data.
         """
         for key, here in self._identity().items():
             if state.get(key) != here:
@@ -192,7 +191,7 @@ class Loader:
         }
 
     def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
-        """The prompt of one counter."""
+        """The prompt that a counter issues."""
         row = self.row(counter)
         example = self._dataset[row]
         text, tokens = self._tokenizer.encode_prompt(example.prompt)
@@ -209,7 +208,7 @@ class Loader:
         )
 
     def _encoded_answers(self, row: int) -> list[np.ndarray]:
-        """Tokens of the row's answers that are wanted: the better one, and the worse one."""
+        """Tokens of the row's answers: none, the better one, or the better and the worse one."""
         if not self._answers:
             return []
         example = self._dataset[row]
@@ -226,8 +225,8 @@ class Loader:
         return encoded
 
     def _rows_in_limit(self) -> np.ndarray:
-        # Over the whole data set, before it is divided: were each process to drop from its own
-        # share, they would run out at different steps, and wait for each other forever.
+        # Over the whole data set, before it is divided: processes that dropped rows from their own
+        # shares would run out of prompts at different steps, and wait for each other forever.
         dataset, config = self._dataset, self._config
         rows = np.arange(len(dataset), dtype=np.int64)
         if config.overlong == "truncate_left" and not self._answers:
@@ -261,6 +260,6 @@ class Loader:
         return rows[keep]
 
     def _lengths(self, row: int) -> tuple[int, int]:
-        """Tokens of a row's prompt, and of its longest answer that is wanted."""
+        """Tokens of a row's prompt, and of the longest answer that is read."""
         prompt = len(self._tokenizer.encode_prompt(self._dataset[row].prompt)[1])
         return prompt, max((len(a) for a in self._encoded_answers(row)), default=0)

@@ -1,6 +1,6 @@
-"""Which sampler answers which prompt: longest expected first, to the one with the least to do.
+"""Assignment of prompts to samplers: longest expected first, to the least loaded sampler.
 
-A pure function of numbers that every process has, so that all agree without asking.
+A pure function of numbers that every process has, so that all agree without communication.
 """
 
 import base64
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-MEMORY = 0.5  # weight of what was known against the newest length
+MEMORY = 0.5  # weight of the former estimate against the newest length
 
 
 def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[list[int]]:
-    """Prompts 0 .. B-1 -> samplers, each list in the order to be answered.
+    """Prompts 0 .. B-1 -> samplers, each list in the order of sampling.
 
     Longest expected first, each to the sampler with the least expected tokens; every sampler gets
-    `least` prompts first. Equal expectations deal equal numbers, in turn.
+    `least` prompts first. Equal expectations give equal numbers of prompts, in turn.
 
     Raises ValueError if there are fewer than samplers * least prompts.
     """
@@ -38,9 +38,9 @@ def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[li
 
 
 class LengthEstimates:
-    """Expected response length of every row of a data set, from the responses it got before.
+    """Expected response length of every row of a data set, from earlier responses.
 
-    The estimate for step k knows steps up to k - 2: step k's prompts are dealt while step k - 1
+    The estimate for step k uses steps up to k - 2: step k's prompts are assigned while step k - 1
     runs. The same on every process, with or without reading ahead, and after a resume.
     """
 
@@ -50,12 +50,12 @@ class LengthEstimates:
         self._lock = threading.Lock()
 
     def observe(self, step: int, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Takes the mean response length in tokens (at least 1) of the prompts of a step."""
+        """Records the mean response length in tokens (at least 1) of a step's rows, [n] each."""
         with self._lock:
             self._pending.append((step, np.asarray(rows), np.asarray(lengths, np.float32)))
 
     def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
-        """Tokens expected of each row in a step, float32; the mean of those known where unknown."""
+        """Expected tokens of each row, float32 [n]; an unknown row gets the mean of the known."""
         with self._lock:
             self._apply(step - 2)
             known = self._length[self._length > 0]
@@ -64,7 +64,7 @@ class LengthEstimates:
         return np.where(found > 0, found, mean)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` holds, JSON-able."""
+        """The estimates for a checkpoint after `step`, JSON-able."""
         with self._lock:
             self._apply(step - 1)
             return {
@@ -73,7 +73,7 @@ class LengthEstimates:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state."""
+        """Continues from a checkpoint's state."""
         data = zlib.decompress(base64.b64decode(state["length"]))
         with self._lock:
             self._length = np.frombuffer(data, np.float32).copy()

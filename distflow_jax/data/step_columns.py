@@ -1,6 +1,6 @@
-"""What the loader gives a step, as columns: prompts to answer, or prompts with their answers.
+"""The columns that begin a step: prompts to answer, or prompts with their answers.
 
-One entry per response, those to one prompt next to each other.
+One entry per response, those to one prompt next to each other. N responses, G prompts.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,49 @@ ANSWERS = {"prompts": None, "demonstrations": 1, "preferences": 2}
 
 
 def given_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Sequence[Any]]:
-    """The columns of a step: "prompt" and, where prompts bring answers, "response" and its like.
+    """The columns of a step: uid, prompt and, where prompts bring answers, response, response_mask
+    and finished.
 
     `num_samples` responses will be sampled for a prompt without answers. Of a preference pair the
     better answer comes first.
     """
     if not prompts or not prompts[0].answers:
-        return {"prompt": [p for p in prompts for _ in range(num_samples)]}
+        return {
+            "uid": uid_column(prompts, num_samples),
+            "prompt": [p for p in prompts for _ in range(num_samples)],
+        }
     answers = [answer for p in prompts for answer in p.answers]
     return {
+        "uid": uid_column(prompts, len(prompts[0].answers)),
         "prompt": [p for p in prompts for _ in p.answers],
         "response": answers,
         "response_mask": [np.ones(len(answer), bool) for answer in answers],
         "finished": np.ones(len(answers), bool),
     }
+
+
+def uid_column(prompts: Sequence[Prompt], num_samples: int) -> np.ndarray:
+    """(counter of the prompt, number of the sample) of each response, int64 [N, 2]."""
+    counters = np.array([prompt.counter for prompt in prompts], np.int64)
+    samples = np.tile(np.arange(num_samples), len(prompts))
+    return np.stack([np.repeat(counters, num_samples), samples], axis=1)
+
+
+def group_starts(uid: np.ndarray) -> np.ndarray:
+    """Index of each prompt's first response in a uid column [N, 2], int64 [G]."""
+    return np.flatnonzero(np.diff(uid[:, 0], prepend=-1))
+
+
+def group_numbers(uid: np.ndarray) -> np.ndarray:
+    """Number of each response's prompt among those of a uid column [N, 2], int64 [N]."""
+    return np.cumsum(np.diff(uid[:, 0], prepend=-1) != 0) - 1
+
+
+def entries_of_host(uid: np.ndarray, host: int, hosts: int) -> slice:
+    """The responses, of uid [N, 2], of one of the `hosts` that share a sampler.
+
+    Prompts are divided in their order: a group belongs to one host.
+    """
+    starts = np.append(group_starts(uid), len(uid))
+    groups = len(starts) - 1
+    return slice(int(starts[groups * host // hosts]), int(starts[groups * (host + 1) // hosts]))

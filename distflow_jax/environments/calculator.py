@@ -30,7 +30,7 @@ _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "·": "*", "\N{MINUS SIGN}": "
 def calculate(text: str) -> str:
     """The value of an arithmetic expression, as text: "12*7" -> "84", "1,000/8" -> "125".
 
-    Knows + - * / // % ** ^ and parentheses, commas between thousands, × and ÷; a dollar sign is
+    Supports + - * / // % ** ^ and parentheses, commas between thousands, × and ÷; a dollar sign is
     looked over. ValueError, in words for the one who wrote it, for anything else.
     """
     if len(text) > MAX_LENGTH:

@@ -1,4 +1,4 @@
-"""What a response may talk to between two turns: the protocol of an environment.
+"""The protocol of environments, which answer the model between two turns of a response.
 
     class Guess:
         def __init__(self, tokenizer, *, highest=100): ...
@@ -46,4 +46,4 @@ class Environment(Protocol):
         """
 
     def step(self, tokens: np.ndarray, text: str) -> Turn:
-        """Answers a turn of the model: its ids, the end token included, and the same as text."""
+        """Answers a turn of the model: its ids int32 [T], the end token included, and its text."""

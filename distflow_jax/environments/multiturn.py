@@ -87,13 +87,13 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, turn: Response) -> "_Part":
-        """What the model wrote."""
+        """The tokens of one turn of the model."""
         mask = np.ones(len(turn.tokens), bool)
         return cls(turn.tokens, turn.logp, turn.margin, turn.version, mask)
 
     @classmethod
     def observed(cls, tokens: np.ndarray) -> "_Part":
-        """What it was told: no near-tie could have made it another."""
+        """Tokens int32 [T] of an observation, with an infinite margin: none is a near-tie."""
         count = len(tokens)
         logp, margin = np.zeros(count, np.float32), np.full(count, np.inf, np.float32)
         version = np.zeros(count, np.int32)
@@ -102,7 +102,7 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Conversation:
-    """A response at work. `failed` is set where its environment could not even be reset."""
+    """A response that has begun. `failed` is set where its environment could not even be reset."""
 
     group: "_Group"
     sample: int
@@ -147,8 +147,8 @@ def run_turns(
 ) -> list[Episode]:
     """Answers all requests, each of another prompt; episodes in (request, sample) order.
 
-    At most `most` responses are at work at a time, or one group if that is more; prompts whose
-    responses are expected to be longest come first.
+    At most `most` responses run at a time, or one group if that is more; prompts with the longest
+    expected responses come first.
     """
     driver = _Driver(scheduler, environments, limits, on_response)
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i))
@@ -194,7 +194,7 @@ class _Driver:
     def begin(self, index: int, request: GroupRequest) -> None:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)
-        for sample in range(request.sampling.num_samples):
+        for sample in request.samples:
             thread = EnvironmentThread(self._environments, self._answers)
             conversation = _Conversation(group, sample, thread)
             group.conversations.append(conversation)
@@ -203,7 +203,7 @@ class _Driver:
             thread.reset(request.prompt)
 
     def take_answers(self, *, wait: bool) -> None:
-        """Goes on with what environments have answered, and without those that are too late.
+        """Continues responses whose environments have answered; ends those that are too late.
 
         With `wait` it sleeps until there is something to do.
         """
@@ -222,7 +222,7 @@ class _Driver:
                 self._too_late(conversation)
 
     def turn_ended(self, turn: Response) -> None:
-        """The model has written a turn: its environment gets it, or the response ends."""
+        """Hands a turn of the model to its environment, or ends the response."""
         conversation = self._by_uid[turn.prompt.counter, turn.sample]
         conversation.parts.append(_Part.of(turn))
         conversation.routed_experts = turn.routed_experts
@@ -274,7 +274,7 @@ class _Driver:
             self._end(conversation, reason)
 
     def _go_on(self, conversation: _Conversation, observed: Observed) -> None:
-        """Adds what the environment said of a turn, and has the model write the next one."""
+        """Adds the environment's answer to a turn, and has the model write the next one."""
         conversation.reward += observed.reward
         for name, value in observed.logged.items():
             conversation.logged[name] = conversation.logged.get(name, 0.0) + value
@@ -311,7 +311,7 @@ class _Driver:
         group.id = self._scheduler.submit(request)
 
     def _common_observation(self, reset: list[_Conversation]) -> np.ndarray:
-        """What responses to one prompt begin with; those that would begin otherwise fail."""
+        """The first observation of all responses to a prompt; those with another one fail."""
         first = reset[0].first.tokens
         room = self._scheduler.engine.config.max_prompt
         room = min(self._limits.response - 1, room - len(reset[0].group.request.prompt.tokens))

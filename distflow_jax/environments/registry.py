@@ -28,7 +28,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a call gave no answer: `error` holds a summary and below it the traceback; `place` is the
+    """The failure of a call: `error` holds a summary and below it the traceback; `place` is the
     kind of error and where it was raised."""
 
     error: str
@@ -47,7 +47,7 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a call came to, and of which thread it was which call."""
+    """The outcome of a call, with the numbers of its thread and of the call."""
 
     thread: int
     call: int
@@ -187,11 +187,11 @@ class EnvironmentThread:
         self._begin("reset", prompt)
 
     def step(self, tokens: np.ndarray) -> None:
-        """Gives it a turn of the model."""
+        """Hands a turn of the model, int32 [T], to the environment."""
         self._begin("step", tokens)
 
     def is_answer(self, answer: Answer) -> bool:
-        """Whether that is what the last call came to; the deadline is then off."""
+        """Whether this is the outcome of the last call; if so, the deadline is off."""
         if answer.call != self.call or self.deadline == math.inf:
             return False
         self.deadline = math.inf
@@ -258,7 +258,8 @@ def _failure(error: BaseException) -> Failure:
 
 
 def load_environment(name: str) -> Callable[..., Environment]:
-    """What `rollout.environment` names. ValueError or FileNotFoundError where there is none."""
+    """The class or function that `rollout.environment` names. ValueError or FileNotFoundError where
+    there is none."""
     if ":" in name:
         return user_functions.load_function(name, "environment")
     if name not in ENVIRONMENTS:

@@ -28,10 +28,10 @@ class Tools:
 
     Args:
       tools: name -> a built-in tool's name or "path/file.py:function", a function of the text
-        between the tags that returns text. What it raises as a ValueError is told to the model;
+        between the tags that returns text. The text of its ValueError is passed to the model;
         other errors end the response.
       role: whose turn an answer is in the chat template, "user" or what else the template knows.
-      max_calls: calls of one turn that are answered; the rest are told so.
+      max_calls: calls of one turn that are answered; the rest get an error.
       max_characters: of one result; more is cut.
     """
 
@@ -61,7 +61,7 @@ class Tools:
         self._chat = self._tokenizer.is_chat(prompt.text)
 
     def step(self, tokens: np.ndarray, text: str) -> Turn:
-        """Calls what the turn calls."""
+        """Calls the tools that a turn, int32 [T] and its text, calls."""
         calls = _CALL.findall(text)
         if not calls:
             return Turn(done=True)
@@ -76,7 +76,7 @@ class Tools:
         return Turn(observation, logged={"tool_calls": len(calls), "tool_errors": failed})
 
     def _call(self, name: str, argument: str) -> tuple[str, bool]:
-        """(what the model is told, whether the tool could do it)."""
+        """(answer for the model, whether the tool succeeded)."""
         name = name or next(iter(self._tools))
         if name not in self._tools:
             return f"error: there is no tool {name[:40]!r}, only {', '.join(self._tools)}", False

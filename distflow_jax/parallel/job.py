@@ -108,7 +108,7 @@ def find(
     job = job or _tpu(environ)
     if job is None and environ.get(POD_INDEX):
         # the manifest may have forgotten them, and each pod would train alone: the log says why
-        found = f"as {COORDINATOR} and {NUM_PROCESSES} are not set beside {POD_INDEX}"
+        found = f"as {COORDINATOR} and {NUM_PROCESSES} are not set with {POD_INDEX}"
         return dataclasses.replace(ALONE, found=found)
     return job or ALONE
 

@@ -43,7 +43,7 @@ class FieldSpecs:
             response_mask=self._spec(layout, token, bools),
             parent=self._spec(layout, sequence, ints),
             group=self._spec(layout, sequence, ints),
-            sample=self._spec(layout, sequence, ints),
+            member=self._spec(layout, sequence, ints),
             valid=self._spec(layout, sequence, bools),
             length=self._spec(layout, sequence, ints),
         )

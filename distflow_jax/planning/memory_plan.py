@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Unit, aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Residency
 from distflow_jax.layout import Layout, overlaps
@@ -267,14 +266,11 @@ def _batch_bytes(units: Iterable[Unit], programs: Mapping[str, Program]) -> dict
             for (source, field), spec in zip(
                 values, (*program.inputs, *program.outputs), strict=True
             ):
-                rows = field in STRUCTURE  # all of these are one record
-                key = (None, STRUCTURE[0]) if rows else (source, field)
-                alive[*key, unit.layout] = device_bytes(spec)
+                alive[source, field, unit.layout] = device_bytes(spec)
             found[unit.name] = sum(
                 size for (*_, where), size in alive.items() if overlaps(where, unit.layout)
             )
         for source, field in unit.frees:
-            if field not in STRUCTURE:
-                for key in [k for k in alive if k[:2] == (source, field)]:
-                    del alive[key]
+            for key in [k for k in alive if k[:2] == (source, field)]:
+                del alive[key]
     return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from distflow_jax.batch import TokenColumn
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
-from distflow_jax.coordinator.packing import RowLimits, rows_bound
+from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.layout import Layout

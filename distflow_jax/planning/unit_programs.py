@@ -11,10 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.coordinator.coordinator import STRUCTURE
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import Runner, Stage, make_runner
-from distflow_jax.layout import Edge, Layout
+from distflow_jax.layout import ROWS, Edge, Layout
 from distflow_jax.planning.field_specs import FieldSpecs, Value, per_token_values
 from distflow_jax.planning.stage_checks import checked, outline
 from distflow_jax.programs.xla_options import compiler_options
@@ -125,7 +124,7 @@ def trace_plan(
 
     def entering(edge: Edge) -> Any:
         if edge.move == "pack":
-            if edge.field in STRUCTURE:
+            if edge.field == ROWS:
                 return specs.rows(edge.target_layout)
             return specs.packed(edge.target_layout, per_token.get((edge.source, edge.field)))
         spec = known[edge.source, edge.field]

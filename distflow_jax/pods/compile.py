@@ -40,15 +40,15 @@ def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) ->
     params = sampled_params(planned, programs)
     local = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, planned.devices)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    parts = []
+    runs = []
     sync = make_sync(planned.source, planned.config, planned.sizes, planned.devices)
     for traced, times in sync.programs(params):
         with reporting_size(UPDATE_WEIGHTS):
             compiled = traced.lower().compile()
         costs = costs_of(traced, compiled, dict(mesh.shape), pod.numbers(mesh))
-        parts.append((costs, times))
+        runs.append((costs, times))
     weights = weight_bytes(planned.source.config, planned.sizes.engine, local.shape["tensor"])
-    return in_turn(parts, argument_bytes=device_bytes(params), output_bytes=weights)
+    return in_turn(runs, argument_bytes=device_bytes(params), output_bytes=weights)
 
 
 def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:

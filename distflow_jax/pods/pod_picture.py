@@ -24,8 +24,8 @@ MEMORY_COLORS = {
 SECONDS_COLORS = {
     "compute": "#1d4ed8",
     "HBM": "#15803d",
-    "links beside these": "#f0b67a",
-    "links alone": "#c2410c",
+    "links, overlapped": "#f0b67a",
+    "links, exposed": "#c2410c",
 }
 INK, FAINT, GRID, LIMIT, PAPER = "#1f2937", "#526072", "#e2e8f0", "#dc2626", "#ffffff"
 
@@ -77,9 +77,9 @@ def _memory(memory: MemoryPlan) -> Iterator[_Row]:
 
 
 def _seconds(plan: PodPlan) -> Iterator[_Row]:
-    parts = plan.parts
-    longest = max((max(_terms(e).values()) for e in parts.values()), default=0.0) or 1.0
-    for name, estimate in parts.items():
+    estimates = plan.parts
+    longest = max((max(_terms(e).values()) for e in estimates.values()), default=0.0) or 1.0
+    for name, estimate in estimates.items():
         bars: list[Shape] = [Rect(_NAMES, 3.0, _BARS, 4 * _THIN + 3.0, GRID)]
         for i, (term, seconds) in enumerate(_terms(estimate).items()):
             width = _BARS * seconds / longest
@@ -90,8 +90,8 @@ def _seconds(plan: PodPlan) -> Iterator[_Row]:
 
 
 def _terms(estimate: Estimate) -> dict[str, float]:
-    beside = sum(estimate.links.values()) - estimate.exposed
-    seconds = estimate.compute, estimate.memory, beside, estimate.exposed
+    overlapped = sum(estimate.links.values()) - estimate.exposed
+    seconds = estimate.compute, estimate.memory, overlapped, estimate.exposed
     return dict(zip(SECONDS_COLORS, seconds, strict=True))
 
 

@@ -193,8 +193,8 @@ class PodPlan:
         for name, cost in self.costs.items():
             for t in cost.traffic:
                 seconds = collective_seconds(self.pod.interconnect, t)
-                beside = "beside work" if t.overlapped else ""
-                sizes = format_decimal(t.bytes), f"{t.times:,}", beside, f"{seconds:.2g}"
+                overlapped = "overlapped" if t.overlapped else ""
+                sizes = format_decimal(t.bytes), f"{t.times:,}", overlapped, f"{seconds:.2g}"
                 rows.append((name, "*".join(t.axes), t.kind, *sizes))
         return rows
 
@@ -206,7 +206,7 @@ class PodPlan:
         return rows
 
     def _seconds_rows(self) -> list[tuple[str, ...]]:
-        rows = [("segment", "compute", "memory", "links", "of these alone", "in all", "bound by")]
+        rows = [("segment", "compute", "memory", "links", "exposed", "in all", "bound by")]
         rows += [(name, *_cells(e)) for name, e in self.parts.items()]
         return rows
 

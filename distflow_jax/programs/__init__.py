@@ -1,1 +1,1 @@
-"""What a compiled program costs, read from its jaxpr and its HLO."""
+"""Costs of compiled programs, from their jaxprs and HLO; options and cache of the compiler."""

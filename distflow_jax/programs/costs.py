@@ -89,26 +89,26 @@ def costs_of(
     return costs
 
 
-def in_turn(parts: Sequence[tuple[Costs, int]], *, argument_bytes: int, output_bytes: int) -> Costs:
+def in_turn(runs: Sequence[tuple[Costs, int]], *, argument_bytes: int, output_bytes: int) -> Costs:
     """Costs of compiled programs that run one after the other, as if they were one program.
 
-    `parts`: (costs, number of runs). `argument_bytes` and `output_bytes` are those of all programs
-    together. Temporaries are those of the program that needs the most.
+    `runs`: (costs of a program, number of its runs). `argument_bytes` and `output_bytes` are those
+    of all programs together. Temporaries are those of the program that needs the most.
     """
     kinds: dict[str, float] = {}
-    for cost, times in parts:
+    for cost, times in runs:
         for kind, size in (cost.collective_bytes or {}).items():
             kinds[kind] = kinds.get(kind, 0.0) + times * size
-    temporaries = [cost.temp_bytes for cost, _ in parts if cost.temp_bytes is not None]
+    temporaries = [cost.temp_bytes for cost, _ in runs if cost.temp_bytes is not None]
     return Costs(
-        sum(times * cost.flops for cost, times in parts),
-        tuple(dict.fromkeys(name for cost, _ in parts for name in cost.unbounded)),
-        bytes_accessed=sum(times * (cost.bytes_accessed or 0.0) for cost, times in parts),
+        sum(times * cost.flops for cost, times in runs),
+        tuple(dict.fromkeys(name for cost, _ in runs for name in cost.unbounded)),
+        bytes_accessed=sum(times * (cost.bytes_accessed or 0.0) for cost, times in runs),
         collective_bytes=kinds,
-        traffic=merged(one.repeated(times) for cost, times in parts for one in cost.traffic),
+        traffic=merged(one.repeated(times) for cost, times in runs for one in cost.traffic),
         argument_bytes=argument_bytes,
         output_bytes=output_bytes,
         temp_bytes=max(temporaries, default=None),
         alias_bytes=0,
-        unread=sum(cost.unread for cost, _ in parts),
+        unread=sum(cost.unread for cost, _ in runs),
     )

@@ -110,8 +110,8 @@ class _Reader:
     def computation(self, name: str) -> Module:
         if name not in self.known:
             found = self.text.computations[name]
-            parts = (self._instruction(found, i) for i in found.instructions.values())
-            self.known[name] = sum(parts, Module())
+            costs = (self._instruction(found, i) for i in found.instructions.values())
+            self.known[name] = sum(costs, Module())
         return self.known[name]
 
     def _instruction(self, inside: Computation, one: Instruction) -> Module:

@@ -1,1 +1,1 @@
-"""What a run writes and shows: metrics files, progress, report.html, pictures of plans."""
+"""Output of a run: metrics files, progress, report.html, pictures of plans."""

@@ -1,8 +1,7 @@
-"""What a notebook's cell shows: charts, tables, pages, and the output of a run that goes on.
+"""Output of notebook cells: charts, tables, pages, and the progress of a run.
 
-Each object has a form in HTML, which a notebook takes, and one in plain text, for every other
-shell. What a run wrote is hostile (a model writes what it likes): it is escaped in HTML, and in
-text shown without its control characters.
+Each object has an HTML form for notebooks and a plain-text form for other shells. A model's text is
+not trusted: it is escaped in HTML, and printed without control characters as text.
 """
 
 import dataclasses
@@ -16,20 +15,20 @@ from distflow_jax.report.drawing import Drawing, to_svg
 from distflow_jax.report.page_style import escaped
 from distflow_jax.report.tables import long_text
 
-# of runs that are compared; the first are those of the report
+# colours of compared runs; the first are the report's
 LINES = (*COLORS, "#7e22ce", "#be123c", "#4d7c0f", "#0891b2", "#78716c")
 
 _FONT = "font:13px/1.45 system-ui,sans-serif"
-_MOST_POINTS = 400  # of a line
-SHOWN_ROWS = 12  # of a table
-_SHOWN_TEXT = 60  # characters of a cell of it, as text
+_MOST_POINTS = 400  # per line
+SHOWN_ROWS = 12  # rows of a table
+_SHOWN_TEXT = 60  # characters of a table's cell, as text
 _CELL = "text-align:left;vertical-align:top;padding:3px 10px;border-bottom:1px solid #94a3b866"
 _LONG = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:12em;overflow-y:auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class Charts:
-    """Line charts over steps: (title, lines) each; the first lines lie on top."""
+    """Line charts over steps, (title, lines) each; the first line is drawn on top."""
 
     charts: Sequence[tuple[str, Sequence[Series]]]
 
@@ -42,7 +41,7 @@ class Charts:
         return f"<div style='{_FONT};display:flex;flex-wrap:wrap;gap:14px'>{figures}</div>"
 
     def __repr__(self) -> str:
-        """A line per curve: its first value and its last."""
+        """A line per curve: its first and its last value."""
         return "\n".join(
             f"{plain(title if len(lines) == 1 else f'{title} {line.name}')}: {_ends(line)}"
             for title, lines in self.charts
@@ -73,7 +72,7 @@ def _ends(line: Series) -> str:
 
 
 class Table(Sequence[Mapping[str, Any]]):
-    """Rows, of which a cell shows the named columns of the first few; by index all are there."""
+    """A sequence of rows. A cell shows the named columns of the first rows."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ def _word(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A whole HTML page, shown in a frame that can reach nothing outside of it."""
+    """A whole HTML page, shown in a sandboxed frame."""
 
     html: str
     text: str
@@ -170,12 +169,12 @@ def size_table(rows: Iterable[tuple[str, object, str]]) -> Table:
 
 
 def plain(text: str) -> str:
-    """The text without what could steer a terminal."""
+    """Replaces control characters, which could steer a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def details(summary: str, body: str) -> str:
-    """HTML that is folded under its summary; `body` is HTML, `summary` is not."""
+    """HTML that unfolds below its summary. `body` is HTML, `summary` is text."""
     return (
         f"<details style='{_FONT}'><summary style='cursor:pointer'>{escaped(summary)}</summary>"
         f"{body}</details>"
@@ -183,20 +182,20 @@ def details(summary: str, body: str) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Text as HTML, its columns kept."""
+    """Text as HTML with its columns aligned."""
     return f"<pre style='overflow-x:auto;font-size:12px;line-height:1.35'>{escaped(text)}</pre>"
 
 
 class LiveOutput:
-    """One output of the cell that is being run, shown anew as often as there is something new."""
+    """One output of the running cell, which later calls replace."""
 
     def __init__(self) -> None:
-        # there in every notebook, and nowhere else needed
+        # installed in every notebook, and only needed there
         self._ipython = importlib.import_module("IPython.display")
         self._handle: Any = None
 
     def show(self, html: str, text: str) -> None:
-        """Puts the output there, or replaces it."""
+        """Displays the output, or replaces it."""
         data = {"text/html": html, "text/plain": text}
         if self._handle is None:
             self._handle = self._ipython.display(data, raw=True, display_id=True)
@@ -205,7 +204,7 @@ class LiveOutput:
 
 
 def progress_html(words: str, step: int, total: int, rewards: Sequence[tuple[int, float]]) -> str:
-    """A bar, what there is to say about the step, and the reward so far (step, value)."""
+    """HTML of a progress bar, the step's values, and the curve of rewards (step, value)."""
     bar = f"<progress value='{step}' max='{total}' style='vertical-align:middle'></progress>"
     finite = [point for point in rewards if math.isfinite(point[1])]
     chart = f"<br>{to_svg(_chart([Series('reward', finite)]), 'reward')}" if finite[1:] else ""

@@ -1,4 +1,4 @@
-"""Line charts of metrics over steps, as drawings whose colours a page may change."""
+"""Line charts of metrics over steps, as drawings with colours that a page may set."""
 
 import dataclasses
 import math
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text
 
 WIDTH, HEIGHT = 340.0, 176.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 22.0  # of the plot, from the edges of the drawing
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 22.0  # margins of the plot
 
 INK, GRID = "var(--faint, #64748b)", "var(--grid, #e2e8f0)"
 WRONG = "var(--wrong, #dc2626)"
 COLORS = ("var(--line0, #1d4ed8)", "var(--line1, #ea7a0c)", "var(--line2, #0f766e)")
 PALE = ("var(--pale0, #a9c0f5)", "var(--pale1, #c3cfdf)")
 
-_MOST = 1e150  # beyond it, differences overflow
-_MARKED = 40  # points, up to which each gets a mark
+_MOST = 1e150  # differences of larger values could overflow
+_MARKED = 40  # most points that are marked one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Values over steps, in the order of steps; NaN and infinities are gaps, marked below."""
+    """Values in the order of steps; NaN and infinities are gaps with a mark on the axis."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -29,7 +29,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Where a chart's axes lie: first and last step, least and greatest value."""
+    """Limits of a chart's axes: first and last step, least and greatest value."""
 
     first: int
     last: int
@@ -48,18 +48,18 @@ class Scale:
 
 
 def downsample(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most about so many points: least and greatest value of each stretch, and the last point.
+    """About `most` points: least and greatest value of each stretch, and the last point.
 
-    What is not finite stays, once a stretch: it is what somebody looks for.
+    The first value of a stretch that is not finite is kept too, so that it stays visible.
     """
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
     kept: list[tuple[int, float]] = []
     for i in range(stretches):
-        part = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
-        finite = [point for point in part if math.isfinite(point[1])]
-        chosen = {point[0]: point for point in part if not math.isfinite(point[1])}
+        stretch = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        chosen = {point[0]: point for point in stretch if not math.isfinite(point[1])}
         chosen = dict(list(chosen.items())[:1])
         if finite:
             for point in (min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])):
@@ -69,7 +69,7 @@ def downsample(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int
 
 
 def line_chart(series: Sequence[Series]) -> tuple[Drawing, Scale]:
-    """A chart of one or more series; those that come first lie on top."""
+    """A chart of one or more series; the first is drawn on top."""
     scale = _scale(series)
     shapes = _axes(scale)
     for one in reversed(series):
@@ -137,7 +137,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def format_value(value: float) -> str:
-    """Short: 0.0000123 -> "1.23e-5", 12345.6 -> "12,346", 1250000 -> "1.25M"."""
+    """Formats a number briefly: 0.0000123 -> "1.23e-5", 12345.6 -> "12,346", 1250000 -> "1.25M"."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

@@ -1,4 +1,4 @@
-"""The charts of a report: what is looked at first, then all metrics by their first word."""
+"""The charts of a report: the main metrics, then all others by their first word."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from distflow_jax.report.charts import COLORS, PALE, Series, downsample, format_
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.page_style import escaped
 
-# what is looked at first: metrics whose names begin so, in this order
+# starts of the main metrics' names, in the order of their charts
 FIRST = (
     "critic/score",
     "val-core/",
@@ -28,7 +28,7 @@ _POINTS, _POINTS_PER_PAGE = 300, 100_000
 
 
 def curves(rows: Mapping[int, Mapping[str, float]]) -> str:
-    """The section's content; "" where there is no metric."""
+    """The HTML of the section; "" without metrics. `rows`: metrics by step."""
     charts = charts_of(rows)
     if not charts:
         return ""
@@ -53,7 +53,7 @@ def curves(rows: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def charts_of(rows: Mapping[int, Mapping[str, float]]) -> dict[str, list[str]]:
-    """Title -> names of the metrics in that chart; mean, max and min of one thing share it."""
+    """{title: names of the metrics in that chart}; mean, max and min of a metric share one."""
     charts: dict[str, list[str]] = {}
     for name in sorted({name for row in rows.values() for name in row}):
         stem, _, last = name.rpartition("/")

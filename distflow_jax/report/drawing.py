@@ -1,8 +1,7 @@
-"""Drawings: rectangles, lines and text in pixels, their measure, and their form as SVG.
+"""Drawings of rectangles, lines and text in pixels, the widths of texts, and SVG output.
 
-Plans and charts are made as a `Drawing`, which `to_svg` writes. x goes right, y down. A colour is
-"#rrggbb", or "var(--name, #rrggbb)" where a page may say what `name` is and everything else takes
-the hexadecimal one.
+Plans and charts are `Drawing`s, which `to_svg` writes. x goes right, y down. A colour is "#rrggbb",
+or "var(--name, #rrggbb)" if a page may define `name`; other viewers use the hexadecimal colour.
 """
 
 import dataclasses
@@ -12,11 +11,11 @@ from xml.sax.saxutils import escape, quoteattr
 
 Point = tuple[float, float]
 
-# What is not bold is set in the first of these that a machine has; `text_width` bounds all of them.
+# A viewer uses the first of these that is installed; `text_width` is an upper bound for all.
 FONTS = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
-# Advance of the characters 32..126 in hundredths of the size: at least those of DejaVu Sans, the
-# widest font that browsers take for sans-serif.
+# Advance of the characters 32..126 in hundredths of the size: at least that of DejaVu Sans, the
+# widest font that browsers use for sans-serif.
 _ADVANCE = [
     int(number)
     for number in (
@@ -26,16 +25,16 @@ _ADVANCE = [
         "82 60 60 53 64 34 64 84 "
     ).split()
 ]
-_BOLD = 1.2  # bold letters are up to so much wider, a word as a whole
-_OTHER = 1.25  # characters beyond ASCII: Chinese takes an em, pictograms a quarter more
+_BOLD = 1.2  # upper bound of a bold word's width against a regular one's
+_OTHER = 1.25  # ems of characters beyond ASCII: 1 for Chinese, a quarter more for pictograms
 
-# XML has no place for these, not even escaped
+# characters that XML cannot contain, not even escaped
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rect:
-    """A rectangle with rounded corners; `title` is what a browser shows over it."""
+    """A rectangle with rounded corners; `title` is its tooltip."""
 
     x: float
     y: float
@@ -51,7 +50,7 @@ class Rect:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line through points; with a fill, or if `closed`, the polygon that they span."""
+    """A line through points; a polygon if it has a fill or is `closed`."""
 
     points: Sequence[Point]
     stroke: str = "none"
@@ -75,7 +74,7 @@ class Text:
     anchor: str = "start"
 
     def box(self) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) that the text stays within."""
+        """(left, top, right, bottom) of a box that contains the text."""
         width = text_width(self.text, self.size, self.bold)
         left = self.x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[self.anchor]
         return left, self.y - 0.8 * self.size, left + width, self.y + 0.25 * self.size
@@ -86,7 +85,7 @@ Shape = Rect | Line | Text
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """Shapes, the later above the earlier, on a canvas of this size."""
+    """Shapes on a canvas; later shapes cover earlier ones."""
 
     width: float
     height: float
@@ -95,7 +94,7 @@ class Drawing:
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """At least the width of the text, in whichever of FONTS it is set."""
+    """Upper bound of the text's width in any of FONTS, in pixels."""
     ems = sum(
         _ADVANCE[ord(c) - 32] / 100 if " " <= c <= "~" else _OTHER if c.isprintable() else 0.0
         for c in text
@@ -104,7 +103,7 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 
 def shorten(text: str, size: float, width: float, bold: bool = False) -> str:
-    """The text, or as much of its beginning as fits into `width` together with an ellipsis."""
+    """The text, cut to fit into `width` with an ellipsis."""
     if text_width(text, size, bold) <= width:
         return text
     while text and text_width(text + "…", size, bold) > width:
@@ -125,7 +124,7 @@ def wrap(words: Iterable[str], size: float, width: float) -> list[str]:
 
 
 def move(shape: Shape, dx: float, dy: float) -> Shape:
-    """The same shape elsewhere."""
+    """The shape, moved by (dx, dy)."""
     if isinstance(shape, Line):
         return dataclasses.replace(shape, points=[(x + dx, y + dy) for x, y in shape.points])
     return dataclasses.replace(shape, x=shape.x + dx, y=shape.y + dy)
@@ -148,7 +147,7 @@ def curve(start: Point, end: Point) -> list[Point]:
 
 
 def to_svg(drawing: Drawing, label: str = "") -> str:
-    """A self-contained SVG document; `label` is what it shows, for those who cannot see it."""
+    """A self-contained SVG document; `label` describes it for screen readers."""
     width, height = _number(drawing.width), _number(drawing.height)
     name = f" role='img' aria-label={_quote(label)}" if label else ""
     lines = [
@@ -186,7 +185,7 @@ def _element(shape: Shape) -> str:
 
 
 def _paint(**colors: str) -> str:
-    """Attributes; var() is for style sheets, and not all that read SVG take it elsewhere."""
+    """Colours as attributes; var() goes into `style`, the only place where all viewers take it."""
     style = "".join(f"{what}:{color};" for what, color in colors.items() if "var(" in color)
     plain = "".join(f" {what}='{color}'" for what, color in colors.items() if "var(" not in color)
     plain = plain.replace(" stroke='none'", "")

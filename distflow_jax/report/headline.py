@@ -1,4 +1,4 @@
-"""The numbers that stand at the top of a report."""
+"""The headline numbers of a report."""
 
 import dataclasses
 import math
@@ -8,18 +8,18 @@ from distflow_jax.report.charts import format_value
 from distflow_jax.report.progress import format_seconds
 from distflow_jax.report.read_run import RunFolder
 
-# what should be 0: metric -> how it is called
+# {metric that should be 0: label}
 _TROUBLE = {
     "training/nonfinite": "updates skipped, not finite",
     "reward/errors": "reward errors",
     "reward/timeouts": "reward timeouts",
 }
-_EDGE = 0.1  # share of the steps that the beginning and the end are means of
+_EDGE = 0.1  # share of the steps over which first and last values are averaged
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A number, its name, and what else there is to say about it."""
+    """A number, its name, and a remark; `bad` numbers should be 0."""
 
     name: str
     value: str
@@ -28,7 +28,7 @@ class Tile:
 
 
 def status(run: RunFolder) -> tuple[str, str]:
-    """(one word, the sentence): how far the run has come."""
+    """(one word, a sentence) on the progress of the run."""
     last = max(run.rows, default=0)
     total = run.config.get("training.steps")
     if not last:
@@ -39,7 +39,7 @@ def status(run: RunFolder) -> tuple[str, str]:
 
 
 def tiles(run: RunFolder) -> list[Tile]:
-    """What a person asks first: reward, validation, length, speed, time, and what went wrong."""
+    """Tiles of reward, validation, length, speed, time, and of all that went wrong."""
     rows = run.rows
     found = []
     for name, label in (
@@ -63,7 +63,7 @@ def tiles(run: RunFolder) -> list[Tile]:
         found.append(Tile("tokens/s per device", median, "median of the steps"))
     seconds = series(rows, "timing_s/step")
     if seconds:
-        # by the mean, since of a long run not every step is read
+        # by the mean: not every step of a long run is read
         tokens = _mean(series(rows, "perf/total_num_tokens")) * max(rows)
         more = f"{format_value(tokens)} tokens" if tokens else ""
         found.append(Tile("in steps", _duration(_mean(seconds) * max(rows)), more))
@@ -85,7 +85,7 @@ def _troubles(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
 
 
 def series(rows: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
-    """Step -> value of a metric, where it is finite."""
+    """{step: value} of a metric, without values that are not finite."""
     return {
         step: row[name] for step, row in rows.items() if name in row and math.isfinite(row[name])
     }

@@ -1,10 +1,10 @@
-"""A run's report.html: one file that needs nothing else, made of what the run's folder holds.
+"""A run's report.html: one self-contained file, made from the run's folder.
 
     write_atomic(folder / "report.html", report(folder))
 
-Curves, times beside the plan, the plan's picture, samples, stragglers, the config. Charts are SVG
-drawn here; the page's own script (report_page.py) only hides, shows and points at what is there.
-Whatever comes from a run (prompts, responses, names) is escaped: a response may hold a script.
+It has curves, times in the plan's order, the plan's picture, samples, stragglers and the config.
+Charts are SVG; the page's script (report/page_style.py) only hides, shows and points at them.
+Everything from a run (prompts, responses, names) is escaped: a response may contain a script.
 """
 
 import json
@@ -27,12 +27,12 @@ _SVG_TAGS = {"svg", "g", "rect", "text", "polyline", "polygon", "path", "title"}
 
 
 def report(folder: str | os.PathLike) -> str:
-    """The page for a run's folder, whatever of a run there is in it."""
+    """The page of a run's folder, complete or not."""
     return page(read_run(folder))
 
 
 def page(run: RunFolder) -> str:
-    """The page for what was read of a run."""
+    """The page of a run's contents."""
     sections = [
         ("Curves", "curves", curves(run.rows)),
         ("Where the time goes", "times", _times(run)),
@@ -81,8 +81,8 @@ def _times(run: RunFolder) -> str:
     if not parts:
         return ""
     about = (
-        "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey ones "
-        "what else was done. Process 0; seconds on the right are sums.</p>"
+        "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey rows are "
+        "other work. Process 0; seconds on the right are sums.</p>"
     )
     return about + "".join(reversed(parts))
 
@@ -98,7 +98,7 @@ def _plan(run: RunFolder) -> str:
 
 
 def is_plain_svg(text: str) -> bool:
-    """Whether it is a drawing and nothing else: no script, style, link, or reference."""
+    """Whether a text is an SVG drawing without script, style, link or reference."""
     if not text.startswith("<svg ") or "<!" in text or "<?" in text:
         return False
     try:

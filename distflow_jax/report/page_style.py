@@ -1,4 +1,4 @@
-"""The page around a report: its style, light and dark, and its script; nothing from outside."""
+"""The page around a report: its light and dark style and its script, without external files."""
 
 import html
 from typing import Any
@@ -150,7 +150,7 @@ _PAGE = """<!doctype html>
 
 
 def fill(*, title: str, body: str, plot: tuple[float, float, float]) -> str:
-    """The page. `plot` is a chart's width and its margins at the left and right, in its pixels."""
+    """The page. `plot` is a chart's width and its left and right margin, in the chart's pixels."""
     script = _SCRIPT
     for name, value in zip(("WIDTH", "LEFT", "RIGHT"), plot, strict=True):
         script = script.replace(name, f"{value:g}")
@@ -158,6 +158,6 @@ def fill(*, title: str, body: str, plot: tuple[float, float, float]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Any text as HTML; halves of surrogate pairs, which no encoding takes, are replaced."""
+    """Any text as HTML; lone surrogates, which cannot be encoded, are replaced."""
     clean = str(value).encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
     return html.escape(clean)

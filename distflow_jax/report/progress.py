@@ -1,4 +1,4 @@
-"""What a person watches: a progress line, and tables at the start."""
+"""Progress of a run on a terminal or in a notebook, and tables at its start."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ import rich.text
 from distflow_jax.report import cells
 
 REWARD = "critic/score/mean"
-CELL_SECONDS = 0.3  # between two states of a cell's output
+CELL_SECONDS = 0.3  # between two updates of a cell's output
 
 # metric -> (label, format)
 SHOWN = {
@@ -24,10 +24,10 @@ SHOWN = {
 class Progress:
     """The progress line of one run: step, reward, response length, tokens/s and time left.
 
-    On a terminal one line at the bottom is redrawn; in a notebook one output of the cell, with the
-    curve of the reward; elsewhere each step prints a line of its own.
-    tokens/s are per device, as `perf/throughput` is. The time left is estimated from the steps of
-    this process, the first apart, because compilation makes it slow. Only one process is `enabled`.
+    A terminal has one line at the bottom that is redrawn, a notebook one output of the cell with
+    the curve of the reward; elsewhere each step prints a line. tokens/s are per device, as
+    `perf/throughput` is. The time left is estimated from the steps of this process without the
+    first, which compiles. Only one process is `enabled`.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Progress:
         self._bar = None
         self._cell = cells.LiveOutput() if enabled and self._console.is_jupyter else None
         self._rewards: list[tuple[int, float]] = []
-        self._state: tuple[str, int] | None = None  # what the cell says, and in which step
-        self._shown = 0.0  # when it was shown last
+        self._state: tuple[str, int] | None = None  # the cell's text, and its step
+        self._shown = 0.0  # time of the cell's last update
         if enabled and self._console.is_terminal:
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
@@ -58,7 +58,7 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows step `step` of 1..total_steps, just ended, with what its metrics say."""
+        """Shows step `step` of 1..total_steps, which has ended, with its metrics."""
         if not self._enabled:
             return
         words = [
@@ -93,7 +93,7 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the last state of the line on the screen."""
+        """Shows the last state and stops updating it."""
         if self._bar is not None:
             self._bar.stop()
         if self._state is not None:
@@ -128,7 +128,7 @@ def introduce(
     *,
     console: rich.console.Console | None = None,
 ) -> None:
-    """Says at a run's start what it will be: its sizes and its plan; folded up in a notebook."""
+    """Prints a run's sizes and its plan, folded in a notebook."""
     console = rich.console.Console() if console is None else console
     if not console.is_jupyter:
         table(title, rows, console=console)

@@ -1,7 +1,7 @@
-"""What a run's folder holds, read so that nothing missing, torn or strange is in the way.
+"""Reader of a run's folder that tolerates missing, incomplete and malformed files.
 
-A run may have been killed in the middle of a line, resumed, or not have begun. Whatever cannot be
-read is left out and named in `notes`.
+A run may have been killed in the middle of a line, resumed, or not have begun. Contents that cannot
+be read are left out and named in `notes`.
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-_HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace: its first steps and its last
-_MOST_LINES = 20_000  # of metrics; of stragglers a tenth
+_HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20  # of a trace, for its first and last steps
+_MOST_LINES = 20_000  # of metrics; a tenth of it of stragglers
 _MOST_RECORDS = 100  # of one file of samples
-_MOST_NAMED = 12  # files of samples in an error
-_KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines with it are read in any case
-_EARLIER = 4  # steps whose samples are read beside the last
+_MOST_NAMED = 12  # files of samples named in an error
+_KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines that contain one of these are always read
+_EARLIER = 4  # steps whose samples are read in addition to the last
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedNode:
-    """A node in its place in the plan."""
+    """A node of the plan, or the nodes of one program, by the name of their span."""
 
     id: str
     role: str
@@ -32,7 +32,7 @@ class PlannedNode:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What took place from `start` to `end`, in seconds since the beginning of its step."""
+    """A span of time; `start` and `end` are seconds since the beginning of its step."""
 
     name: str
     thread: str
@@ -45,8 +45,8 @@ class RunFolder:
     """The contents of a run's folder.
 
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name;
-    `steps` the spans of the first and the last step in the trace; `stragglers` what
-    RunWriter.stragglers wrote.
+    `steps` the spans of the first and the last step in the trace; `stragglers` the records of
+    RunWriter.stragglers; `notes` the problems that were met.
     """
 
     name: str
@@ -62,7 +62,7 @@ class RunFolder:
 
 
 def read_run(folder: str | os.PathLike) -> RunFolder:
-    """Reads a folder; one without a run in it gives an empty RunFolder."""
+    """Reads a folder; a folder without a run gives an empty RunFolder."""
     folder = pathlib.Path(folder)
     notes: list[str] = []
     rows: dict[int, dict[str, float]] = {}
@@ -88,10 +88,10 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
 
 
 def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
-    """All records of one file of a run's samples, "5" or "eval-20" for instance.
+    """All records of one file of a run's samples, such as "5" or "eval-20".
 
-    Raises ValueError if there is no such file, with those that there are; lines that cannot be
-    read are left out.
+    Lines that cannot be read are left out. Raises ValueError, with the existing names, if there is
+    no such file.
     """
     samples = pathlib.Path(folder) / "samples"
     names = sorted((p.stem for p in samples.glob("*.jsonl")), key=lambda n: (len(n), n))
@@ -103,7 +103,7 @@ def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
 
 
 def _text(path: pathlib.Path, most: int = 1 << 28) -> str:
-    """A file's beginning as text; "" where there is none."""
+    """The first `most` bytes of a file as text; "" without a file."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -123,7 +123,7 @@ def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves by dotted path. Not flax's flatten_dict: a report is made without JAX."""
+    """The leaves by dotted path. Not flax's flatten_dict: reports are made without JAX."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{prefix}{key}.")
@@ -132,7 +132,7 @@ def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _thinned(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Objects of about `most` lines at equal distances, the last among them; and those of _KEPT."""
+    """Objects of about `most` equidistant lines, with the last one, and of all _KEPT lines."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -166,7 +166,7 @@ def _objects(lines: Iterable[bytes], name: str, notes: list[str]) -> list[dict[s
 
 
 def _number(value: Any) -> float | None:
-    """A metric's value; what is not finite stands in the file as the words that float takes."""
+    """A metric's value; values that are not finite are words in the file, which float() parses."""
     try:
         return float(value) if isinstance(value, int | float | str) else None
     except (ValueError, OverflowError):
@@ -177,7 +177,7 @@ def _number(value: Any) -> float | None:
 
 
 def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The last step's, a few earlier ones', first and last of evaluations and of failures."""
+    """Samples of the last and some earlier steps, of the first and last evaluation and failure."""
     groups: dict[str, list[tuple[int, str]]] = {"": [], "eval-": [], "nonfinite-": []}
     for path in folder.glob("*.jsonl"):
         kind = path.stem.rstrip("0123456789")
@@ -186,8 +186,8 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
     chosen = []
     for kind, files in groups.items():
         files.sort()
-        parts = _EARLIER if kind == "" else 1
-        places = sorted({round(i * (len(files) - 1) / parts) for i in range(parts + 1)})
+        more = _EARLIER if kind == "" else 1
+        places = sorted({round(i * (len(files) - 1) / more) for i in range(more + 1)})
         chosen += [files[place][1] for place in reversed(places)] if files else []
     found = {}
     for name in chosen:
@@ -201,10 +201,10 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
 
 
 def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
-    """The plan's nodes in order; those of one program are one, as their spans are."""
+    """The plan's nodes in order; the nodes of a segment are one, as their spans are."""
     try:
-        fused = {part[0]: ".".join(part) for part in tree.get("segments", ())}
-        later = {name for part in tree.get("segments", ()) for name in part[1:]}
+        fused = {segment[0]: ".".join(segment) for segment in tree.get("segments", ())}
+        later = {name for segment in tree.get("segments", ()) for name in segment[1:]}
         return [
             PlannedNode(fused.get(name, name), str(t["node"]["role"]), int(t["depth"]))
             for t in tree.get("tasks", ())
@@ -216,10 +216,10 @@ def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
 
 
 def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
-    """Spans of the first and last step in a trace, each of the last time that it was made.
+    """Spans of the first and last step in a trace.
 
-    The phases of a step say which it is; what else took place belongs to it by its time. A resumed
-    run makes steps anew; what the attempt before it made of them does not count then.
+    The phases of a step have its number; other spans belong to it by their time. A resumed run
+    repeats steps; only the last attempt at a step counts.
     """
     events = [e for e in _events(path) if e.get("ph") in ("X", "M")]
     attempts: list[list[dict[str, Any]]] = [[]]
@@ -245,7 +245,7 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
 
 
 def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
-    """Complete events of a trace; of a large file those of its beginning and its end."""
+    """Complete events of a trace; of a large file only those of its beginning and end."""
     if not path.is_file():
         return
     with path.open("rb") as file:

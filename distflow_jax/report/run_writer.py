@@ -1,9 +1,9 @@
-"""A run's folder: config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
-tensorboard/, samples/, report.html.
+"""Writer of a run's folder.
 
-metrics.jsonl holds one JSON object per step with "step" and the metrics by name. Floats are written
-with the digits that read back as the same float64. JSON has no NaN or infinity: they are written as
-the strings "NaN", "Infinity" and "-Infinity", which Python's `float` takes; `read_metrics` does so.
+It contains config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
+tensorboard/, samples/ and report.html. metrics.jsonl has one JSON object per step with "step" and
+the metrics by name. Floats have as many digits as give the same float64 again. JSON has no NaN or
+infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts.
 """
 
 import json
@@ -25,14 +25,18 @@ log = logging.getLogger("distflow_jax")
 
 
 class RunWriter:
-    """Writes the files of one run. Only one process is `enabled`; in the others it does nothing.
+    """Writes the files of one run. Only one process is `enabled`; all others write nothing.
 
-    `resume_step` is the step of the checkpoint that the run continues from, None at a fresh start.
-    What an earlier, interrupted run wrote of later steps is dropped, so that each step appears
-    once. For no step to be lost, write step k's metrics before its checkpoint is saved.
-    `report_every` steps, and at the end, report.html is made anew; 0: only at the end.
+    Args:
+      folder: the run's folder.
+      enabled: whether this process writes.
+      resume_step: step of the checkpoint from which the run continues; None for a new run. Output
+        of later steps, by an earlier interrupted run, is dropped, so that each step appears once.
+        To lose no step, write its metrics before its checkpoint is saved.
+      report_every: steps between updates of report.html; 0: only at the end.
 
-    Raises ValueError for a folder in an object store, which cannot be appended to.
+    Raises:
+      ValueError: the folder is in an object store, which cannot append to files.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class RunWriter:
         self._last_step = -1 if resume_step is None else resume_step
         if "://" in str(folder):
             raise ValueError(
-                f"the run's folder must be on a file system, because metrics are appended to; "
+                "the run's folder must be on a file system, since metrics are appended to a file; "
                 f"got {str(folder)!r}"
             )
         self.folder = pathlib.Path(folder)
@@ -68,26 +72,31 @@ class RunWriter:
         )
 
     def config(self, config: Mapping[str, Any]) -> None:
-        """Writes config.json. `config` is nested and of JSON values."""
+        """Writes config.json. `config` is a nested mapping with JSON values."""
         if self._enabled:
             text = json.dumps(config, indent=2, allow_nan=False)
             write_atomic(self.folder / "config.json", text + "\n")
 
     def plan(self, text: str, *, svg: str = "", tree: str = "") -> None:
-        """Writes plan.txt, and, if given, plan.svg (a picture) and plan.json (for programs)."""
+        """Writes plan.txt and, if given, plan.svg and plan.json."""
         for name, content in (("plan.txt", text), ("plan.svg", svg), ("plan.json", tree)):
             if self._enabled and content:
                 write_atomic(self.folder / name, content.rstrip() + "\n")
 
     def memory(self, tree: Mapping[str, Any]) -> None:
-        """Writes memory.json: what devices hold, of JSON values."""
+        """Writes memory.json: the memory of the devices, as JSON values."""
         if self._enabled:
             write_atomic(self.folder / "memory.json", json.dumps(tree, indent=1) + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends the line of one step, and the same to TensorBoard. Values are scalars.
+        """Appends the metrics of one step to metrics.jsonl and TensorBoard.
 
-        Raises ValueError for a step that is not after the last one, or a value that is no number.
+        Args:
+          step: higher than in the last call.
+          values: scalars by name.
+
+        Raises:
+          ValueError: a step that is not after the last one, or a value that is not a number.
         """
         if not self._enabled:
             return
@@ -96,23 +105,23 @@ class RunWriter:
         values = {name: _number(name, value) for name, value in values.items()}
         line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()  # a SIGKILL then costs nothing
+        self._file.flush()  # a SIGKILL then loses nothing
         self._last_step = step
         for name, value in values.items():
-            # TensorBoard takes no @: mean@8 goes as mean_8
+            # TensorBoard allows no @: mean@8 becomes mean_8
             self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
         self._tensorboard.flush()
         if self._report_every and step and step % self._report_every == 0:
             self._report()
 
     def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
-        """Appends a step's line of {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
+        """Appends a step's {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
         if self._enabled:
             with self._stragglers_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "nodes": report}) + "\n")
 
     def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes samples/STEP.jsonl, one record a line; all of it or nothing."""
+        """Writes samples/STEP.jsonl, one record per line, atomically."""
         if self._enabled:
             lines = [json.dumps(_json_value(record), ensure_ascii=False) for record in records]
             text = "".join(line + "\n" for line in lines)
@@ -129,12 +138,12 @@ class RunWriter:
         try:
             write_atomic(self.folder / "report.html", report(self.folder))
         except Exception:
-            # what has been trained must not be lost for a page about it; scripts/report.py makes it
+            # an error in the report must not end the run; scripts/report.py writes it again
             log.warning("report.html could not be written", exc_info=True)
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl as dicts; a last line that was cut off is left out."""
+    """The lines of a metrics.jsonl as dicts, without an incomplete last line."""
     rows = []
     for line in _complete_lines(pathlib.Path(path).read_text(encoding="utf-8")):
         row = json.loads(line)
@@ -143,7 +152,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
-    """Drops a torn last line and all lines of steps after `last_step`. A missing file is fine."""
+    """Drops an incomplete last line and all steps after `last_step`, if the file exists."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8")
@@ -159,13 +168,13 @@ def _complete_lines(text: str) -> list[str]:
 
 
 def write_atomic(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file so that a reader, or a crash, sees the old content or the new."""
+    """Writes a text file atomically: after a crash it has the old content or the new."""
     path = pathlib.Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the new name on an empty file
+        os.fsync(file.fileno())  # without it a power failure could leave an empty file
     os.replace(scratch, path)
 
 
@@ -183,7 +192,7 @@ def _json_number(value: int | float) -> int | float | str:
 
 
 def _json_value(value: Any) -> Any:
-    """JSON form of records: NumPy arrays as lists, their scalars and NaN as in metrics."""
+    """Records as JSON values: NumPy arrays are lists, numbers and NaN are as in metrics."""
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The tables of a report: samples, and what each process did in each node."""
+"""The tables of a report: samples, and the times of each process in each node."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _MOST_PROCESSES = 64
 
 
 def samples(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A table per file of samples, of which one is shown; "" where there is none."""
+    """HTML of a table per file of samples, with a choice of the file to show; "" without any."""
     tables, options = [], []
     for number, (name, records) in enumerate(files.items()):
         rows = [row for record in records for row in answers(record)]
@@ -40,7 +40,7 @@ def samples(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A training step's record is one response; an evaluation's has all responses to a prompt."""
+    """Rows of a record: a training step's response, or all responses to an evaluation's prompt."""
     common = {key: record.get(key, "") for key in ("prompt", "ground_truth")}
     if not isinstance(record.get("responses"), list):
         return [common | {"response": record.get("response", ""), "score": record.get("score", "")}]
@@ -61,14 +61,14 @@ def _sample_row(row: Mapping[str, Any]) -> str:
 
 
 def long_text(value: Any) -> str:
-    """A value as HTML, a very long one cut."""
+    """A value as HTML, with long text cut."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     more = len(text) - _MOST_TEXT
     return escaped(text[:_MOST_TEXT]) + (f"<i> ... {more} more characters</i>" if more > 0 else "")
 
 
 def processes(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Mean seconds and idle share of each process in each node; nothing for a single process."""
+    """HTML of each process's mean seconds and idle share per node; "" for a single process."""
     sums: dict[str, list[list[float]]] = {}
     for line in lines:
         nodes = line.get("nodes")
@@ -92,8 +92,8 @@ def processes(lines: Sequence[Mapping[str, Any]]) -> str:
         for node, totals in sums.items()
     )
     return (
-        "<p class='about'>Mean seconds of work per step of each process; the darker, the longer it "
-        "was idle while the slowest worked.</p><div class='wide'><table class='idle'><thead><tr>"
+        "<p class='about'>Mean seconds of work per step of each process. Darker cells: longer idle "
+        "while the slowest worked.</p><div class='wide'><table class='idle'><thead><tr>"
         f"<th>node</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -1,4 +1,4 @@
-"""When each node of a plan ran in one step: bars over seconds, in the planned order."""
+"""Timeline of one step: bars over seconds, with a row per node in the planned order."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ _OTHER, _THREAD = "var(--other, #94a3b8)", "var(--thread, #cbd5e1)"
 
 
 def timeline(plan: Sequence[PlannedNode], spans: Sequence[Span]) -> Drawing:
-    """Rows: the plan's nodes in their order, what else the main thread did, the other threads."""
+    """Draws rows of the plan's nodes, of the main thread's other spans, and of other threads."""
     rows = _rows(plan, spans)
     left = min(260.0, 24.0 + max([text_width(name, 10.5) for name, _, _ in rows], default=0.0))
     right = 74.0
@@ -65,7 +65,7 @@ def _rows(
 
 
 def _merged(bars: Sequence[tuple[float, float]], near: float) -> list[tuple[float, float]]:
-    """Bars, those nearer to each other than can be seen made one."""
+    """Merges bars whose distance is at most `near`, which is not visible."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(bars):
         if merged and start <= merged[-1][1] + near:

@@ -36,14 +36,12 @@ class RowsAcrossSubmeshes:
         staged = wanted
         if wanted > hosts:
             staged = hosts * math.gcd(wanted // hosts, source.size // hosts)
-        self._ranks_held = (
-            wanted // staged
-        )  # target ranks that one staged rank holds, one after the other
-        stage = Mesh(source.devices.reshape(staged, -1), ("fsdp", "tensor"))
+        self._ranks_held = wanted // staged  # target ranks in a staged rank, one after the other
+        staging = Mesh(source.devices.reshape(staged, -1), ("fsdp", "tensor"))
         self._to_host = RowsAllToAll(
-            source, stage, (rows[0], self._ranks_held * rows[1]), capacity=capacity
+            source, staging, (rows[0], self._ranks_held * rows[1]), capacity=capacity
         )
-        by_rank = NamedSharding(stage, rows_spec(stage))
+        by_rank = NamedSharding(staging, rows_spec(staging))
         self._split = jax.jit(self._split_ranks, out_shardings=by_rank)
 
     def __call__(self, value: Any, pairs: Sequence[tuple[Row, Row]]) -> tuple[Any, Traffic]:

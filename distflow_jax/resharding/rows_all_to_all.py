@@ -150,7 +150,7 @@ def _empty(mesh, minis, rows, rest, dtype):
 def _round(mesh, x, out, send, receive):
     """One all-to-all: writes the received rows into out [K, D R', ...]."""
     axes = mesh.axis_names
-    parts = PartitionSpec(None, axes)
+    by_device = PartitionSpec(None, axes)
 
     def move(x, out, send, receive):
         flat = x.reshape(-1, *x.shape[2:])
@@ -162,7 +162,7 @@ def _round(mesh, x, out, send, receive):
     return jax.shard_map(
         move,
         mesh=mesh,
-        in_specs=(rows_spec(mesh), parts, PartitionSpec(axes), PartitionSpec(axes)),
-        out_specs=parts,
+        in_specs=(rows_spec(mesh), by_device, PartitionSpec(axes), PartitionSpec(axes)),
+        out_specs=by_device,
         check_vma=False,
     )(x, out, send, receive)

@@ -34,10 +34,10 @@ class SubmeshRoute:
         shards = math.gcd(wide, trainer.size // processes)
         shape = (processes // hosts, hosts, -1, shards)
         names = ("replica", "host", "copy", "tensor")
-        self._stage, self._local = Mesh(trainer.devices.reshape(shape), names), local
+        self._staging, self._local = Mesh(trainer.devices.reshape(shape), names), local
         self._split_count = wide // shards  # shards of a sampler in one staged shard
-        self._sources = self._choose_sources(self._stage, local, wide)
-        self._common = CommonMesh(trainer, self._stage)
+        self._sources = self._choose_sources(self._staging, local, wide)
+        self._common = CommonMesh(trainer, self._staging)
         self.view = self._common.view
 
     def place(self, layout: NamedSharding) -> NamedSharding:
@@ -65,7 +65,7 @@ class SubmeshRoute:
 
     def _staged(self, layout: NamedSharding) -> NamedSharding:
         axes = (("host", "tensor") if axis == "tensor" else axis for axis in layout.spec)
-        return NamedSharding(self._stage, PartitionSpec(*axes))
+        return NamedSharding(self._staging, PartitionSpec(*axes))
 
     def _copy_within_host(
         self, x: jax.Array, staged: NamedSharding, layout: NamedSharding
@@ -78,14 +78,14 @@ class SubmeshRoute:
         copies = jax.device_put(arrays, [device for device, *_ in self._sources])
         return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
 
-    def _choose_sources(self, stage: Mesh, local: Mesh, wide: int) -> list[tuple[Any, int, Any]]:
+    def _choose_sources(self, staging: Mesh, local: Mesh, wide: int) -> list[tuple[Any, int, Any]]:
         """(own device, index within the staged shard, source device), in the canonical order.
 
         A device that already has the shard takes its own; the others alternate among its holders.
         """
         process = jax.process_index()
         holders: dict[int, list[Any]] = {}
-        for at, device in np.ndenumerate(stage.devices):
+        for at, device in np.ndenumerate(staging.devices):
             if device.process_index == process:
                 holders.setdefault(at[-1], []).append(device)
         turns = {place: itertools.cycle(devices) for place, devices in holders.items()}

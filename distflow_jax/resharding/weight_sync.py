@@ -150,11 +150,11 @@ class WeightSync:
         layers = None
         if not at_once and _LAYERS in sizes:
             stacked = jax.tree.leaves(params[_LAYERS])[0]
-            count, of_stage = stacked.shape[0], stacked.sharding.shard_shape(stacked.shape)[0]
+            count, of_rank = stacked.shape[0], stacked.sharding.shard_shape(stacked.shape)[0]
             most = self._chunk_bytes * count // sizes[_LAYERS]
             layers = LayerSync(
                 route,
-                LayerChunks.of_at_most(count, count // of_stage, most),
+                LayerChunks.of_at_most(count, count // of_rank, most),
                 params[_LAYERS],
                 lambda layers: self._cast({_LAYERS: layers})[_LAYERS],
                 lambda layers: self._form.hold({_LAYERS: layers})[_LAYERS],

@@ -1,1 +1,1 @@
-"""Sampling: JetStream's engine over our network, and who decodes when."""
+"""Sampling: JetStream's engine over our network, and the scheduler that drives it."""

@@ -33,9 +33,9 @@ class EngineConfig:
     page_size: int = 64  # tokens per page of the cache
     group_size: int = 8  # slots that share one prompt at most
     cache_tokens: int = 0  # room of the cache; 0: for full slots, see `default_pages`
-    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
-    prefix_tokens: int = 0  # of beginnings that prompts share, kept apart; 0: off
-    max_read: int = 0  # longest that is read in pieces, to go on with a response; 0: max_prompt
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in chunks
+    prefix_tokens: int = 0  # of cached shared prefixes; 0: off
+    max_read: int = 0  # longest prompt with tokens of a resumed response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of activations, and of weights where `weights_dtype` is "auto"
     weights_dtype: str = "auto"  # of matrices and tables: `dtype`, "int8": with a scale per output
@@ -49,18 +49,18 @@ class EngineConfig:
 
 @struct.dataclass
 class DecodeState:
-    """Slots, their cache and what is sampled how."""
+    """The decode state: KV cache, slot bookkeeping, per-slot sampling parameters."""
 
     cache: cache_lib.Cache
     logits: Any  # float32 [B, V]: distribution of the next token
     length: Any  # int32 [B]: tokens in the cache, the prompt's included
     own: Any  # int32 [B]: of these, in the slot's own pages
-    prompt: Any  # int32 [B]: which prompt of its rank the slot answers; P: none
-    member: Any  # int32 [B]: its number among the slots that answer it
+    prompt: Any  # int32 [B]: which prompt of its rank the slot reads; P: none
+    member: Any  # int32 [B]: its number among the slots that read it
     emitted: Any  # int32 [B]: tokens of the response so far
     limit: Any  # int32 [B]: longest response allowed
     active: Any  # bool [B]: goes on
-    kept: Any  # bool [B]: keeps its pages also when it has ended
+    kept: Any  # bool [B]: keeps its pages after it has ended
     counter: Any  # int32 [B]: uid, first half
     sample: Any  # int32 [B]: uid, second half
     temperature: Any  # float32 [B]
@@ -69,7 +69,7 @@ class DecodeState:
     forced: Any  # int32 [B, F]: tokens to be fed before the next one is drawn
     forced_left: Any  # int32 [B]: how many of them, the last ones of the row
     prompt_length: Any  # int32 [D, P]: tokens
-    prompt_held: Any  # bool [D, P]: kept though no slot answers it now
+    prompt_held: Any  # bool [D, P]: held though no slot reads it
     seed: Any  # key of the run
     exit_below: Any  # int32: generate returns early once this many or fewer slots are active
     history: Any = None  # int32 [B, X]: tokens in the cache, where they are looked up in: d > 0
@@ -141,7 +141,7 @@ def check_weights_dtype(name: str) -> None:
 
 
 def stored_dtype(config: EngineConfig) -> str:
-    """What the cache keeps keys and values as."""
+    """The dtype that keys and values are stored as."""
     check_cache_dtype(config.cache_dtype)
     return config.dtype if config.cache_dtype == "auto" else config.cache_dtype
 
@@ -197,8 +197,8 @@ def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str
 
 
 def _check_int8_pages(shapes: "StateShapes") -> None:
-    """ValueError for pages that the GPU kernel cannot address, whose own error comes while it is
-    compiled and knows of no setting: see models/kernels/gpu.check_gpu."""
+    """ValueError for pages that the GPU kernel cannot address. The kernel's own error comes at
+    compilation and names no setting."""
     config, model, tensor = shapes.config, shapes.model, shapes.mesh.shape["tensor"]
     if shapes.attention != "gpu" or stored_dtype(config) != "int8":
         return
@@ -321,5 +321,5 @@ class StateShapes:
         return jnp.concatenate([slots, prompts], axis=1)
 
     def released(self, state: DecodeState) -> DecodeState:
-        """The state without the pages of owners that are gone."""
+        """The state after the pages of owners that have ended are freed."""
         return state.replace(cache=cache_lib.release(state.cache, self.alive(state)))

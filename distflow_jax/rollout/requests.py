@@ -67,6 +67,12 @@ class GroupRequest:
     prompt: Prompt
     sampling: SamplingParams
     hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
+    first_sample: int = 0  # sample number of the first response: (counter, number) keys the noise
+
+    @property
+    def samples(self) -> range:
+        """The sample numbers of the responses."""
+        return range(self.first_sample, self.first_sample + self.sampling.num_samples)
 
     def with_limit(self, limit: int) -> "GroupRequest":
         """The request with another longest response, in tokens."""
@@ -75,7 +81,7 @@ class GroupRequest:
 
 @dataclasses.dataclass
 class Response:
-    """What was sampled for one response, since it was last gone on with. Arrays are [T]."""
+    """The tokens sampled for one response since it was last resumed. Arrays are [T]."""
 
     prompt: Prompt
     sample: int
@@ -84,34 +90,34 @@ class Response:
     margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
     finished: bool  # False: cut by the limit
     version: np.ndarray  # int32: of the weights that each token was sampled by
-    # int8 or int16 [prompt + all of the response, layers, experts of a token]: those that the
-    # sampler sent each token through, -1 for the last one, which it has not read; None where they
-    # are not recorded (EngineConfig.record_experts) or not wanted (SamplingParams.record)
+    # int8 or int16 [prompt + all of the response, layers, experts of a token]: the experts that the
+    # sampler routed each token to, -1 for the last one, which was not fed; None where they are not
+    # recorded (EngineConfig.record_experts) or not wanted (SamplingParams.record)
     routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass
 class RolloutStats:
-    """What a rollout cost."""
+    """Counters of a rollout."""
 
     generate_calls: int = 0
-    prefills: int = 0  # rows of prompts, or pieces of one
+    prefills: int = 0  # rows of prompts, or chunks of one
     prompts: int = 0  # read, one for all responses to it
-    prefix_hits: int = 0  # of these, after a beginning that had been read
-    prefix_tokens: int = 0  # of such beginnings, that were not read again
+    prefix_hits: int = 0  # of these, after a shared prefix that was read before
+    prefix_tokens: int = 0  # of these shared prefixes
     tokens: int = 0  # sampled
-    preempted: int = 0  # responses put back because the cache was full
+    preempted: int = 0  # sequences that lost their slot because the cache was full
     proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
-    accepted: int = 0  # of these, what was drawn too
+    accepted: int = 0  # of these, those that were drawn too
 
 
 @dataclasses.dataclass
 class Partial:
-    """A response that is under way, or has not begun: what `restore` needs to go on with it."""
+    """A sequence without a slot: its request and its tokens so far, all that `restore` needs."""
 
     request: GroupRequest
     sample: int
-    fed: np.ndarray  # int32: what the response holds before `parts`: earlier turns, tools' answers
+    fed: np.ndarray  # int32 [t]: tokens before `parts`: earlier turns, tools' answers
     parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
 
     @property
@@ -120,9 +126,10 @@ class Partial:
         return np.concatenate([self.fed, *(part[0] for part in self.parts)])
 
     def response(self, stops: frozenset[int], routed_experts: np.ndarray | None = None) -> Response:
-        """What has been sampled since it was last gone on with.
+        """The tokens sampled since the sequence was last resumed.
 
-        `routed_experts`: as those of the response, with any number of rows behind its own.
+        `stops`: ids that end a response. `routed_experts`: as Response has them, [n, layers,
+        experts of a token], with any number of rows behind the response's own.
         """
         columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
         tokens, logp, margin, version = (

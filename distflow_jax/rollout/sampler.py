@@ -26,7 +26,7 @@ from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How responses are sampled. Sizes are global."""
+    """Settings of sampling and of the samplers. Sizes are global."""
 
     num_samples: int = 8  # responses per prompt (n of a group)
     max_response_length: int = 16  # tokens, the end token included
@@ -49,11 +49,11 @@ class RolloutConfig:
     # (docs/decisions/015-int8-sampler-weights.md)
     weights_dtype: str = "auto"
     cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
-    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in pieces
-    # of beginnings that prompts share (a system prompt), read once in a rollout; in each sampler,
-    # at least a page; 0: off
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in chunks
+    # of cached shared prefixes (a system prompt), read once in a rollout; in each sampler, at least
+    # a page; 0: off
     prefix_tokens: int = 0
-    # what a response talks to between its turns: calculator, tools, my_module:MyClass,
+    # called between the turns of a response: calculator, tools, my_module:MyClass,
     # file.py:MyClass; "": a response is one turn
     environment: str = ""
     environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for it

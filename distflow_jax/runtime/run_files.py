@@ -55,7 +55,7 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
     }
     return [
         {
-            "uid": [prompt.counter, int(samples.sample[i])],
+            "uid": samples.uid[i].tolist(),
             "row": prompt.row,
             "data_source": prompt.data_source,
             "prompt": prompt.text,

@@ -3,6 +3,7 @@
 import jax
 
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
+from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.observe.phases import Phases
 from distflow_jax.planning.memory_plan import MemoryPlan
 from distflow_jax.planning.plan_run import PreparedRun
@@ -10,7 +11,6 @@ from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.evaluate import Scored, evaluate
-from distflow_jax.stages.stage_context import own_part
 
 
 def start_samplers(
@@ -64,7 +64,7 @@ def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -
             prepared.rewards,
             prompts,
             config.eval.sampling_params(config.rollout.max_response_length),
-            own=own_part(len(prompts), runtime.member, runtime.hosts),
+            own=entries_of_host(uid_column(prompts, 1), runtime.member, runtime.hosts),
             environments=prepared.environments,
         )
     return scored

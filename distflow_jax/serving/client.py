@@ -52,7 +52,7 @@ class SamplerClient:
         return decode(self._load(encode({"path": path, "version": version, "cache": cache})))
 
     def status(self) -> dict[str, Any]:
-        """What is served, its limits, and how busy it is."""
+        """The server's model, limits and load."""
         return decode(self._status(encode({})))
 
     def close(self) -> None:

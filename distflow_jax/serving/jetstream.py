@@ -40,7 +40,7 @@ from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.text_stream import TextStream
 
 STOPPING = "the server is stopping; ask again later"
-# lengths that JetStream pads to; it knows no others
+# the lengths that JetStream pads to
 _PADDED_LENGTHS = tuple(1 << n for n in range(4, 16))
 # JetStream's protocol has no fields for it; the limit is that of each question
 GREEDY = SamplingParams(num_samples=1, limit=1, temperature=0.0)
@@ -68,8 +68,8 @@ def delete_arrays(tree: Any) -> None:
 def door_config(config: EngineConfig) -> EngineConfig:
     """Sizes for JetStream's door: a cache in which every slot has room for a prompt of its own.
 
-    Its Driver shares no prompts, takes a slot without tokens for one that has ended, and cannot put
-    a response back: no slot may ever wait for a page.
+    Its Driver shares no prompts, takes a slot without tokens for one that has ended, and cannot
+    preempt a sequence: no slot may ever wait for a page.
     """
     return dataclasses.replace(config, group_size=1, cache_tokens=0)
 
@@ -107,10 +107,10 @@ class DoorTokenizer(JetStreamTokenizer):
 
 
 class DoorEngine(engine_api.Engine):
-    """An engine whose weights are looked up at each call, and which takes turns with others.
+    """An engine that takes the weights served at each call, and takes turns with other threads.
 
     The engine has the sizes of `door_config`. Params are a `Weights`. A call returns when its
-    result is there, so that who waits for a turn waits for one call at most.
+    result is there, so that another thread waits for one call at most.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class DoorEngine(engine_api.Engine):
         self._counter = itertools.count()
 
     def load_params(self, *args, **kwargs) -> Weights:
-        """What is served now."""
+        """The weights that are served now."""
         return self._weights
 
     def prefill(
@@ -154,7 +154,7 @@ class DoorEngine(engine_api.Engine):
         uid = next(self._counter) % MAX_UID
         request = SlotRequest(uid, 0, dataclasses.replace(self._sampling, limit=prefix.limit))
         with self._weights.turns:
-            # a response that the Driver has given up may still be in the slot, and have pages
+            # a response that the Driver has dropped may still be in the slot, and have pages
             state = self._engine.change(decode_state, drop=[slot])
             state = self._engine.insert(prefix.prefix, state, slot, request)
             return jax.block_until_ready(state)
@@ -195,7 +195,7 @@ class DoorEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """A length that JetStream knows, at least the engine's: it looks this one up in its own."""
+        """The shortest of JetStream's lengths that is at least the engine's."""
         longest = self._engine.max_prefill_length
         return next((n for n in _PADDED_LENGTHS if n >= longest), _PADDED_LENGTHS[-1])
 

@@ -1,7 +1,7 @@
-"""What the RPCs of distflow.Sampler say: JSON objects in UTF-8, one per gRPC message.
+"""Messages of the RPCs of distflow.Sampler: JSON objects in UTF-8, one per gRPC message.
 
-docs/serving.md is the reference for clients. Everything a client may get wrong is told here, in one
-sentence, before any work is done for it.
+docs/serving.md is the reference for clients. Every mistake that a client can make is reported here,
+in one sentence, before any work is done for the request.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ MAX_UID = (1 << 31) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """The largest request that is accepted."""
 
     max_prompt: int  # tokens
     max_response: int  # tokens
@@ -119,7 +119,7 @@ def load_request(data: bytes) -> LoadRequest:
 
 
 def prompt_length_error(length: int, limits: Limits) -> str | None:
-    """Why a prompt of so many tokens is refused, None if it is not."""
+    """The error of a prompt of so many tokens; None if it is accepted."""
     if length < 1:
         return "the prompt is empty; give at least one token"
     if length > limits.max_prompt:
@@ -128,7 +128,7 @@ def prompt_length_error(length: int, limits: Limits) -> str | None:
 
 
 def token_ids_error(ids: np.ndarray, limits: Limits) -> str | None:
-    """Why these ids are no prompt, None if they are one."""
+    """The error of ids, an object array [T], that are no prompt; None if they are one."""
     wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if len(wrong):
         return f"token id {wrong[0]} is not in the vocabulary of {limits.vocab_size}"

@@ -31,7 +31,7 @@ _FIRST_OWN_UID = 1 << 30  # of requests that name none
 
 
 class SamplerRpc:
-    """What the server answers beside JetStream's servicer, in the server's event loop."""
+    """The RPCs of distflow.Sampler, in the server's event loop."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class SamplerRpc:
         return encode({"version": version, "step": step})
 
     async def status(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """What is served, and how busy it is."""
+        """The server's model and load."""
         healthy = not self._service.failed and not self.stopping
         return encode(
             {

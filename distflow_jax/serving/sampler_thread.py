@@ -34,7 +34,7 @@ class Failed(Ended):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What another thread asks for: done in the service's thread, or told why it cannot be."""
+    """A request of another thread: `do` runs in the service's thread, or `fail` gets the error."""
 
     do: Callable[[], None]
     fail: Callable[[Exception], None]
@@ -104,7 +104,7 @@ class SamplerService:
         self._put(_Work(lambda: self._submit(call), call.deliver))
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose caller has gone; its slots are free with the next round."""
+        """Ends a call whose client has disconnected; its slots are free with the next round."""
         self._work.put(_Work(lambda: self._end(call, deliver=False), lambda error: None))
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
@@ -148,7 +148,7 @@ class SamplerService:
             self._end_all(Failed("the sampler has failed; the server's log says why"))
 
     def _take_work(self) -> bool:
-        """Does what has been asked for; waits for it where nothing runs. False: stop."""
+        """Does the queued work; waits for some where nothing runs. False: stop."""
         wait = not self.scheduler.busy
         while True:
             try:

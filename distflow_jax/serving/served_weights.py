@@ -1,4 +1,4 @@
-"""What the doors of a server share: the weights that they sample with, and turns on the devices."""
+"""Served weights and a fair lock on the devices, which a server's doors share."""
 
 import collections
 import threading
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class Turns:
-    """A lock that is given in the order in which it was asked for.
+    """A lock that is granted in the order of requests.
 
     Threads that run programs on the same devices take it around each call, so that all devices get
     the programs in one order (two collectives in different orders wait for each other for ever),
-    and so that a thread which asks again at once does not starve the others.
+    and so that a thread that requests it again at once does not starve the others.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class Turns:
 
 
 class Weights:
-    """The weights that are served, and their version; read and swapped by who has the turn.
+    """The weights that are served, and their version; the thread with the turn reads or swaps them.
 
     JetStream's threads look their parameters up once, when they start: they get this object, and
     what it holds is looked up at each call.

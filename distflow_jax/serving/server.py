@@ -32,7 +32,7 @@ from distflow_jax.serving.served_weights import Weights
 _LOOK_SECONDS = 0.05  # between two looks at what still runs
 _GRPC_OPTIONS = [
     ("grpc.so_reuseport", 0),  # no second server behind one port, of which requests get either
-    # a client whose machine is gone sends no goodbye
+    # a client whose machine has failed closes nothing
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]

@@ -37,7 +37,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What is still held back once no token follows."""
+        """The text that is still held back once no token follows."""
         text = self._tokenizer.decode(self._window)
         piece = text[self._given :]
         self._given = len(text)
@@ -53,7 +53,7 @@ class StopText:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """What is certainly before any stop string. Sets `stopped` when one is complete."""
+        """The text certainly before any stop string. Sets `stopped` when one is complete."""
         text = self._held + piece
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -64,7 +64,7 @@ class StopText:
         return text[: len(text) - wait]
 
     def rest(self) -> str:
-        """What was held back, once no text follows."""
+        """The text that was held back, once no text follows."""
         text, self._held = self._held, ""
         return text
 

@@ -24,7 +24,7 @@ from distflow_jax.stages.stage_context import RewardContext, Stage, require
 
 
 def build_advantage(context: RewardContext) -> Stage:
-    """score [K, R, S], response_mask (Rows), and what the algorithm needs beyond that (value,
+    """score [K, R, S], rows, and what the algorithm needs beyond that (value,
     baseline, old_logp, ref_logp) -> advantage and returns [K, R, L], 0 outside responses.
 
     Returns are written where a critic's value is read: they are what it learns. The state is the
@@ -53,7 +53,7 @@ def build_advantage(context: RewardContext) -> Stage:
         require(fields, algorithm.advantage_reads, f"algorithm.advantage={algorithm.advantage!r}")
         arrays = {name: fields[name] for name in _ARRAYS if name in fields}
         coef = jnp.float32(algorithm.kl_coef) if state is None else state
-        coef, value, returns, metrics = compute(coef, fields["response_mask"], arrays)
+        coef, value, returns, metrics = compute(coef, fields["rows"], arrays)
         written = {"advantage": value} | ({"returns": returns} if "value" in fields else {})
         return (coef if algorithm.kl_target else state), written, metrics
 

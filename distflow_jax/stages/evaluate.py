@@ -97,7 +97,7 @@ def evaluate(
 ) -> tuple[SamplerState, list[Scored]]:
     """Samples responses to the prompts and scores the responses to `own` of them.
 
-    All processes of a sampler pass the same prompts, and each its own slice of them (`own_part`).
+    All processes of a sampler pass the same prompts, and each its own slice of them.
     With `environments` a response has several turns, and its score contains their rewards.
     """
     shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]

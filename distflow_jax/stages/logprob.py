@@ -8,13 +8,13 @@ from distflow_jax.training.state import TrainState
 
 
 def build_old_logp(context: ModelContext) -> Stage:
-    """response (Rows), routed_experts where planned -> old_logp [K, R, L] of the actor as it
+    """rows, routed_experts where planned -> old_logp [K, R, L] of the actor as it
     stands."""
     return _build(context, "old_logp")
 
 
 def build_ref_logp(context: ModelContext) -> Stage:
-    """response (Rows) -> ref_logp [K, R, L] of the frozen reference, which routes by itself."""
+    """rows -> ref_logp [K, R, L] of the frozen reference, which routes by itself."""
     return _build(context, "ref_logp")
 
 

@@ -6,7 +6,7 @@ from distflow_jax.stages.stage_context import RewardContext, Stage
 
 
 def build_choose_pairs(context: RewardContext) -> Stage:
-    """prompt, score -> keep, int [N]: 1 for the best of a group, 2 for the worst, 0 for the others.
+    """uid, score -> keep, int [N]: 1 for the best of a group, 2 for the worst, 0 for the others.
 
     The first of equals is taken. A group whose scores are all equal says nothing about what is
     better, and goes. Guo et al. 2024 (online DPO, arxiv.org/abs/2402.04792), sec. 3.
@@ -20,7 +20,7 @@ def build_choose_pairs(context: RewardContext) -> Stage:
     def choose(state, fields, options):
         score = np.asarray(fields["score"], np.float64)
         keep = np.zeros(len(score), np.int32)
-        counters = np.array([prompt.counter for prompt in fields["prompt"]])
+        counters = fields["uid"][:, 0]
         for counter in np.unique(counters):
             (members,) = np.nonzero(counters == counter)
             best, worst = (members[pick(score[members])] for pick in (np.argmax, np.argmin))

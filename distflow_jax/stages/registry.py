@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.did_you_mean import hint
-from distflow_jax.layout import ROUTED_EXPERTS
+from distflow_jax.layout import ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
@@ -108,43 +108,41 @@ STAGES: dict[tuple[str, str], StageKind] = {
     ("ROLLOUT", "MODEL_INFERENCE"): _kind(
         build_rollout,
         SamplingContext,
-        "prompt",
+        "uid prompt",
         "response",
         f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
         per_token="rollout_logp",
     ),
     ("REWARD", "COMPUTE"): _kind(
-        build_reward, RewardContext, "prompt response", "score", "unshaped_score"
+        build_reward, RewardContext, "uid prompt response", "score", "unshaped_score"
     ),
-    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, ModelContext, "response", "score"),
-    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, TrainContext, "response", ""),
+    ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, ModelContext, "rows", "score"),
+    ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, TrainContext, "rows", ""),
     ("ACTOR", "COMPUTE"): _kind(
         build_advantage,
         RewardContext,
-        "score response_mask",
+        "score rows",
         "advantage",
         "returns",
         first_state=first_coefficient,
     ),
-    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, ModelContext, "response", "old_logp"),
-    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, TrainContext, "response advantage", ""),
-    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, ModelContext, "response", "value"),
-    ("CRITIC", "MODEL_TRAIN"): _kind(
-        build_value_update, TrainContext, "response value returns", ""
-    ),
-    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, ModelContext, "response", "ref_logp"),
+    ("ACTOR", "MODEL_INFERENCE"): _kind(build_old_logp, ModelContext, "rows", "old_logp"),
+    ("ACTOR", "MODEL_TRAIN"): _kind(build_policy_update, TrainContext, "rows advantage", ""),
+    ("CRITIC", "MODEL_INFERENCE"): _kind(build_values, ModelContext, "rows", "value"),
+    ("CRITIC", "MODEL_TRAIN"): _kind(build_value_update, TrainContext, "rows value returns", ""),
+    ("REFERENCE", "MODEL_INFERENCE"): _kind(build_ref_logp, ModelContext, "rows", "ref_logp"),
 }
 
 # of ACTOR MODEL_TRAIN, by options.objective
 OBJECTIVES: dict[str, StageKind] = {
     "policy": STAGES["ACTOR", "MODEL_TRAIN"],
-    "preference": _kind(build_preference_update, TrainContext, "response ref_logp", ""),
-    "sft": _kind(build_sft_update, TrainContext, "response", ""),
+    "preference": _kind(build_preference_update, TrainContext, "rows ref_logp", ""),
+    "sft": _kind(build_sft_update, TrainContext, "rows", ""),
 }
 
 # by the name that a node gives in `fn`
 NAMED: dict[str, StageKind] = {
-    "choose_pairs": _kind(build_choose_pairs, RewardContext, "prompt score", "keep"),
+    "choose_pairs": _kind(build_choose_pairs, RewardContext, "uid score", "keep"),
     "weighted_sum": _kind(build_weighted_sum, RewardContext, None, "score"),
 }
 
@@ -244,6 +242,7 @@ def _wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collecti
         asked = demands.of(node)
         for field, why in asked.items():
             if field not in node.reads and field not in node.may_read:
+                _check_rows(node, [field])
                 raise ValueError(
                     f"node {node.id!r}: reads no {field!r}, but {why}: choose a dag that "
                     "has it, or add it to the node's may_read, and a node that writes it"
@@ -260,10 +259,21 @@ def _is_users(node: Node) -> bool:
 def _check_fields(node: Node, kind: StageKind) -> None:
     what = f"node {node.id!r}: the stage of {node.fn or f'{node.role} {node.type}'}"
     if kind.reads is not None and (missing := sorted(kind.reads - set(node.reads))):
+        _check_rows(node, missing)
         raise ValueError(f"{what} reads {', '.join(missing)}: add that to the node's reads")
     if missing := sorted(kind.writes - set(node.writes)):
         raise ValueError(f"{what} writes {', '.join(missing)}: add that to the node's writes")
     if extra := sorted(set(node.writes) - kind.writes - kind.may_write):
         raise ValueError(
             f"{what} does not write {', '.join(extra)}: take that out of the node's writes"
+        )
+
+
+def _check_rows(node: Node, missing: Collection[str]) -> None:
+    """ValueError for a node that reads the host's columns where its stage reads rows."""
+    columns = [name for name in ROWS_COLUMNS if name in node.reads]
+    if ROWS in missing and columns:
+        raise ValueError(
+            f"node {node.id!r}: runs on a mesh, where prompts and responses are packed: write "
+            f"{ROWS} in place of {', '.join(columns)} in its reads"
         )

@@ -21,7 +21,7 @@ from distflow_jax.stages.stage_context import RewardContext, Stage
 
 
 def build_reward(context: RewardContext) -> Stage:
-    """prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
+    """uid, prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
 
     What environments gave, environment_reward float32 [N], is added where the node reads it.
 
@@ -49,7 +49,9 @@ def build_reward(context: RewardContext) -> Stage:
     def reward(state, fields, options):
         prompts, responses = fields["prompt"], fields["response"]
         if early:
-            results = [early[uid].result() for uid in _uids(prompts)]
+            results = [
+                early[counter, sample].result() for counter, sample in fields["uid"].tolist()
+            ]
             early.clear()
         else:
             results = pool.score(
@@ -82,16 +84,6 @@ def build_reward(context: RewardContext) -> Stage:
         )
 
     return reward
-
-
-def _uids(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """(counter, sample) of each entry: samples of a prompt are in order."""
-    seen: dict[int, int] = {}
-    uids = []
-    for prompt in prompts:
-        uids.append((prompt.counter, seen.get(prompt.counter, 0)))
-        seen[prompt.counter] = uids[-1][1] + 1
-    return uids
 
 
 def _metrics(

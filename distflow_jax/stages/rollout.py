@@ -3,16 +3,17 @@
 import dataclasses
 from collections.abc import Sequence
 
+from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
-from distflow_jax.stages.stage_context import SamplingContext, Stage, own_part
+from distflow_jax.stages.stage_context import SamplingContext, Stage
 
 
 def build_rollout(context: SamplingContext) -> Stage:
-    """prompt (one entry per response wanted) -> response, and of response_mask, rollout_logp,
-    version, finished, environment_reward, routed_experts what the node writes.
+    """uid and prompt (one entry per response wanted) -> response, and of response_mask,
+    rollout_logp, version, finished, environment_reward, routed_experts what the node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
     entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
@@ -31,26 +32,25 @@ def build_rollout(context: SamplingContext) -> Stage:
         sampling = dataclasses.replace(sampling, num_samples=1, temperature=0.0, top_k=0, top_p=1.0)
 
     def rollout(state, fields, options):
-        prompts = fields["prompt"]
-        unique = list({p.counter: p for p in prompts}.values())
-        own = {p.counter for p in unique[own_part(len(unique), context.member, context.hosts)]}
+        uid = fields["uid"]
+        prompts = [fields["prompt"][i] for i in group_starts(uid)]
+        own = set(uid[entries_of_host(uid, context.member, context.hosts), 0].tolist())
 
         def on_response(response):
             if response.prompt.counter in own:
                 context.on_response(response)
 
-        wanted = 1 if greedy else len(prompts) // len(unique)
+        wanted = 1 if greedy else len(uid) // len(prompts)
         state, episodes, stats = sample_episodes(
             engine,
             state,
-            unique,
+            prompts,
             dataclasses.replace(sampling, num_samples=wanted),
             environments,
             on_response=None if greedy else on_response,
         )
         if greedy:  # one answer for all entries of a prompt
-            answer = {e.response.prompt.counter: e for e in episodes}
-            episodes = [answer[p.counter] for p in prompts]
+            episodes = [episodes[group] for group in group_numbers(uid)]
         written = turn_columns(episodes, state.version)
         metrics = {} if environments is None else _metrics(episodes)
         metrics["perf/generate_calls"] = stats.generate_calls

@@ -42,11 +42,6 @@ class ResponseListener:
             listener(response)
 
 
-def own_part(count: int, member: int, hosts: int) -> slice:
-    """The share of `count` prompts of a sampler that one of its hosts answers for."""
-    return slice(count * member // hosts, count * (member + 1) // hosts)
-
-
 def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
     """ValueError unless a stage was handed all fields that `what` (a setting) needs."""
     if missing := sorted(set(names) - set(fields)):
@@ -58,7 +53,7 @@ def require(fields: Mapping[str, Any], names: Iterable[str], what: str) -> None:
 
 def routed_rows(fields: Mapping[str, Any]) -> Rows:
     """The rows of a policy's stage, with the experts that it replays where it reads them."""
-    rows = fields["response"]
+    rows = fields["rows"]
     if ROUTED_EXPERTS not in fields:
         return rows
     return dataclasses.replace(rows, experts=fields[ROUTED_EXPERTS])

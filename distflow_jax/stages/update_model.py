@@ -27,7 +27,7 @@ from distflow_jax.training.update import make_update
 
 
 def build_policy_update(context: TrainContext) -> Stage:
-    """response (Rows), rollout_logp, advantage; old_logp, ref_logp, prox_alpha and routed_experts
+    """rows, rollout_logp, advantage; old_logp, ref_logp, prox_alpha and routed_experts
     where planned -> metrics."""
     algorithm = context.algorithm
     objective = policy_objective(
@@ -49,7 +49,7 @@ def build_policy_update(context: TrainContext) -> Stage:
 
 
 def build_preference_update(context: TrainContext) -> Stage:
-    """response (Rows of pairs), ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
+    """rows of pairs, ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
     objective = preference_objective(context.model, context.preference, context.forward)
     return _updates(
         context, objective, lambda fields: PreferenceBatch(routed_rows(fields), fields["ref_logp"])
@@ -57,14 +57,14 @@ def build_preference_update(context: TrainContext) -> Stage:
 
 
 def build_sft_update(context: TrainContext) -> Stage:
-    """response (Rows) -> metrics of supervised fine-tuning on the response tokens."""
+    """rows -> metrics of supervised fine-tuning on the response tokens."""
     objective = sft_objective(context.model, context.forward)
     # of softmax(logits): there is no sampler whose temperature would count
-    return _updates(context, objective, lambda fields: SftBatch(fields["response"]), 1.0)
+    return _updates(context, objective, lambda fields: SftBatch(fields["rows"]), 1.0)
 
 
 def build_value_update(context: TrainContext) -> Stage:
-    """response (Rows), value, returns -> metrics of the critic."""
+    """rows, value, returns -> metrics of the critic."""
     objective = value_objective(
         scalar_model(context.model),
         context.value,
@@ -74,15 +74,15 @@ def build_value_update(context: TrainContext) -> Stage:
     return _updates(
         context,
         objective,
-        lambda fields: ValueBatch(fields["response"], fields["returns"], fields["value"]),
+        lambda fields: ValueBatch(fields["rows"], fields["returns"], fields["value"]),
     )
 
 
 def build_reward_model_update(context: TrainContext) -> Stage:
-    """response (Rows of pairs) -> metrics of the reward model."""
+    """rows of pairs -> metrics of the reward model."""
     model = scalar_model(context.model, head_stddev=reward_head_stddev(context.model))
     objective = reward_model_objective(model, context.reward_model, context.forward)
-    return _updates(context, objective, lambda fields: RewardModelBatch(fields["response"]))
+    return _updates(context, objective, lambda fields: RewardModelBatch(fields["rows"]))
 
 
 def _updates(

@@ -10,12 +10,12 @@ from distflow_jax.training.state import TrainState
 
 
 def build_values(context: ModelContext) -> Stage:
-    """response (Rows) -> value [K, R, L]: what the critic expects before each response token."""
+    """rows -> value [K, R, L]: what the critic expects before each response token."""
     return _build(context, make_values, "value")
 
 
 def build_scores(context: ModelContext) -> Stage:
-    """response (Rows) -> score [K, R, S] of a reward model."""
+    """rows -> score [K, R, S] of a reward model."""
     return _build(context, make_scores, "score")
 
 
@@ -24,6 +24,6 @@ def _build(context: ModelContext, make: Callable[..., Callable], field: str) -> 
 
     def stage(state: Any, fields: dict[str, Any], options: dict[str, Any]):
         params = state.params if isinstance(state, TrainState) else state
-        return state, {field: predict(params, fields["response"])}, {}
+        return state, {field: predict(params, fields["rows"])}, {}
 
     return stage

@@ -1,1 +1,1 @@
-"""The update: forward pass, loss, optimizer, gradient accumulation."""
+"""Training: forward passes over packed rows, objectives, gradient accumulation, optimizer."""

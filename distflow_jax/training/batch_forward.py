@@ -1,4 +1,4 @@
-"""Forward passes over a whole batch, micro-batch by micro-batch: log-probs, values, scores.
+"""Forward passes over a whole batch in micro-batches: log-probs, values and scores.
 
 K mini-batches, R rows, L tokens per row, S sequences per row.
 """
@@ -26,18 +26,21 @@ from distflow_jax.training.update import UpdateShape
 def _every_micro_batch(
     one: Callable[..., jax.Array], like: Callable[[Rows], jax.Array], shape: UpdateShape
 ):
-    """Compiled (params, rows, *extra) -> [K, R, ...]: `one` of each micro-batch that holds
-    anything, shaped as the field `like` of its rows."""
+    """Compiled (params, rows, *extra) -> float32 [K, R, ...], shaped as the field like(rows).
+
+    Applies `one` to each micro-batch that is not empty; the rest of the result is 0.
+    """
 
     def one_mini_batch(params, rows, extra):
-        parts = microbatch.split(rows, shape.ranks, shape.micro_rows)
+        micro_batches = microbatch.split(rows, shape.ranks, shape.micro_rows)
 
         def body(index, out):
-            part = microbatch.take(parts, index)
-            return microbatch.put(out, one(params, part, *extra), index)
+            micro_batch = microbatch.take(micro_batches, index)
+            return microbatch.write(out, one(params, micro_batch, *extra), index)
 
-        out = jnp.zeros(like(parts).shape, jnp.float32)
-        trips, most = microbatch.num_filled(parts.segment), parts.segment.shape[1]
+        out = jnp.zeros(like(micro_batches).shape, jnp.float32)
+        trips = microbatch.num_filled(micro_batches.segment)
+        most = micro_batches.segment.shape[1]
         out = bounded_loop(trips, body, out, most=most)
         return microbatch.join(out)
 
@@ -68,7 +71,7 @@ def make_values(*, shape: UpdateShape, model: ScalarModel, forward: ForwardConfi
 
 
 def make_scores(*, shape: UpdateShape, model: ScalarModel, forward: ForwardConfig):
-    """Compiled (params, rows) -> a reward model's scores float32 [K, R, S], 0 where no sequence."""
+    """Compiled (params, rows) -> a reward model's scores float32 [K, R, S], 0 for empty slots."""
 
     def scores(params: Any, rows: Rows) -> jax.Array:
         return sequence_scores(params, model, rows, forward)

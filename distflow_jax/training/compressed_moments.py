@@ -1,16 +1,16 @@
-"""Adam's moments kept in fewer bytes than float32: as bfloat16, or as int8 with a scale per block.
+"""Adam moments in bfloat16, or in int8 with a scale per block.
 
-Arithmetic is float32 throughout: the moments are widened, optax takes its step with them, and what
-it gives is rounded for the next one. Rounding is stochastic (Gupta et al. 2015,
-arxiv.org/abs/1502.02551): up or down with probabilities that give the right mean. To the nearest,
-an average that moves by less than half a step stays where it is, forever: of bfloat16, whose steps
-are 2^-8 to 2^-7 of the number, that is every second moment with b2 = 0.999 that should shrink.
+Arithmetic is float32: moments are widened, optax takes its step, and the new moments are rounded.
+Rounding is stochastic (Gupta et al. 2015, arxiv.org/abs/1502.02551): up or down with probabilities
+that give the right mean. Rounded to nearest, an average that moves by less than half a step never
+changes. Steps of bfloat16 are 2^-8 to 2^-7 of the number, so with b2 = 0.999 no second moment could
+shrink.
 
-int8 keeps blocks of 64 to 256 numbers, each divided by its largest magnitude (Dettmers et al. 2022,
-arxiv.org/abs/2110.02861, sec. 2.1). The paper looks the rest up in a table whose numbers lie closer
-near 0 ("dynamic tree quantisation"); here fourth powers do that, (code / levels)^4, which takes no
-table: gathers are what TPUs are slow at. Second moments reach down to 2e-10 of the largest of their
-block, and none that is positive becomes 0: Adam divides by it.
+int8 divides blocks of 64 to 256 numbers by their largest magnitude (Dettmers et al. 2022,
+arxiv.org/abs/2110.02861, sec. 2.1). The paper maps codes to numbers by a table that is denser near
+0 ("dynamic tree quantisation"). Here the map is (code / levels)^4, which needs no gathers, as these
+are slow on TPUs. Second moments reach down to 2e-10 of the largest in their block, and a positive
+one never becomes 0, because Adam divides by it.
 """
 
 from typing import Any, NamedTuple
@@ -26,24 +26,24 @@ _BLOCKS = range(64, 257)
 
 
 class Blocks(NamedTuple):
-    """A moment as codes: sign(code) (code / levels)^4 times the scale of its block."""
+    """A moment in codes: sign(code) (code / levels)^4 times the scale of its block."""
 
-    codes: jax.Array  # int8, or uint8 of what is never negative, in the parameter's shape
-    scale: jax.Array  # float32, the same shape but one dim, which counts blocks
+    codes: jax.Array  # int8, or uint8 for second moments, in the parameter's shape
+    scale: jax.Array  # float32, in that shape with the dim of blocks divided by their size
 
 
 def is_blocks(x: Any) -> bool:
-    """Whether this is one moment that is kept as codes, rather than an array."""
+    """Whether x is a moment in codes, rather than an array."""
     return isinstance(x, Blocks)
 
 
 def kept_as(
     moments: str, adam: optax.GradientTransformation, *, whole: tuple[str, ...] = ()
 ) -> optax.GradientTransformation:
-    """`adam`, an optax.scale_by_adam, with its moments kept as `moments`, one of MOMENTS.
+    """`adam`, an optax.scale_by_adam, with its moments in the format `moments`, one of MOMENTS.
 
-    As int8, float32 stays what is small: arrays of one dim, and those whose names end in one of
-    `whole`. The state is that of `adam`, with Blocks where codes are kept.
+    With int8, small moments stay float32: those of one dim, and those with a name that ends in one
+    of `whole`. The state is that of `adam`, with Blocks for moments in codes.
     """
     if moments == "float32":
         return adam
@@ -80,9 +80,10 @@ def kept_as(
 
 
 def layout_of(kept: Any, layout: NamedSharding) -> Any:
-    """Where a moment lies whose parameter has `layout`: the same, block by block.
+    """Sharding of a moment: that of its parameter, `layout`.
 
-    A dim of blocks that its mesh axis does not divide is whole on every device; the codes are not.
+    Scales are divided like the codes, but a dim of blocks that its mesh axes do not divide is
+    replicated.
     """
     if not is_blocks(kept):
         return layout
@@ -99,11 +100,11 @@ def _entries(layout: NamedSharding, ndim: int) -> tuple:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(dim, size) of a parameter's blocks, whatever its mesh.
+    """(dim, size) of the blocks of a parameter of this shape, independent of the mesh.
 
-    The last dim; of tables [vocabulary, hidden], whichever way round, the shorter one, so that the
-    gradients of rare tokens share no scale with those of frequent ones. The size that leaves the
-    number of blocks most often divisible by two: then a device has whole blocks.
+    Blocks divide the last dim. For tables [vocabulary, hidden] and their transpose they divide the
+    shorter dim, so that rare and frequent tokens share no scale. The size is the one that makes the
+    number of blocks divisible by the highest power of two, so that devices have whole blocks.
     """
     dim = len(shape) - 1
     if len(shape) == 2 and shape[0] < shape[1]:
@@ -120,7 +121,7 @@ def _no_codes(shape: tuple[int, ...], dtype: Any) -> Blocks:
 
 
 def _by_block(x: jax.Array) -> tuple[jax.Array, int]:
-    """[..., n b, ...] -> [..., n, b, ...], and which dim b is."""
+    """[..., n b, ...] -> [..., n, b, ...], and the index of dim b."""
     dim, size = block_of(x.shape)
     return x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :]), dim + 1
 
@@ -138,8 +139,10 @@ def _widened(tree: Any) -> Any:
 
 
 def _round_to_bfloat16(x: jax.Array, kept: jax.Array, noise: jax.Array) -> jax.Array:
-    """Adds up to one step, in float32's last 16 bits, and cuts these off. Infinity stays; nan may
-    become a number, of a step that the update's guard throws away."""
+    """Stochastic rounding: adds 16 random bits to float32's last 16 bits and truncates these.
+
+    Infinity stays. nan may become a number, but the update's guard discards such a step.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     return jax.lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
@@ -156,7 +159,7 @@ def _round_to_codes(x: jax.Array, kept: Any, noise: jax.Array) -> Any:
     share = magnitude / jnp.where(scale > 0, scale, np.float32(1))
     low = jnp.floor(levels * jnp.sqrt(jnp.sqrt(share)))
     least = jnp.float32(0)
-    if dtype == jnp.uint8:  # a second moment: 0 would give a step of m / eps
+    if dtype == jnp.uint8:  # a second moment of 0 would give a step of m / eps
         least = (share > 0).astype(jnp.float32)
     low = jnp.clip(low, least, levels - 1)
     left, right = (jnp.square(jnp.square(code / levels)) for code in (low, low + 1))
@@ -170,9 +173,8 @@ def _round_to_codes(x: jax.Array, kept: Any, noise: jax.Array) -> Any:
 def _noise(shape: tuple[int, ...], count: jax.Array, number: int) -> jax.Array:
     """32 random bits for every element of array `number` in update `count`, uint32.
 
-    A function of the element's place, so that it is the same on every mesh; hashed rather than
-    drawn by jax.random, since this many numbers are needed that rounding asks little of, and none
-    is to take a place in memory.
+    The bits depend on the element's index only, so they are the same on every mesh. A hash replaces
+    jax.random, because rounding needs many bits of low quality that are never stored in memory.
     """
     place = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
@@ -183,7 +185,10 @@ def _noise(shape: tuple[int, ...], count: jax.Array, number: int) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Wellons' lowbias32, nullprogram.com/blog/2018/07/31: a bit turns about half of those out."""
+    """Wellons' lowbias32: each input bit flips about half of the output bits.
+
+    nullprogram.com/blog/2018/07/31
+    """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))

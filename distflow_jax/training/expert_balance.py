@@ -1,15 +1,15 @@
-"""Load balance of a mixture's experts within each sequence, as a part of any objective's loss.
+"""Load-balancing loss of a mixture's experts within each sequence, added to any objective.
 
 DeepSeek-V3 (arxiv.org/abs/2412.19437), sec. 2.1.2, eq. 17-20, for the sequence of T tokens in a
 layer with E experts, K of them for each token:
 
     L = coef * sum_i f_i P_i,
-    f_i = E / (K T) * (tokens that go through expert i),    P_i = mean over tokens of p_i,
+    f_i = E / (K T) * (tokens that expert i processes),    P_i = mean over tokens of p_i,
 
-p the router's probabilities. The sum is 1 where experts are used evenly, and E / K where all tokens
-go through the same. A prompt that several responses share counts for each of them: how sequences
-are packed does not matter. The loss is summed over the layers, so that a router's gradient does not
-depend on how many others there are, and is the mean over the sequences of an optimizer step.
+p being the router's probabilities. The sum is 1 if experts are used evenly, and E / K if all tokens
+use the same experts. A shared prompt counts for each of its responses, so the loss does not depend
+on packing. The loss is summed over the layers, so that a router's gradient does not depend on the
+number of other routers, and averaged over the sequences of an optimizer step.
 
 R rows, L tokens per row, S sequences per row, E experts, K experts of a token.
 """
@@ -32,11 +32,11 @@ from distflow_jax.training.objective import Metrics, Objective
 
 
 class Balance(NamedTuple):
-    """What a forward pass over rows tells of its routers; sums over the rows' sequences."""
+    """Router statistics of a forward pass over rows, summed over the rows' sequences."""
 
     loss: jax.Array  # float32 [layers]: sum of f_i P_i
-    load: jax.Array  # float32 [layers, E]: pairs of a token and an expert that it goes through
-    mismatch: jax.Array | None  # float32 [layers]: tokens that the router would send elsewhere
+    load: jax.Array  # float32 [layers, E]: (token, expert) pairs
+    mismatch: jax.Array | None  # float32 [layers]: tokens with other experts than the router's
 
 
 _watchers: contextvars.ContextVar[list[Balance] | None] = contextvars.ContextVar(
@@ -46,10 +46,10 @@ _watchers: contextvars.ContextVar[list[Balance] | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Balance]]:
-    """Collects the balance of each forward pass over a mixture that is traced within it.
+    """Collects the balance of each forward pass over a mixture that is traced in the block.
 
-    So the loss of routers, which lie deep in the network, takes no part in what objectives compute
-    from log-probs, values or scores.
+    The statistics of routers thus bypass the objectives, which compute losses from log-probs,
+    values or scores.
     """
     found: list[Balance] = []
     token = _watchers.set(found)
@@ -60,34 +60,38 @@ def watched() -> Iterator[list[Balance]]:
 
 
 def watching() -> list[Balance] | None:
-    """Where to add the balance of a forward pass; None where nobody asks for it."""
+    """The list of the enclosing `watched`, to add a forward pass's balance to; None outside."""
     return _watchers.get()
 
 
 def tokens_of_sequences(rows: Rows) -> jax.Array:
-    """Tokens of each sequence with its prompt's, int32 [..., S]; 0 where there is none."""
+    """Number of tokens of each sequence and its prompt, int32 [..., S]; 0 for empty slots."""
     ones = jnp.ones((*context_parallel.divide(rows.segment).shape, 1), jnp.int32)
     tokens = _of_sequences(ones, rows)
     return tokens[..., 0]
 
 
 def _of_sequences(x: jax.Array, rows: Rows) -> jax.Array:
-    """Sums of x over each sequence, its prompt's tokens included, [..., S, E]. x: [..., L, E], or
-    of the parts that devices have of a row."""
+    """Sums of x [..., L, E] over each sequence with its prompt, [..., S, E].
+
+    On a mesh with context parallelism x has the tokens of the row's shards.
+    """
     size = rows.valid.shape[-1]
     segment = context_parallel.divide(rows.segment)
     sums = context_parallel.sum_over_shards(sums_of_segments(x, segment, 2 * size + 1))
     own = sums[..., 1 : size + 1, :]
-    is_shared = rows.parent > size  # else the prompt's tokens are of the sequence's own segment
+    is_shared = rows.parent > size  # otherwise the prompt's tokens are in the sequence's segment
     prompt = jnp.take_along_axis(sums, rows.parent[..., None], axis=-2)
     whole = own + jnp.where(is_shared[..., None], prompt, 0)
     return jnp.where(rows.valid[..., None], whole, 0)
 
 
 def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
-    """The router's own choice over packed rows, or the parts that devices have of them
-    (parallel/context_parallel.py); or what the rows have recorded, which is the layer's input then.
-    Its layer output is a Balance without layers."""
+    """Route over packed rows, or their shards (parallel/context_parallel.py), with statistics.
+
+    Takes the router's own choice, or the rows' recorded experts if these are the layer input. The
+    layer output is a Balance without the dim of layers.
+    """
     experts, count = model.num_experts, model.experts_per_token
     tokens = jnp.maximum(tokens_of_sequences(rows), 1).astype(jnp.float32)[..., None]
 
@@ -109,32 +113,32 @@ def balancing_route(rows: Rows, model: DecoderConfig) -> Route:
 
 
 def _differs(own: jax.Array, expert: jax.Array) -> jax.Array:
-    """Whether the experts of a token, [..., K], are not its own, whatever their order."""
+    """Whether the experts of a token, [..., K], differ from the router's own, in any order."""
     return ~(own[..., None] == expert[..., None, :]).any(-1).all(-1)
 
 
 def _recorded_tokens(rows: Rows) -> jax.Array:
-    """Tokens of all sequences, their prompts included, whose experts are recorded; int32."""
+    """Number of tokens of all sequences, prompts included, with recorded experts; int32."""
     experts = context_parallel.divide(rows.experts[..., 0, :1])
     return _of_sequences((experts >= 0).astype(jnp.int32), rows).sum(dtype=jnp.int32)
 
 
 class _Counts(NamedTuple):
-    """Of one optimizer step, float32 scalars."""
+    """Counts of one optimizer step, float32 scalars."""
 
     sequences: jax.Array
-    pairs: jax.Array  # of a token of a sequence and an expert that it goes through, in a layer
-    recorded: jax.Array  # tokens of sequences whose experts are recorded
+    pairs: jax.Array  # (token of a sequence, expert) pairs of a layer
+    recorded: jax.Array  # tokens of sequences with recorded experts
 
 
 def balanced(objective: Objective, coef: float) -> Objective:
-    """`objective` with `coef` times the balance loss, and metrics of it, where it trains a mixture.
+    """Adds `coef` times the balance loss, and its metrics, to an objective that trains a mixture.
 
-    Metrics: `balance_loss`, the mean over sequences and layers of sum f_i P_i (1: even), without
-    `coef`, and `expert_share_max`, the share of all tokens' choices that falls to the busiest
-    expert of any layer (even: 1 / E). Where experts are replayed `router_mismatch`, too: the share
-    of (token, layer) pairs, of what is recorded, for which the router would have chosen other
-    experts. What trains no mixture is returned as it is.
+    Metrics: `balance_loss` is the mean over sequences and layers of sum f_i P_i (1: even), without
+    `coef`. `expert_share_max` is the share of all tokens' choices that goes to the busiest expert
+    of any layer (even: 1 / E). With replayed experts, `router_mismatch` is the share of recorded
+    (token, layer) pairs for which the router would have chosen other experts. An objective without
+    a mixture is returned unchanged.
     """
     network = objective.model
     model = network.trunk if isinstance(network, ScalarModel) else network

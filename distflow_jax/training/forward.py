@@ -1,12 +1,11 @@
-"""Trainer's forward pass over packed rows: log-probs and entropies of response tokens, a critic's
-values, a reward model's scores.
+"""The trainer's forward pass over packed rows: log-probs and entropies, values, scores.
 
 R rows, L tokens per row, S sequences per row, D hidden, V vocabulary.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,29 +27,29 @@ from distflow_jax.training.token_logp import token_logp
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """How the trainer evaluates the network."""
+    """Settings of the trainer's forward pass."""
 
     compute_dtype: str = "float32"  # dtype of activations and of the weights' working copy
-    logp_chunk: int = 128  # positions per row whose logits are worked on at a time
-    remat: str = "full"  # what the backward pass computes again, see models/remat.py
+    logp_chunk: int = 128  # positions per row with logits in memory at a time
+    remat: str = "full"  # results that the backward pass recomputes, see models/remat.py
     attention_block: int = 0  # tokens of a tile's side, see models/kernels/tiles.py; 0: no tiles
-    keep_logits: bool = False  # for the backward pass, which computes them again otherwise
-    microbatches: int = 0  # that follow each other through the stages; 0: as many as stages
-    repeats: int = 1  # times that they go round the stages
-    attention_by: str = "loops"  # who computes tiles: one of block_attention.IMPLEMENTATIONS
+    keep_logits: bool = False  # keep logits for the backward pass instead of recomputing them
+    microbatches: int = 0  # micro-batches in the pipeline at once; 0: one per pipeline stage
+    repeats: int = 1  # times that a micro-batch passes all pipeline stages
+    attention_by: str = "loops"  # one of block_attention.IMPLEMENTATIONS
 
 
-_LOGITS_BYTES = 2**28  # of a device, that a micro-batch's logits may take
-_LOGITS_TOKENS = 512  # products of more are not faster, and a row's last chunk is half empty
+_LOGITS_BYTES = 2**28  # of a device, for a micro-batch's logits at most
+_LOGITS_TOKENS = 512  # larger products are not faster, and a row's last chunk is half empty
 
 
 def logits_in_memory(
     logp_chunk: int, row_tokens: int, *, rows: int, vocab: int, remat: str
 ) -> tuple[int, bool]:
-    """ForwardConfig.logp_chunk and keep_logits for training.logp_chunk (0: what suits the sizes).
+    """ForwardConfig.logp_chunk and keep_logits for training.logp_chunk (0: chosen by the sizes).
 
-    `rows` of a micro-batch and entries of the vocabulary are those of one device. Few tokens make
-    the weight's gradient, [V, D] for every chunk, cost more to add up than to compute.
+    `rows` of a micro-batch and `vocab` entries are those of one device. Short chunks are slow,
+    because each adds up a gradient of the whole weight, [V, D].
     """
     fits = max(1, _LOGITS_BYTES // (4 * rows * vocab))
     possible = [n for n in range(1, min(fits, row_tokens) + 1) if row_tokens % n == 0]
@@ -60,14 +59,22 @@ def logits_in_memory(
 
 
 def parent_segment(rows: Rows) -> jax.Array:
-    """Segment of the prompt each token continues, its own where not shared; int32 [R, L]."""
+    """Segment of each token's prompt, or its own segment if not shared; int32 [R, L]."""
     sequences = rows.parent.shape[1]
     is_sequence = (rows.segment > 0) & (rows.segment <= sequences)
     return jnp.where(is_sequence, per_token(rows.parent, rows.segment), rows.segment)
 
 
+class _Pairs(NamedTuple):
+    """Pairs of tokens that attention allows; all arrays have rows as their first dim."""
+
+    allowed: Tiles | jax.Array  # tiles, or the mask [R, L, L]
+    near: Tiles | None  # tiles with a pair within the window, for layers with one
+    positions: tuple[jax.Array, jax.Array] | None  # of queries and keys, for models with windows
+
+
 def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
-    """Attention over packed rows, or over the parts of rows that devices share."""
+    """Attention over packed rows, or over the shards of rows that devices share."""
     segment, parent = (
         context_parallel.divide(rows.segment),
         context_parallel.divide(parent_segment(rows)),
@@ -89,49 +96,50 @@ def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
     if block:
         across = mesh_axes("context")
         assert not across or segment.shape[1] % (2 * block) == 0, (segment.shape, block)
-        pairs = tiles_of(segment, parent, block, in_row)
+        allowed = tiles_of(segment, parent, block, in_row)
         if sliding_window:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
-        pairs = packed_mask(segment, parent, in_row)
+        allowed = packed_mask(segment, parent, in_row)
 
-    def attend(*arguments):  # a Partial's own are arrays with rows in front
+    def attend(*arguments):
         return _attend_pairs(config.attention_by, *arguments)
 
-    return Partial(attend, pairs, near, positions)
+    return Partial(attend, _Pairs(allowed, near, positions))
 
 
 def _attend_pairs(
-    by: str, pairs: Tiles | jax.Array, near: Tiles | None, positions: Any, q, k, v, _, window=None
+    implementation: str, pairs: _Pairs, q, k, v, _, window=None
 ) -> tuple[jax.Array, None]:
-    """Attention over the pairs of tokens that a mask or tiles allow; an Attend, given these. Tiles
-    are computed `by` one of block_attention.IMPLEMENTATIONS.
+    """An Attend, given the first two arguments: attention over the allowed pairs.
 
-    Of layers with a `window`: those within it, by the positions of queries and keys; `near` are the
-    tiles that hold any.
+    Layers with a `window` use the pairs within it only. `implementation` is one of
+    block_attention.IMPLEMENTATIONS, for tiles.
     """
-    across, tiled = mesh_axes("context"), isinstance(pairs, Tiles)
+    allowed, near, positions = pairs
+    across, tiled = mesh_axes("context"), isinstance(allowed, Tiles)
     of_pairs = ("batch", "length", "length")
     if tiled:
-        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
+        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in allowed))
 
-    def on_device(q, k, v, pairs, *reach):
+    def on_device(q, k, v, allowed, *reach):
         if tiled:
-            return block_attention(q, k, v, pairs, across, *(reach or (None,)), by)
+            return block_attention(q, k, v, allowed, across, *(reach or (None,)), implementation)
         if across:
             k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
-        return masked_attention(q, k, v, pairs)
+        return masked_attention(q, k, v, allowed)
 
     heads = ("batch", "length", "heads", "head_dim")
-    if k.shape[2] % width("heads"):  # a device has a part of the query heads, not of these
+    # the mesh divides the query heads, but there are too few key/value heads to divide
+    if k.shape[2] % width("heads"):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    arguments, dims = (q, k, v, pairs), (heads, heads, heads, of_pairs)
+    arguments, dims = (q, k, v, allowed), (heads, heads, heads, of_pairs)
     if window is not None and tiled:
-        tiles = either(window < UNLIMITED, near, pairs)
+        tiles = either(window < UNLIMITED, near, allowed)
         arguments = (q, k, v, tiles, Reach(*positions, window))
         dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
     elif window is not None:
-        arguments = (q, k, v, pairs & within(*positions, window))
+        arguments = (q, k, v, allowed & within(*positions, window))
     return local(on_device, arguments, dims, heads, shape=q.shape), None
 
 
@@ -140,9 +148,9 @@ def packed_hidden(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [R, L, D] of packed rows, and the head's weight [V, D].
 
-    Where devices share a row they are those of its parts (parallel/context_parallel.py): [R c, L /
-    c, D]. Of a mixture, tokens go through `rows.experts` where there are any. Tells
-    `balance.watched` of its routers.
+    If c devices share a row, hidden states are those of its shards (parallel/context_parallel.py):
+    [R c, L / c, D]. A mixture replays `rows.experts` if set, and reports its routers' statistics to
+    `expert_balance.watched`.
     """
     dtype = jnp.dtype(config.compute_dtype)
     decoder = bind(model, params)
@@ -174,13 +182,13 @@ def packed_hidden(
 def response_logp(
     params: Any, model: DecoderConfig, rows: Rows, temperature: jax.Array, config: ForwardConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy), float32 [R, L], of the tokens under response_mask; 0 elsewhere.
+    """Log-probs and entropies of softmax(logits / temperature), float32 [R, L] each.
 
-    `rows` fields are [R, L] and [R, S]. Both are of softmax(logits / temperature). Only positions
-    that predict a response token meet the vocabulary.
+    0 outside response_mask. Fields of `rows` are [R, L] and [R, S]; `temperature` is a scalar.
+    Logits are computed only at positions that predict a response token.
     """
     hidden, weight = packed_hidden(params, model, rows, config)
-    # every part of a row predicts the tokens whose hidden state it has: no hidden state moves
+    # each shard of a row predicts the tokens that follow its hidden states, so none of these moves
     is_here, source = context_parallel.located(rows.previous)
     mask = context_parallel.of_each_shard(rows.response_mask) & is_here
     # response positions first, so that the vocabulary loop ends where the fullest row ends
@@ -195,7 +203,8 @@ def response_logp(
     found = token_logp(gathered, weight, target, count, temperature, chunk, keep)
     back = jnp.argsort(order, axis=1)
 
-    def in_rows(x):  # 0 behind the count, and so wherever another part predicts
+    # 0 after the count, so the sum takes each token from the shard that predicts it
+    def in_rows(x):
         x = jnp.pad(x, ((0, 0), (0, order.shape[1] - x.shape[1])))
         return context_parallel.sum_over_shards(jnp.take_along_axis(x, back, axis=1))
 
@@ -204,9 +213,9 @@ def response_logp(
 
 
 def _most_predicted(length: int, rows: Rows, chunk: int) -> int:
-    """How many tokens a part of `length` can predict at most, in whole chunks.
+    """Largest number of tokens that a row's shard of `length` tokens predicts, in whole chunks.
 
-    Each of its tokens predicts the next one, and that of a shared prompt's end the first of every
+    Each token predicts the next one; the last of a shared prompt predicts the first of every
     response.
     """
     most = -(-(length + rows.valid.shape[1]) // chunk) * chunk
@@ -216,7 +225,7 @@ def _most_predicted(length: int, rows: Rows, chunk: int) -> int:
 def _scalars(params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig) -> jax.Array:
     """The scalar head on every hidden state, float32 [R, L], in whole rows."""
     hidden, _ = packed_hidden(params["trunk"], model.trunk, rows, config)
-    # in float32 whatever the trunk computes in: returns differ in digits that bfloat16 has not
+    # in float32 for any compute dtype: bfloat16 has too few digits to tell returns apart
     return context_parallel.unite(
         jnp.einsum("RLD,D->RL", hidden.astype(jnp.float32), params["head"])
     )
@@ -227,7 +236,7 @@ def response_values(
 ) -> jax.Array:
     """Expected return before each token under response_mask, float32 [R, L]; 0 elsewhere.
 
-    Read at the hidden state that predicts the token, which has not seen it.
+    Taken from the hidden state that predicts the token, so it does not depend on the token.
     """
     scalars = _scalars(params, model, rows, config)
     values = jnp.take_along_axis(scalars, rows.previous, axis=1)
@@ -237,9 +246,9 @@ def response_values(
 def sequence_scores(
     params: Any, model: ScalarModel, rows: Rows, config: ForwardConfig
 ) -> jax.Array:
-    """A reward model's score of each sequence, float32 [R, S]; 0 where there is none.
+    """A reward model's score of each sequence, float32 [R, S]; 0 for empty slots.
 
-    Read at the hidden state of its last token; that is its prompt's where the response is empty.
+    Taken from the hidden state of the last token, which is the prompt's if the response is empty.
     """
     size = rows.valid.shape[1]
     # shared prompts have segments above S, at most one for each sequence

@@ -1,9 +1,10 @@
-"""Walking over the micro-batches of a step inside one compiled program.
+"""Micro-batches of an optimizer step inside one compiled program, and checks of their sizes.
 
-Rows lie rank-major: [R, ...] = [ranks, steps, micro, ...]; a micro-batch takes `micro` rows of each
-rank, so that nothing moves between ranks. How many are worked off is a traced number, the same on
-every device: empty rows cost nothing and nothing recompiles. Where the mesh has stages, a step
-takes several micro-batches at once, which follow each other through them (parallel/pipeline.py).
+Rows are rank-major: [R, ...] = [ranks, steps, micro, ...]. A micro-batch takes `micro` rows of each
+data rank, so nothing moves between ranks. The number of micro-batches to process is a traced number
+that is equal on all devices: empty rows cost nothing, and nothing recompiles. On a mesh with a
+pipeline axis a step takes several micro-batches, which pass the pipeline stages one after another
+(parallel/pipeline.py).
 """
 
 import math
@@ -18,32 +19,33 @@ from distflow_jax.parallel.pipeline import check_repeats
 from distflow_jax.parallel.rules import constrain
 
 
-def microbatches_of_stages(asked: int, stages: Sequence[int]) -> int:
-    """How many micro-batches go through the stages at once, for training.pipeline_microbatches.
+def microbatches_of_stages(setting: int, stages: Sequence[int]) -> int:
+    """Resolves training.pipeline_microbatches to the micro-batches in the pipeline at once.
 
-    `stages`: those of every training mesh; each divides the number. 1 where none has any.
+    `stages` are the numbers of pipeline stages of all training meshes; each divides the result,
+    which is 1 if all of them are 1. Raises ValueError for other settings.
     """
     unit = math.lcm(*stages)
-    if asked > 1 and unit == 1:
+    if setting > 1 and unit == 1:
         raise ValueError(
-            f"training.pipeline_microbatches={asked} is for a mesh with stages, and "
-            "mesh.pipeline is 1; use 0, or mesh.pipeline above 1"
+            f"training.pipeline_microbatches={setting} needs pipeline stages, and mesh.pipeline "
+            "is 1; use 0, or mesh.pipeline above 1"
         )
-    if asked % unit:
-        low, high = asked // unit * unit, -(-asked // unit) * unit
+    if setting % unit:
+        low, high = setting // unit * unit, -(-setting // unit) * unit
         raise ValueError(
-            f"training.pipeline_microbatches={asked} is not divisible by mesh.pipeline={unit}; use "
-            f"{f'{low} or {high}' if low else high}"
+            f"training.pipeline_microbatches={setting} is not divisible by mesh.pipeline={unit}; "
+            f"use {f'{low} or {high}' if low else high}"
         )
-    return asked or unit
+    return setting or unit
 
 
 def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> None:
-    """ValueError unless training.pipeline_repeats suits the stages of every training mesh."""
+    """Raises ValueError unless training.pipeline_repeats fits the stages of all training meshes."""
     if repeats > 1 and max(stages) == 1:
         raise ValueError(
-            f"training.pipeline_repeats={repeats} is for a mesh with stages, and "
-            "mesh.pipeline is 1; use 1, or mesh.pipeline above 1"
+            f"training.pipeline_repeats={repeats} needs pipeline stages, and mesh.pipeline is 1; "
+            "use 1, or mesh.pipeline above 1"
         )
     for count in stages:
         if count > 1:
@@ -51,10 +53,10 @@ def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> 
 
 
 def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:
-    """ValueError where an optimizer step of at most `rows` rows would leave micro-batches empty.
+    """Raises ValueError if an optimizer step of at most `rows` rows cannot fill the pipeline.
 
-    `micro`: rows of a micro-batch per data rank; `microbatches` of them go through the stages at
-    once.
+    `micro` is the rows of a micro-batch per data rank; `microbatches` of them are in the pipeline
+    at once.
     """
     of_one = mesh.ranks * micro
     if mesh.pipeline == 1 or rows >= of_one * microbatches:
@@ -76,8 +78,7 @@ def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches
 
 
 def split(tree: Any, ranks: int, micro: int) -> Any:
-    """[R, ...] -> [ranks, steps, micro, ...] on every leaf; R must be divisible by ranks *
-    micro."""
+    """[R, ...] -> [ranks, steps, micro, ...] for every leaf; ranks * micro must divide R."""
 
     def one(x):
         return x.reshape(ranks, x.shape[0] // (ranks * micro), micro, *x.shape[1:])
@@ -86,7 +87,10 @@ def split(tree: Any, ranks: int, micro: int) -> Any:
 
 
 def num_filled(segment: jax.Array) -> jax.Array:
-    """How many micro-batches hold any token; `segment` is split, [ranks, steps, micro, L]."""
+    """Number of micro-batches up to the last one with a token, int32.
+
+    `segment` is split: [ranks, steps, micro, L].
+    """
     filled = jnp.any(segment > 0, axis=(0, 2, 3))
     steps = jnp.arange(1, filled.shape[0] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(filled, steps, 0))
@@ -96,19 +100,19 @@ def take(tree: Any, index: jax.Array) -> Any:
     """Micro-batch `index` of a split tree: leaves [ranks * micro, ...], rows divided over ranks."""
 
     def one(x):
-        part = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
-        part = part.reshape(x.shape[0] * x.shape[2], *x.shape[3:])
-        return constrain(part, "rows", *["length"] * (part.ndim - 1))
+        rows = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
+        rows = rows.reshape(x.shape[0] * x.shape[2], *x.shape[3:])
+        return constrain(rows, "rows", *["length"] * (rows.ndim - 1))
 
     return jax.tree.map(one, tree)
 
 
-def put(out: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    """Writes a micro-batch's result [ranks * micro, ...] back into the split array `out`."""
-    part = part.reshape(out.shape[0], 1, out.shape[2], *out.shape[3:])
-    return jax.lax.dynamic_update_slice_in_dim(out, part, index, axis=1)
+def write(out: jax.Array, result: jax.Array, index: jax.Array) -> jax.Array:
+    """Writes the result [ranks * micro, ...] of micro-batch `index` into the split array `out`."""
+    result = result.reshape(out.shape[0], 1, out.shape[2], *out.shape[3:])
+    return jax.lax.dynamic_update_slice_in_dim(out, result, index, axis=1)
 
 
 def join(out: jax.Array) -> jax.Array:
-    """Inverse of split for one array."""
+    """Inverse of split for one array: [ranks, steps, micro, ...] -> [R, ...]."""
     return out.reshape(-1, *out.shape[3:])

@@ -1,4 +1,4 @@
-"""The one form that update.py knows of whatever is trained."""
+"""Interface between the update and the objectives."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,13 @@ import jax
 from distflow_jax.batch import Rows
 from distflow_jax.models.parameters import Network
 
-# {"sum": {name: share}, "max": {name: value}}: sums have been divided by the step's denominators,
-# so that adding them up over micro-batches gives the step's value
+# {"sum": {name: contribution}, "max": {name: value}}: sums are divided by the step's denominators,
+# so the contributions of all micro-batches add up to the step's value
 Metrics = dict[str, dict[str, jax.Array]]
 
 
 class Batch(Protocol):
-    """A pytree whose leaves have rows in front: [R, ...]; [K, R, ...] before a mini-batch is
-    taken."""
+    """A pytree of arrays [R, ...] of a mini-batch, or [K, R, ...] of all mini-batches."""
 
     rows: Rows
 
@@ -25,14 +24,15 @@ class Batch(Protocol):
 class Objective:
     """A loss that is a sum over rows.
 
-    `prepare(batch)` sees a whole optimizer step at once, and gives the batch with what can only be
-    decided there, and the step's denominators: global counts, on every device alike.
-    `evaluate(params, micro-batch, denominators, temperature)` gives the micro-batch's share in the
-    loss, and in the metrics. Whatever the split, shares add up to the same. `finish` makes a step's
-    metrics, numbers all, of what the shares have added up to, which may be arrays.
+    `prepare(batch)` gets the rows of a whole optimizer step. It returns the batch, with fields that
+    depend on the whole step, and the step's denominators: global counts, equal on all devices.
+    `evaluate(params, micro_batch, denominators, temperature)` returns the micro-batch's
+    contribution to the loss and to the metrics. The sum of all contributions does not depend on the
+    division into micro-batches. `finish` turns the summed metrics, which may be arrays, into
+    numbers.
     """
 
-    name: str  # in front of its metrics: actor, critic, reward_model
+    name: str  # prefix of its metrics: actor, critic, reward_model
     model: Network
     prepare: Callable[[Any], tuple[Any, Any]]
     evaluate: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics]]

@@ -8,7 +8,7 @@ import optax
 
 from distflow_jax.training.compressed_moments import MOMENTS, kept_as
 
-_VECTORS = ("norm", "bias")  # ends of the names of parameters that are no matrices
+_VECTORS = ("norm", "bias")  # suffixes of parameters that are not matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +17,15 @@ class OptimizerConfig:
 
     lr: float = 1e-6  # peak learning rate
     schedule: str = "constant"  # after the warm-up: constant, or cosine to min_lr_ratio * lr
-    warmup_steps: int = 0  # optimizer steps over which lr rises linearly; the first is lr/(n+1)
-    min_lr_ratio: float = 0.0  # end of the cosine as a share of lr
+    warmup_steps: int = 0  # optimizer steps over which lr rises linearly, from lr/(n+1)
+    min_lr_ratio: float = 0.0  # learning rate at the end of the cosine, as a share of lr
     b1: float = 0.9
     b2: float = 0.95  # 0.95, not 0.999: RL runs are short and gradients noisy
     eps: float = 1e-8
     weight_decay: float = 0.0  # on matrices only, not on norms and biases
     clip_norm: float = 1.0  # global norm of the gradient; 0 = off
-    # what both moments are kept as: float32 (8 bytes a parameter), bfloat16 (4), int8 (2.1, blocks
-    # with a scale each; see moments.py). Arithmetic is float32
+    # format of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
+    # scale per block; see compressed_moments.py). Arithmetic is float32
     moments: str = "float32"
 
     def __post_init__(self):
@@ -50,7 +50,7 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Step -> learning rate; `total_steps` optimizer steps make one run."""
+    """Schedule step -> learning rate; a run has `total_steps` optimizer steps."""
     warm = config.warmup_steps
 
     if config.schedule == "cosine":
@@ -59,18 +59,18 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         )
     else:
         after = optax.constant_schedule(config.lr)
-    # the first step already learns: a first rate of 0 would throw a whole batch away
+    # the warm-up does not start at 0, which would waste the first batch
     rise = optax.linear_schedule(config.lr / (warm + 1), config.lr, max(1, warm))
     schedule = optax.join_schedules([rise, after], [warm]) if warm else after
-    # optax mixes the step with floats: an error for an integer under strict promotion
+    # optax mixes the step with floats, which strict promotion rejects for integers
     return lambda step: schedule(jnp.asarray(step, jnp.float32))
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """The chain clip -> AdamW. Weight decay skips vectors per layer, norms and biases."""
+    """The chain clip -> AdamW, with weight decay on matrices only, not on norms and biases."""
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-    # what optax.adamw is, with a say in how the moments are kept
+    # optax.adamw, with a choice of the moments' format
     adamw = optax.chain(
         kept_as(config.moments, adam, whole=_VECTORS),
         optax.add_decayed_weights(
@@ -81,7 +81,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     chain = optax.chain(*clip, adamw)
 
     def update(grads, state, params):
-        # Adam's bias correction in optax raises a float to an int: an error under strict promotion
+        # Adam's bias correction in optax mixes float and int, which strict promotion rejects
         with jax.numpy_dtype_promotion("standard"):
             return chain.update(grads, state, params)
 
@@ -89,7 +89,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def _decayed(params):
-    """True for matrices. A stacked bias is [layers, N, H], so the name decides, not the rank."""
+    """True for matrices, by name: a stacked bias is [layers, N, H], so its rank does not tell."""
 
     def walk(tree, name):
         if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""State of a model that is trained: parameters, optimizer, and how often it was updated."""
+"""Training state of a model: parameters, optimizer state and number of updates."""
 
 import dataclasses
 from typing import Any
@@ -16,15 +16,15 @@ from distflow_jax.training.compressed_moments import is_blocks, layout_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Donated from update to update, but for what none changes; checkpointed as it is."""
+    """Training state; updates donate it, except frozen parameters. Checkpoints store it whole."""
 
     params: Any
-    opt_state: Any  # of the parameters that are trained: with adapters of these alone
+    opt_state: Any  # of the trained parameters only, see lora.divide
     count: Any  # int32 scalar: updates applied
 
 
 def divided(model: Network, state: TrainState) -> tuple[TrainState, Any]:
-    """(the state with the parameters that are trained alone, the others)."""
+    """The state with trained parameters only, and the frozen parameters."""
     trained, frozen = lora.divide(model, state.params)
     return dataclasses.replace(state, params=trained), frozen
 
@@ -37,8 +37,7 @@ def joined(state: TrainState, frozen: Any) -> TrainState:
 def state_shardings(
     model: Network, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Layout of every array: the optimizer's moments lie as their parameters do, whatever they are
-    kept as."""
+    """Shardings of the state; moments in any format are sharded like their parameters."""
     params = param_shardings(model, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.eval_shape(optimizer.init, lora.divide(model, abstract_params(model))[0])
@@ -59,7 +58,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """Fresh optimizer around `params`, born sharded."""
+    """State of `params` with a fresh optimizer state, initialized sharded."""
     layout = state_shardings(model, optimizer, mesh)
     trained, _ = lora.divide(model, params)
     opt_state = jax.jit(optimizer.init, out_shardings=layout.opt_state)(trained)
@@ -69,7 +68,7 @@ def init_state(
 def abstract_state(
     model: Network, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """ShapeDtypeStructs with shardings, for reading a checkpoint."""
+    """The state as ShapeDtypeStructs with shardings, for restoring a checkpoint."""
     from_specs = abstract_params(model)
     shapes = TrainState(
         from_specs,
@@ -84,7 +83,7 @@ def abstract_state(
 
 
 def sharded_params(model: Network, mesh: jax.sharding.Mesh) -> Any:
-    """The parameters' ShapeDtypeStructs with shardings."""
+    """The parameters as ShapeDtypeStructs with shardings."""
     return jax.tree.map(
         lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
         abstract_params(model),

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of chosen tokens without ever holding [R, L, V] logits.
+"""Log-probabilities and entropies of chosen tokens without [R, L, V] logits in memory.
 
 B rows, T positions, D hidden, V vocabulary, C chunk of positions.
 """
@@ -17,7 +17,7 @@ def _chunk(x: jax.Array, index: jax.Array, size: int) -> jax.Array:
 
 
 def _wanted_chunk(hidden_BTD: jax.Array, count_B: jax.Array, index: jax.Array, size: int):
-    # 0 behind the count: what lies there must not reach the weight's gradient as 0 * nan
+    # 0 after the count, where a nan would reach the weight's gradient as 0 * nan
     position = index * size + jnp.arange(size, dtype=jnp.int32)
     wanted = position[None] < count_B[:, None]
     return jnp.where(wanted[..., None], _chunk(hidden_BTD, index, size), 0.0)
@@ -29,7 +29,7 @@ def _chunk_logits(hidden_BCD: jax.Array, weight_VD: jax.Array, inverse_t: jax.Ar
 
 
 def _is_target(target_BC: jax.Array, vocab: int) -> jax.Array:
-    # a comparison instead of a gather: it stays local when the vocabulary is divided over devices
+    # a comparison instead of a gather stays local if the vocabulary is divided over devices
     iota = jax.lax.broadcasted_iota(jnp.int32, (1, 1, vocab), 2)
     return iota == target_BC[..., None]
 
@@ -44,20 +44,21 @@ def token_logp(
     chunk: int,
     keep: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy), each float32 [B, T], of softmax(hidden weight^T / temperature).
+    """Log-probs of the targets and entropies of softmax(hidden weight^T / temperature).
 
-    Only the first `count_B[b]` positions of a row are wanted; chunks of `chunk` positions are
-    worked off until the fullest row is done, so positions behind it cost nothing and come back as
-    0. `T` must be divisible by `chunk`. Gradients flow to hidden and weight; for them logits are
-    computed again, chunk by chunk, or with `keep` found in memory, all [B, T, V] of them.
+    Both are float32 [B, T]; `temperature` is a scalar. Only the first `count_B[b]` positions of a
+    row are computed, the others are 0. Chunks of `chunk` positions, which must divide T, are
+    processed until the fullest row is done, so positions after it cost nothing. Gradients flow to
+    hidden and weight. For them logits are recomputed chunk by chunk, or with `keep` kept in memory,
+    [B, T, V] in all.
     """
     return _forward(hidden_BTD, weight_VD, target_BT, count_B, temperature, chunk, False)[0]
 
 
 def _over_chunks(count_B: jax.Array, chunk: int, length: int, body, init):
-    """`body(index, carry)` for every chunk that holds a wanted position.
+    """Runs `body(index, carry)` for every chunk with a wanted position.
 
-    The only one is worked on without a loop, for which XLA would fill `init` with zeros to add to.
+    A single chunk runs without a loop, which would make XLA fill `init` with zeros to add to.
     """
     if length == chunk:
         return body(jnp.int32(0), init)
@@ -78,15 +79,15 @@ def _forward(hidden, weight, target, count, temperature, chunk, keep):
         exp = jnp.exp(logits - top)
         total = exp.sum(-1)
         mean_logit = jnp.sum(exp * logits, -1) / total
-        part_lse = jnp.log(total) + top[..., 0]
+        chunk_lse = jnp.log(total) + top[..., 0]
         chosen = jnp.sum(
             jnp.where(_is_target(_chunk(target, index, chunk), vocab), logits, 0.0), -1
         )
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         return (
-            update(logp, chosen - part_lse, start_index=index * chunk),
-            update(entropy, part_lse - mean_logit, start_index=index * chunk),
-            update(lse, part_lse, start_index=index * chunk),
+            update(logp, chosen - chunk_lse, start_index=index * chunk),
+            update(entropy, chunk_lse - mean_logit, start_index=index * chunk),
+            update(lse, chunk_lse, start_index=index * chunk),
             kept.at[index].set(logits) if keep else None,
         )
 
@@ -110,8 +111,8 @@ def _backward(chunk, keep, residuals, cotangents):
 
     def body(index, carry):
         d_hidden, d_weight = carry
-        part = _wanted_chunk(hidden, count, index, chunk)
-        logits = kept[index] if keep else _chunk_logits(part, weight, inverse_t)
+        states = _wanted_chunk(hidden, count, index, chunk)
+        logits = kept[index] if keep else _chunk_logits(states, weight, inverse_t)
         log_p = logits - _chunk(lse, index, chunk)[..., None]
         p = jnp.exp(log_p)
         g = _chunk(d_logp, index, chunk)[..., None]
@@ -121,13 +122,13 @@ def _backward(chunk, keep, residuals, cotangents):
         h = _chunk(entropy, index, chunk)[..., None]
         d_logits = jnp.where(onehot, g, 0.0) - p * (g + e * (log_p + h))
         d_logits = (d_logits * inverse_t).astype(hidden.dtype)
-        d_part = jnp.einsum("BCV,VD->BCD", d_logits, weight)
-        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_part, index * chunk, axis=1)
-        # one dim to sum over: with two XLA:CPU transposes d_logits while it computes them
+        d_states = jnp.einsum("BCV,VD->BCD", d_logits, weight)
+        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_states, index * chunk, axis=1)
+        # one dim to sum over: with two, XLA:CPU transposes d_logits in the fusion that computes it
         d_weight += jnp.einsum(
             "XV,XD->VD",
             d_logits.reshape(-1, vocab),
-            part.reshape(-1, part.shape[-1]),
+            states.reshape(-1, states.shape[-1]),
             preferred_element_type=jnp.float32,
         )
         return d_hidden, d_weight

@@ -1,4 +1,4 @@
-"""Settings of the update."""
+"""Settings of training."""
 
 import dataclasses
 from typing import Literal
@@ -8,46 +8,46 @@ from distflow_jax.training.optimizer import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """How the update runs. Sizes are global."""
+    """Settings of training. Sizes are global."""
 
     steps: int = 20  # RL steps: one batch of prompts each
     mini_batches: int = 1  # optimizer steps per pass over a batch
     epochs: int = 1  # passes over a batch
     row_tokens: int = 256  # L: tokens per packed row
     row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
-    micro_batch_rows: int = 0  # rows worked on at a time over all data ranks; 0: one per rank
-    # micro-batches of micro_batch_rows that follow each other through the stages of mesh.pipeline,
-    # a multiple of these: stages wait less the more there are; 0: as many as stages
+    micro_batch_rows: int = 0  # rows of a micro-batch over all data ranks; 0: one per rank
+    # micro-batches of micro_batch_rows in the pipeline at once, a multiple of mesh.pipeline; more
+    # of them leave stages idle for less time. 0: one per stage
     pipeline_microbatches: int = 0
-    # times that a micro-batch goes round the stages, each of which then has that many parts of the
-    # layers: stages wait less, at the price of their weights dealt out in every pass. It divides
-    # the layers of a stage, and needs a remat other than none
+    # times that a micro-batch passes all stages, each of which then has that many layer groups;
+    # stages idle less, but their weights are redistributed in every pass. Must divide the layers of
+    # a stage; needs a remat other than none
     pipeline_repeats: int = 1
-    share_prompts: bool = True  # a prompt stands once in a row for all its responses there
-    compute_dtype: str = "auto"  # auto: bfloat16 where the hardware has it, float32 on CPU
-    # masked: all scores of a row at once; blocks: tile by tile, without those that packing masks;
-    # kernel: so by a kernel of the platform, see row_attention.py; auto: blocks on CPU and a kernel
-    # elsewhere, where sizes fit
+    share_prompts: bool = True  # store a prompt once per row for all its responses there
+    compute_dtype: str = "auto"  # auto: bfloat16 if the hardware supports it, float32 on CPU
+    # masked: all scores of a row at once. blocks: tiles, without those that packing masks. kernel:
+    # tiles by a kernel of the platform. auto: blocks on CPU and a kernel elsewhere, masked if their
+    # sizes do not fit (attention_choice.py)
     attention: Literal["auto", "masked", "blocks", "kernel"] = "auto"
-    # positions per row whose logits are worked on at a time; divides row_tokens. 0: by their sizes
+    # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
     logp_chunk: int = 0
-    # what the backward pass computes again to keep less (models/remat.py): none; dots: all but
-    # matrix products; attention: the mlp; full: all of a layer, a third more work
+    # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
+    # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
-    # weight of the loss that keeps the experts of a mixture evenly loaded, see balance.py; 0: off.
-    # DeepSeek-V3 took 1e-4
+    # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.
+    # DeepSeek-V3 uses 1e-4
     balance_coef: float = 0.0
-    # a policy that is a mixture is trained through the experts that the sampler sent each token
-    # through (Ma et al. 2025, arxiv.org/abs/2510.11370), weighed by its own router
+    # train a mixture with the experts that the sampler chose for each token, weighed by its own
+    # router (Ma et al. 2025, arxiv.org/abs/2510.11370)
     router_replay: bool = False
-    fuse: bool = True  # adjacent nodes on one mesh are one compiled program
-    # idle: what a node does not use of models, optimizers and samplers waits in host memory, and
-    # every node on a mesh is a program of its own
+    fuse: bool = True  # compile adjacent nodes on one mesh into one program
+    # idle: models, optimizers and samplers that a node does not use stay in host memory, and every
+    # node on a mesh is a program of its own
     offload: Literal["none", "idle"] = "none"
-    # GiB of one device that the run may take: above it, it says so before step 1 and ends. 0: what
-    # the device says that it has, of a CPU's its share of the host's memory
+    # GiB of a device that the run may use; a run that needs more ends with an error before step 1.
+    # 0: the memory that the device reports, for a CPU device its share of the host's memory
     device_memory_gib: float = 0.0
-    max_nonfinite: int = 3  # steps in a row with a non-finite loss or gradient that end the run
+    max_nonfinite: int = 3  # consecutive steps with a non-finite loss or gradient that end the run
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
@@ -73,8 +73,8 @@ class TrainingConfig:
         if self.row_sequences > self.row_tokens // 2:
             raise ValueError(
                 f"training.row_sequences={self.row_sequences} are more than fit "
-                f"training.row_tokens={self.row_tokens}: a prompt and a response take two tokens "
-                f"at least; use at most {self.row_tokens // 2}"
+                f"training.row_tokens={self.row_tokens}: a prompt and a response have at least two "
+                f"tokens; use at most {self.row_tokens // 2}"
             )
         if self.logp_chunk and self.row_tokens % self.logp_chunk:
             fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]

@@ -22,10 +22,10 @@ from distflow_jax.training.state import TrainState, divided, joined, state_shard
 
 @dataclasses.dataclass(frozen=True)
 class UpdateShape:
-    """Static facts of a training program."""
+    """Static sizes of a training program."""
 
     mesh: jax.sharding.Mesh
-    micro_rows: int  # rows per data rank worked on at a time; with stages those in the pipeline
+    micro_rows: int  # rows of a micro-batch per data rank; with a pipeline, rows in it at once
     max_response: int  # longest response in tokens
 
     @property
@@ -42,41 +42,43 @@ def accumulate_gradients(
     shape: UpdateShape,
     objective: Objective,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """Gradient of the step's loss, by the parameters that are trained, and its metrics.
+    """Gradient of a step's loss with respect to the trained parameters, and the step's metrics.
 
-    `params` are all of the model's, `batch` fields [R, L] and [R, S].
-    The gradient is taken inside the loop body, one micro-batch at a time; what is summed has been
-    divided by the step's denominators, so micro-batch size changes rounding only.
+    `params` are all parameters of the model; fields of `batch` are [R, L] and [R, S];
+    `temperature` is a scalar. The loop body computes one micro-batch's gradient. Contributions are
+    divided by the step's denominators before they are summed, so the micro-batch size changes
+    rounding only.
     """
     batch, denominators = objective.prepare(batch)
-    parts = microbatch.split(batch, shape.ranks, shape.micro_rows)
+    micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
     shardings, _ = lora.divide(objective.model, param_shardings(objective.model, shape.mesh))
     trained, frozen = lora.divide(objective.model, params)
 
-    def share(trained, part):
+    def contribution(trained, micro_batch):
         params = lora.join(trained, frozen)
-        loss, metrics = objective.evaluate(params, part, denominators, temperature)
+        loss, metrics = objective.evaluate(params, micro_batch, denominators, temperature)
         sums = metrics["sum"] | {f"{objective.name}/loss": jax.lax.stop_gradient(loss)}
         return loss, {"sum": sums, "max": metrics["max"]}
 
-    gradient = jax.grad(share, has_aux=True)
+    gradient = jax.grad(contribution, has_aux=True)
 
     def body(index, carry):
         total, metrics = carry
-        g, new = gradient(trained, microbatch.take(parts, index))
-        # pinned: a gradient left whole on every device would cost each the full model's memory
+        g, new = gradient(trained, microbatch.take(micro_batches, index))
+        # pinned: a replicated gradient would take the full model's memory on every device
         total = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total, g), shardings)
         sums = jax.tree.map(jnp.add, metrics["sum"], new["sum"])
         maxima = jax.tree.map(jnp.maximum, metrics["max"], new["max"])
         return total, {"sum": sums, "max": maxima}
 
-    _, abstract = jax.eval_shape(gradient, trained, microbatch.take(parts, 0))
+    _, abstract = jax.eval_shape(gradient, trained, microbatch.take(micro_batches, 0))
     metrics = {
         "sum": jax.tree.map(jnp.zeros_like, abstract["sum"]),
         "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
     }
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    trips, most = microbatch.num_filled(parts.rows.segment), parts.rows.segment.shape[1]
+    segment = micro_batches.rows.segment
+    trips, most = microbatch.num_filled(segment), segment.shape[1]
     grads, metrics = bounded_loop(trips, body, (zeros, metrics), most=most)
     return grads, objective.finish({**metrics["sum"], **metrics["max"]})
 
@@ -90,10 +92,10 @@ def make_update(
 ):
     """Compiled (state, batch, index, temperature) -> (state, metrics).
 
-    `batch` is the objective's, of [K, R, ...] fields, `index` int32 picks the mini-batch. The state
-    is donated. A step whose loss or gradient norm is not finite leaves it as it was and reports
-    `training/nonfinite` = 1; one without a sequence leaves it as it was, too. Metrics: the
-    objective's, and its {loss, grad_norm, lr}.
+    `batch` has the objective's fields [K, R, ...]; `index` int32 selects the mini-batch. The state
+    is donated. A step with a non-finite loss or gradient norm leaves the state unchanged and
+    reports `training/nonfinite` = 1. A step without sequences leaves it unchanged, too. Metrics are
+    the objective's, and its {loss, grad_norm, lr}.
     """
     layout, name = state_shardings(objective.model, optimizer, shape.mesh), objective.name
 
@@ -117,7 +119,7 @@ def make_update(
                 f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
                 "training/nonfinite": (~finite).astype(jnp.float32),
             }
-            # nothing to learn from: the moments' decay must not move the parameters either
+            # without sequences, decaying moments must not move the parameters either
             useful = finite & mini.rows.valid.any()
             new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
             return joined(new, frozen), metrics

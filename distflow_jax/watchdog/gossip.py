@@ -330,7 +330,7 @@ def _deaths(table: Table, clock: Callable[[float], str]) -> str:
         if record.state == FAILED:
             parts.append(f"{start}, with {record.cause} ({record.detail})")
         else:
-            parts.append(f"{start} ({record.cause or 'reason not known'}; {record.detail})")
+            parts.append(f"{start} ({record.cause or 'reason unknown'}; {record.detail})")
     text = "; ".join(parts)
     if len(causes) > 2:
         text += f"; {names(causes[2:])} too"

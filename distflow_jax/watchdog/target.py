@@ -63,7 +63,7 @@ class Target:
     def state(self) -> str:
         """The process's state according to the kernel."""
         fields = self._stat()
-        return PROCESS_STATES.get(fields[0], fields[0]) if fields else "state not known"
+        return PROCESS_STATES.get(fields[0], fields[0]) if fields else "state unknown"
 
     def exit_status(self) -> str:
         """The exit status: "SIGKILL", "exit code 1", or "" if unknown.

@@ -135,7 +135,7 @@ def test_numbers_of_groups_and_samples_do_not_matter(case):
     rename = np.random.default_rng(11).permutation(GROUPS)
     packed = packed_of(step, 10)
     packed.rows.group = jnp.asarray(rename[packed.rows.group], jnp.int32)
-    packed.rows.sample = packed.rows.sample[..., ::-1]
+    packed.rows.member = packed.rows.member[..., ::-1]
     for a, b in zip(plain, step.compute(case, packed), strict=True):
         np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
 

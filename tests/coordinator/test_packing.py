@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.packing import (
-    Assignment,
-    Lengths,
-    RowLimits,
-    assign,
-    first_fit_decreasing,
-    rows_bound,
-)
+from distflow_jax.coordinator.first_fit import Lengths, RowLimits, first_fit_decreasing, rows_bound
+from distflow_jax.coordinator.packing import Assignment, assign
 
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 THRESHOLD = 0.03

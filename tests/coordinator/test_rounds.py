@@ -6,7 +6,7 @@ import pytest
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.rounds import EndOfData, Rounds, informative
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
@@ -34,7 +34,7 @@ def coordinator_of(group_size=0):
         PackingPlan(limits, 1, 4, {layout: 8}, layout),
         {layout: role_mesh(MESH)},
         {None: HOST, "rollout": HOST, "reward": HOST, "pairs": HOST},
-        {layout: {(None, "prompt"), ("reward", "score")}},
+        {layout: {("rollout", "rows"), ("reward", "score")}},
     )
 
 
@@ -44,13 +44,12 @@ def edge(field, source, target=HOST):
 
 def answer(coordinator, score):
     """What rollout and reward nodes would do."""
-    prompts = coordinator.get(edge("prompt", None))
-    samples = [i % SAMPLES for i in range(len(prompts))]
-    responses = [response_of(p.counter, s) for p, s in zip(prompts, samples, strict=True)]
+    uid = coordinator.get(edge("uid", None)).tolist()
+    responses = [response_of(counter, sample) for counter, sample in uid]
     coordinator.put("rollout", "response", responses)
     coordinator.put("rollout", "response_mask", [np.ones(len(r), bool) for r in responses])
     coordinator.put("rollout", "finished", np.ones(len(responses), bool))
-    scores = [score(p.counter, s) for p, s in zip(prompts, samples, strict=True)]
+    scores = [score(counter, sample) for counter, sample in uid]
     coordinator.put("reward", "score", np.array(scores, np.float32))
     coordinator.free("rollout", "finished")  # as after its last reader
 
@@ -71,8 +70,8 @@ def run(is_informative, *, groups, max_rounds, batches=100, per_round=4):
     while rounds.next():
         answer(coordinator, lambda c, s: float(is_informative(c) and s == 0))
     samples = coordinator.samples()
-    for p, s, r in zip(samples.prompt, samples.sample, samples.response, strict=True):
-        np.testing.assert_array_equal(r, response_of(p.counter, s))
+    for (counter, sample), r in zip(samples.uid.tolist(), samples.response, strict=True):
+        np.testing.assert_array_equal(r, response_of(counter, sample))
     assert len(samples.fields["finished"]) == len(samples)  # freed, but kept for the records
     counters = [p.counter for p in samples.prompt]
     assert counters == sorted(counters) and counters[::SAMPLES] == sorted(set(counters))
@@ -110,7 +109,7 @@ def test_the_end_of_the_data_is_told():
 @pytest.mark.parametrize("kept", [set(), {1}, {0, 3, 5, 6}])
 def test_what_stays_is_packed_and_nothing_else(kept):
     coordinator, *_ = run(lambda c: c in kept, groups=4, max_rounds=2)
-    rows = coordinator.get(edge("prompt", None, MESH.layout))
+    rows = coordinator.get(edge("rows", "rollout", MESH.layout))
     score = np.asarray(coordinator.get(edge("score", "reward", MESH.layout)))
     valid, tokens = np.asarray(rows.valid), np.asarray(rows.tokens)
     mask = np.asarray(rows.response_mask)
@@ -122,12 +121,12 @@ def test_what_stays_is_packed_and_nothing_else(kept):
 
 
 def test_a_group_whose_scores_are_equal_is_not_informative():
-    prompts = [prompt_of(c) for c in (5, 5, 3, 3, 9)]
-    columns = {"prompt": prompts, "score": np.array([1, 1, 0, 1, 1.0])}
+    uid = np.array([(5, 0), (5, 1), (3, 0), (3, 1), (9, 0)])
+    columns = {"uid": uid, "score": np.array([1, 1, 0, 1, 1.0])}
     assert informative(columns).tolist() == [False, False, True, True, False]
     columns["unshaped_score"] = np.array([0, 1, 1, 1, 1.0])
     assert informative(columns).tolist() == [True, True, False, False, False]
-    assert informative({"prompt": [], "score": []}).tolist() == []
+    assert informative({"uid": np.zeros((0, 2), np.int64), "score": []}).tolist() == []
 
 
 def test_kept_responses_are_ordered_and_pairs_share_a_row():
@@ -139,14 +138,15 @@ def test_kept_responses_are_ordered_and_pairs_share_a_row():
     coordinator.put("pairs", "keep", keep)
     samples = coordinator.samples()
     assert [p.counter for p in samples.prompt] == [2, 2, 6, 6]
+    assert samples.uid.tolist() == [[2, 2], [2, 0], [6, 1], [6, 2]]  # of what was sampled
     assert samples.fields["score"].tolist() == [2, 0, 1, 2]
-    rows = coordinator.get(edge("prompt", None, MESH.layout))
+    rows = coordinator.get(edge("rows", "rollout", MESH.layout))
     score = np.asarray(coordinator.get(edge("score", "reward", MESH.layout)))
-    valid, group, sample = (np.asarray(x) for x in (rows.valid, rows.group, rows.sample))
+    valid, group, member = (np.asarray(x) for x in (rows.valid, rows.group, rows.member))
     pairs = {}
     for place in np.argwhere(valid):
         k, r, s = place
-        pairs.setdefault((k, r, group[k, r, s]), {})[int(sample[k, r, s])] = float(score[k, r, s])
+        pairs.setdefault((k, r, group[k, r, s]), {})[int(member[k, r, s])] = float(score[k, r, s])
     assert {key[2]: members for key, members in pairs.items()} == {
         0: {0: 2.0, 1: 0.0},
         1: {0: 1.0, 1: 2.0},

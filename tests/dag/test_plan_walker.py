@@ -62,17 +62,17 @@ def runners(built, stages):
 
 
 def run(nodes, stages, step=1, states=None, shelf=None, fuse=True):
-    shelf = shelf or Shelf(prompt="p")
+    shelf = shelf or Shelf(question="p")
     spans = Names()
-    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"}, fuse=fuse)
+    built = plan(Graph("g", nodes), LAYOUTS, {"question"}, fuse=fuse)
     states, metrics = run_step(built, step, runners(built, stages), states or {}, shelf, spans.span)
     return states, metrics, shelf, spans.names
 
 
 def chain():
     return [
-        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "prompt"}, {"out": "x"}),
-        Node("b", "ACTOR", "COMPUTE", ["a"], ["x", "prompt"], {"out": "y"}),
+        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "question"}, {"out": "x"}),
+        Node("b", "ACTOR", "COMPUTE", ["a"], ["x", "question"], {"out": "y"}),
         Node("c", "ACTOR", "COMPUTE", ["b"], {"left": "y", "right": "y"}, {"out": "z"}),
     ]
 
@@ -93,7 +93,7 @@ def test_fields_flow_under_the_names_of_each_side_and_are_freed_after_their_last
 
     stages = {"a": say("A"), "b": say("B"), "c": last}
     states, metrics, shelf, spans = run(chain(), stages, fuse=fuse)
-    b = "B[prompt=pack(p),x=pack(A[text=p])]"
+    b = "B[question=pack(p),x=pack(A[text=p])]"
     assert seen == {"left": b, "right": b}
     assert shelf.values == {}
     assert shelf.most == most
@@ -117,9 +117,9 @@ def test_nodes_of_one_model_share_its_state_and_the_callers_dict_stays():
 
 def test_a_conditional_node_runs_only_in_its_steps():
     nodes = [
-        Node("a", "ROLLOUT", "COMPUTE", [], ["prompt"], {"out": "x"}, when={"every": 2}),
+        Node("a", "ROLLOUT", "COMPUTE", [], ["question"], {"out": "x"}, when={"every": 2}),
         Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}, when={"every": 4}),
-        Node("c", "ACTOR", "COMPUTE", ["b"], ["prompt"], {"out": "z"}),
+        Node("c", "ACTOR", "COMPUTE", ["b"], ["question"], {"out": "z"}),
     ]
     stages = {"a": say("A"), "b": say("B"), "c": say("C")}
     for step, ran in ((1, ["c"]), (2, ["a", "c"]), (4, ["a", "b", "c"])):
@@ -174,9 +174,9 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
         Node("train", "ACTOR", "MODEL_TRAIN", ["values"], ["x", "value"], when={"every": 5}),
         Node("late", "REWARD", "COMPUTE", ["roll"], ["x"], when={"every": 5}),
     ]
-    built = plan(Graph("g", nodes), LAYOUTS, {"prompt"})
+    built = plan(Graph("g", nodes), LAYOUTS, {"question"})
     stages = {"roll": say("A"), "values": values, "train": train, "late": None}
-    shelf = Shelf(prompt="p")
+    shelf = Shelf(question="p")
     states, metrics = run_step(
         built,
         1,
@@ -193,7 +193,7 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
     assert metrics == {"seen/A": 0}
     assert shelf.values == {}
     seen.clear()
-    run_step(built, 1, runners(built, stages), {"actor": 0}, Shelf(prompt="p"), Names().span)
+    run_step(built, 1, runners(built, stages), {"actor": 0}, Shelf(question="p"), Names().span)
     assert seen == {}
 
 
@@ -203,11 +203,11 @@ def test_a_region_runs_until_there_is_enough():
 
         def next(self):
             self.left -= 1
-            shelf.put(None, "prompt", "p")
+            shelf.put(None, "question", "p")
             return self.left > 0
 
     nodes = [
-        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "prompt"}, {"out": "x"}),
+        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "question"}, {"out": "x"}),
         Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}),
     ]
 
@@ -215,7 +215,7 @@ def test_a_region_runs_until_there_is_enough():
         def put(self, source, field, value):
             self.values[source, field] = value
 
-    built = plan(Graph("g", nodes, [Region(["a"], "informative")]), LAYOUTS, {"prompt"})
+    built = plan(Graph("g", nodes, [Region(["a"], "informative")]), LAYOUTS, {"question"})
     spans = Names()
     counted = iter(range(10))
 

@@ -24,7 +24,7 @@ def compute(name, deps=(), reads=(), writes=(), role="ACTOR", **more):
     return Node(name, role, "COMPUTE", deps, reads, writes, **more)
 
 
-def planned(*nodes, layouts=LAYOUTS, given=("prompt",), fuse=True):
+def planned(*nodes, layouts=LAYOUTS, given=("question",), fuse=True):
     return plan(Graph("g", nodes), layouts, given, fuse=fuse)
 
 
@@ -34,7 +34,7 @@ def random_graph(rng):
     for i in range(rng.randint(1, 12)):
         deps = [node.id for node in nodes if rng.random() < 0.3]
         above = set(deps).union(*(upstream[dep] for dep in deps))
-        readable = ["prompt"] + [f for n in nodes if n.id in above for f in n.writes.values()]
+        readable = ["question"] + [f for n in nodes if n.id in above for f in n.writes.values()]
         nodes.append(
             compute(
                 f"n{rng.randint(0, 10**6)}_{i}",
@@ -66,7 +66,7 @@ def test_every_reader_comes_after_its_writer_and_before_the_value_is_freed(seed)
     nodes = random_graph(random.Random(seed))
     tasks = planned(*nodes).tasks
     assert sorted(task.node.id for task in tasks) == sorted(node.id for node in nodes)
-    alive, done = {(None, "prompt")}, set()
+    alive, done = {(None, "question")}, set()
     for task in tasks:
         assert set(task.node.deps) <= done
         assert {edge.field for edge in task.edges_in} == set(task.node.reads.values())
@@ -124,7 +124,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         "from distflow_jax.layout import Layout\n"
         "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
         "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
-        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'prompt'}).digest)"
+        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'uid', 'prompt'}).digest)"
     )
     digests = [
         subprocess.run(
@@ -136,11 +136,11 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         ).stdout.strip()
         for seed in ("1", "2")
     ]
-    assert digests == [plan(load_graph("grpo"), LAYOUTS, {"prompt"}).digest] * 2
+    assert digests == [plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"}).digest] * 2
 
 
 def test_whatever_matters_changes_the_digest():
-    def digest(layouts=LAYOUTS, given=("prompt",), **changes):
+    def digest(layouts=LAYOUTS, given=("question",), **changes):
         first = compute("first", writes=["x"], role="ROLLOUT")
         last = compute("last", ["first"], ["x"], ["y"], when={"every": 1})
         return planned(
@@ -153,7 +153,7 @@ def test_whatever_matters_changes_the_digest():
         digest(role="CRITIC"),
         digest(type="MODEL_INFERENCE"),
         digest(reads={"inside": "x"}),
-        digest(reads=["x", "prompt"]),
+        digest(reads=["x", "question"]),
         digest(writes=["z"]),
         digest(model="second"),
         digest(scope="batch"),
@@ -163,8 +163,8 @@ def test_whatever_matters_changes_the_digest():
         digest(options={"a": 2}),
         digest(layouts={**LAYOUTS, "ACTOR": WIDE}),
         digest(layouts={**LAYOUTS, "ROLLOUT": MESH}),
-        digest(given=("prompt", "answer")),
-        digest(given={"prompt": MESH}),
+        digest(given=("question", "answer")),
+        digest(given={"question": MESH}),
     ]
     assert len(set(digests)) == len(digests)
     assert digest() == digests[0]
@@ -179,7 +179,7 @@ TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
     "nodes, message",
     [
         ([A, compute("b", ["a"], ["xx"])], "node 'b': reads 'xx', which neither the loader nor"),
-        ([A, compute("b", ["a"], ["promt"])], "did you mean 'prompt'?"),
+        ([A, compute("b", ["a"], ["queston"])], "did you mean 'question'?"),
         ([compute("a", [], ["x"]), compute("b", ["a"], [], ["x"])], "written only later, by 'b'"),
         ([A, compute("b", [], ["x"])], "node 'b': reads 'x', which node 'a' writes, and no dep"),
         ([A, compute("b", [], [], ["x"])], "writes 'x', which node"),
@@ -211,6 +211,52 @@ def test_what_would_depend_on_luck_is_refused(nodes, message):
             planned(*order)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+ROLL = compute("roll", [], ["prompt"], ["response", "response_mask"], role="ROLLOUT")
+GIVEN = ("uid", "prompt")
+
+
+@pytest.mark.parametrize(
+    "nodes, message",
+    [
+        (
+            [ROLL, compute("a", ["roll"], ["prompt", "response"])],
+            "node 'a': reads prompt, response on fsdp 4 x tensor 2, where prompts and responses "
+            "are packed: write rows in place of that",
+        ),
+        ([compute("a", [], ["uid"])], "node 'a': reads uid on fsdp 4 x tensor 2"),
+        (
+            [ROLL, compute("a", ["roll"], ["rows"], role="REWARD")],
+            "node 'a': reads rows on the host, where responses are columns: write those",
+        ),
+        ([compute("a", [], [], ["rows"])], "node 'a': writes rows, which is packed of prompt"),
+        (
+            [compute("a", [], [], ["response", "response_mask"]), compute("b", ["a"], ["rows"])],
+            "node 'a': writes 'response' on fsdp 4 x tensor 2, and rows are packed of columns",
+        ),
+        (
+            [ROLL, compute("a", [], ["rows"])],
+            "node 'a': reads 'response', which node 'roll' writes, and no dep says which",
+        ),
+        (
+            [dataclasses.replace(ROLL, writes=["response"]), compute("a", ["roll"], ["rows"])],
+            "node 'a': reads 'response_mask', which neither the loader nor a node upstream",
+        ),
+    ],
+)
+def test_responses_are_rows_on_a_mesh_and_columns_on_the_host(nodes, message):
+    with pytest.raises(ValueError) as caught:
+        planned(*nodes, given=GIVEN)
+    assert message in str(caught.value)
+
+
+def test_rows_come_from_the_last_node_that_writes_responses():
+    edit = compute("edit", ["roll"], ["response"], ["response"], role="REWARD")
+    result = planned(ROLL, edit, compute("a", ["edit"], ["rows"]), given=GIVEN)
+    (edge,) = result.tasks[-1].edges_in
+    assert (edge.source, edge.field, edge.move) == ("edit", "rows", "pack")
+    assert ("edit", "rows") in result.tasks[-1].frees
 
 
 def test_a_role_without_a_layout_is_refused():
@@ -250,14 +296,14 @@ def test_a_reader_gets_the_last_version_upstream():
     )
     assert [edge.source for task in result.tasks for edge in task.edges_in] == ["a", "b"]
     assert [task.frees for task in result.tasks] == [
-        ((None, "prompt"),),
+        ((None, "question"),),
         (("a", "x"),),
         (("b", "x"),),
     ]
 
 
 def test_grpo_has_the_segments_that_one_expects():
-    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"})
     assert [task.node.id for task in result.tasks] == [
         *("rollout", "old_logp", "reference", "reward", "advantage", "actor_train")
     ]
@@ -269,7 +315,7 @@ def test_grpo_has_the_segments_that_one_expects():
     ]
     moves = {(e.field, e.target): e.move for task in result.tasks for e in task.edges_in}
     assert moves["prompt", "rollout"] == "stay"
-    assert moves["response", "old_logp"] == "pack"
+    assert moves["rows", "old_logp"] == "pack"
     assert moves["advantage", "actor_train"] == "stay"
 
 
@@ -280,20 +326,20 @@ def test_grpo_has_the_segments_that_one_expects():
         ({"scope": "group"}, [["a"], ["b"]]),
         ({"role": "CRITIC"}, [["a"], ["b"]]),
         ({"when": {"every": 2}}, [["a"], ["b"]]),
-        ({"reads": ["x", "prompt"]}, [["a", "b"]]),
+        ({"reads": ["x", "question"]}, [["a", "b"]]),
         ({"reads": ["x", "answer"]}, [["a", "b"]]),  # the host has it before either of them
         ({"type": "MODEL_TRAIN"}, [["a"], ["b"]]),
     ],
 )
 def test_where_a_segment_ends(change, segments):
-    first = compute("a", [], ["prompt"], ["x"])
+    first = compute("a", [], ["question"], ["x"])
     second = dataclasses.replace(compute("b", ["a"], ["x"]), **change)
-    result = planned(first, second, given=("prompt", "answer"))
+    result = planned(first, second, given=("question", "answer"))
     assert [[task.node.id for task in segment] for segment in result.segments] == segments
 
 
 def test_the_text_form_names_every_node_field_and_move():
-    result = plan(load_graph("grpo"), LAYOUTS, {"prompt"})
+    result = plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"})
     text = result.describe()
     for task in result.tasks:
         for word in (task.node.id, task.node.role, task.node.type, str(task.layout)):

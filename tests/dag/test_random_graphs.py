@@ -24,7 +24,7 @@ def random_nodes(rng):
     for i in range(rng.randint(2, 10)):
         deps = [node["id"] for node in nodes if rng.random() < 0.3]
         above = set(deps).union(*(upstream[dep] for dep in deps))
-        readable = ["prompt"] + [f for n in nodes if n["id"] in above for f in n["writes"]]
+        readable = ["question"] + [f for n in nodes if n["id"] in above for f in n["writes"]]
         name = f"n{rng.randint(0, 99)}_{i}"
         nodes.append(
             {
@@ -78,7 +78,7 @@ def build(nodes, regions=()):
 
 
 def digest_of(seed):
-    return plan(build(random_nodes(random.Random(seed))), LAYOUTS, {"prompt"}).digest
+    return plan(build(random_nodes(random.Random(seed))), LAYOUTS, {"question"}).digest
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -87,7 +87,7 @@ def test_random_graphs(count):
     for seed in range(count):
         rng = random.Random(seed)
         nodes = random_nodes(rng)
-        result = plan(build(nodes), LAYOUTS, {"prompt"})
+        result = plan(build(nodes), LAYOUTS, {"question"})
         place = {task.node.id: i for i, task in enumerate(result.tasks)}
         assert sorted(place) == sorted(node["id"] for node in nodes)
         for node in nodes:
@@ -96,7 +96,7 @@ def test_random_graphs(count):
             for edge in task.edges_in:
                 assert edge.source is None or place[edge.source] < place[edge.target]
         rng.shuffle(nodes)
-        assert plan(build(nodes), LAYOUTS, {"prompt"}).digest == result.digest
+        assert plan(build(nodes), LAYOUTS, {"question"}).digest == result.digest
         if seed % 2:
             continue
         message = break_one(rng, nodes)
@@ -106,7 +106,7 @@ def test_random_graphs(count):
             plan(
                 build(nodes, [Region(["last"], "informative")] * ("region" in message)),
                 layouts,
-                {"prompt"},
+                {"question"},
             )
         assert "\n" not in str(caught.value)
     assert refused == count // 2
@@ -139,11 +139,11 @@ def test_a_region_comes_first_and_whole():
         for node in nodes:
             if node["deps"] and set(node["deps"]) <= inside and LAYOUTS[node["role"]] == HOST:
                 inside.add(node["id"])
-        result = plan(build(nodes, [Region(inside, "informative")]), LAYOUTS, {"prompt"})
+        result = plan(build(nodes, [Region(inside, "informative")]), LAYOUTS, {"question"})
         first, after = result.split()
         assert {unit.name for unit in first} == inside
         assert len(first) + sum(len(unit.tasks) for unit in after) == len(nodes)
-        assert result.digest != plan(build(nodes), LAYOUTS, {"prompt"}).digest
+        assert result.digest != plan(build(nodes), LAYOUTS, {"question"}).digest
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_a_region_that_cannot_be_is_refused(node, region, message):
     ]
     with pytest.raises(ValueError, match=re.escape(message)):
         made = Region(**{"nodes": ["a", "b"], "until": "informative", **region})
-        plan(build(nodes, [made]), LAYOUTS, {"prompt"})
+        plan(build(nodes, [made]), LAYOUTS, {"question"})
 
 
 def test_who_decides_what_stays_is_ordered_against_all():
     keep = {"id": "keep", "role": "REWARD", "type": "COMPUTE", "writes": ["keep"]}
     other = {"id": "other", "role": "REWARD", "type": "COMPUTE"}
     with pytest.raises(ValueError, match="node 'other': node 'keep' writes 'keep', which drops r"):
-        plan(build([keep, other]), LAYOUTS, {"prompt"})
-    plan(build([keep, other | {"deps": ["keep"]}]), LAYOUTS, {"prompt"})
+        plan(build([keep, other]), LAYOUTS, {"question"})
+    plan(build([keep, other | {"deps": ["keep"]}]), LAYOUTS, {"question"})

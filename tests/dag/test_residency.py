@@ -23,7 +23,7 @@ def layouts(**roles):
 
 def ppo(**roles):
     graph = load_graph("ppo", Config()).settle({"actor_train": ["old_logp", "ref_logp"]})
-    return plan(graph, layouts(**roles), {"prompt"})
+    return plan(graph, layouts(**roles), {"uid", "prompt"})
 
 
 def test_nothing_is_used_that_is_not_there():
@@ -51,7 +51,7 @@ def test_moments_are_there_for_the_update_alone_and_the_sampler_for_sampling():
 
 
 def test_what_the_next_node_uses_too_stays():
-    built = plan(load_graph("grpo", Config()), layouts(), {"prompt"})
+    built = plan(load_graph("grpo", Config()), layouts(), {"uid", "prompt"})
     residencies = plan_residency(built, SAMPLERS)
     remaining = residencies["actor_train"].uses - residencies["actor_train"].evict
     assert remaining == {("actor", "params")}  # they go to the sampler
@@ -69,7 +69,7 @@ def test_models_on_other_devices_do_not_make_room():
 
 
 def test_a_region_keeps_its_sampler_from_round_to_round():
-    built = plan(load_graph("dapo", Config()), layouts(), {"prompt"})
+    built = plan(load_graph("dapo", Config()), layouts(), {"uid", "prompt"})
     one = plan_residency(built, SAMPLERS)["rollout"]
     assert not one.evict and not one.prefetch
 

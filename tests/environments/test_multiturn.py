@@ -173,9 +173,10 @@ def _is_beginning(turns, tokens):
 def test_log_probs_with_gaps_are_those_of_one_forward_pass(episodes):
     """Turns that were read again and decoded, against the trainer's packed rows and its mask."""
     columns = turn_columns(list(episodes.values()), version=7)
+    responses = [episode.response for episode in episodes.values()]
     samples = Samples(
-        [e.response.prompt for e in episodes.values()],
-        np.array([e.response.sample for e in episodes.values()], np.int32),
+        [r.prompt for r in responses],
+        np.array([(r.prompt.counter, r.sample) for r in responses], np.int64),
         columns["response"],
         columns["response_mask"],
     )

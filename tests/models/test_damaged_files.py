@@ -66,7 +66,7 @@ def test_cut_files_are_refused(gguf_path, safetensors_path):
         drawn = np.random.default_rng(0).integers(0, len(whole), 60)
         for size in (0, 3, 8, 9, 10, 30, 300, 500, 4000, len(whole) - 1, *drawn):
             path.write_bytes(whole[:size])
-            with pytest.raises(ValueError, match="cut|neither|safetensors file") as error:
+            with pytest.raises(ValueError, match="truncated|neither|safetensors file") as error:
                 open_model(str(path))
             assert str(path) in str(error.value) and "\n" not in str(error.value)
 

@@ -296,7 +296,7 @@ def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width, w
         ("gpu", {"width": 24}, "got 24: use 32"),
         ("tpu", {"width": 16}, "got 16: use 128"),
         ("tpu", {"width": 128, "head_dim": 40}, 'got 40: use implementation="reference"'),
-        ("tpu", {"width": 128, "rows": 3000}, "fewer of the 3000 query rows per call"),
+        ("tpu", {"width": 128, "rows": 3000}, "fewer than 3000 query rows per call"),
         ("gpt", {}, "auto, reference, gpu, tpu, got 'gpt'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_two_scalings_have_no_form():
     ("changes", "message"),
     [
         ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, got 'relu'"),
-        ({"full_every": 6}, "full_every=6 says which layers have no window, and there is no"),
+        ({"full_every": 6}, "full_every=6 has no effect without a sliding_window"),
         ({"sliding_window": -1}, "sliding_window must be at least 0"),
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"query_scalar": 8}, "query_scalar=8 needs qk_norm"),
@@ -210,7 +210,7 @@ def test_a_scalar_model_becomes_a_sequence_classifier(tmp_path):
 def test_a_gguf_is_refused(tmp_path):
     llama = CASES["llama tied"]
     path = write_gguf(tmp_path / "x.gguf", dataclasses.replace(llama, vocab_size=300), {}, "gemma3")
-    with pytest.raises(ValueError, match="gemma3 GGUF is not supported .*take the model's Hugging"):
+    with pytest.raises(ValueError, match="gemma3 GGUF is not supported .*use the model's Hugging"):
         open_model(str(path))
 
 
@@ -223,7 +223,7 @@ def test_random_models():
     for path, value in born.items():
         if path.endswith("norm"):
             np.testing.assert_array_equal(value, 0)  # multiplies with 1
-    with pytest.raises(ValueError, match="llama with window=8 is no model; use gemma3"):
+    with pytest.raises(ValueError, match="llama with window=8 is not supported; use gemma3"):
         open_model("random:llama?window=8")
 
 

@@ -198,7 +198,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
 def test_a_parameter_too_few_or_of_another_shape_is_refused(tmp_path):
     params = random_params(TIED)
-    with pytest.raises(ValueError, match="nothing was written for model.norm.weight"):
+    with pytest.raises(ValueError, match="tensors not written: model.norm.weight"):
         write_hf_folder(tmp_path / "out", export_of(TIED, dict(list(params.items())[:-1])))
     wide = params | {"final_norm": np.ones(33, np.float32)}
     with pytest.raises(ValueError, match="33"):
@@ -221,12 +221,12 @@ def test_overwriting_replaces_the_whole_folder(tmp_path):
 def test_what_is_no_model_is_not_overwritten(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match="no model's folder .it has no config.json"):
+    with pytest.raises(ValueError, match="not a model folder .it has no config.json"):
         check_new_folder(tmp_path / "notes", overwrite=True, needed=1)
     # a run's folder has a config.json too
     (tmp_path / "notes" / "config.json").write_text("{}")
     (tmp_path / "notes" / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="no model's folder .it holds the folder checkpoints"):
+    with pytest.raises(ValueError, match="not a model folder .it holds the folder checkpoints"):
         check_new_folder(tmp_path / "notes", overwrite=True, needed=1)
     with pytest.raises(ValueError, match="thesis.txt is a file"):
         check_new_folder(tmp_path / "notes" / "thesis.txt", overwrite=True, needed=1)

@@ -9,7 +9,7 @@ from support.training_programs import MINI_BATCHES, MIXTURE, MODEL, ROWS, TOKENS
 
 from distflow_jax.batch import RowShape
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model

@@ -341,7 +341,7 @@ def test_missing_experts_are_named(tmp_path):
     name = "model.layers.1.block_sparse_moe.experts.7.w3.weight"
     assert tensors.pop(name).shape == (24, 32)
     folder = write_hf(tmp_path / "m", config, tensors)
-    with pytest.raises(ValueError, match=rf"nothing sets: layers/up \[2, 8, 32, 24\] needs {name}"):
+    with pytest.raises(ValueError, match=rf"tensor: layers/up \[2, 8, 32, 24\] needs {name}"):
         open_model(str(folder))
     assert "num_experts" in json.loads((folder / "config.json").read_text())
 

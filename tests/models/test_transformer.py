@@ -21,6 +21,7 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape, Samples
+from distflow_jax.data.step_columns import uid_column
 from distflow_jax.models import rope
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
@@ -284,7 +285,7 @@ def test_answers_as_transformers_does(smollm2):
     prompts = [prompt_of(i, entry["prompt_ids"]) for i, entry in enumerate(entries)]
     answers = [np.array(entry["tokens"], np.int32) for entry in entries]
     masks = [np.ones(len(a), bool) for a in answers]
-    samples = Samples(prompts, np.zeros(len(prompts), np.int32), answers, masks)
+    samples = Samples(prompts, uid_column(prompts, 1), answers, masks)
     rows, placement = rows_of(samples, RowShape(1, 4, 256, 14), shared=False)
     place = np.argwhere(rows.response_mask[0])
     model, mesh = smollm2.config, mesh_of(1, 1)

@@ -153,7 +153,7 @@ def test_a_config_that_cannot_is_told_in_one_line(tmp_path):
     tensors = tensors_of(QWEN, random_params(QWEN))
     folder = str(write_hf(tmp_path / "m", QWEN, tensors, rope_scaling=scaling))
     assert open_model(folder).config.max_position == 128
-    with pytest.raises(ValueError, match="yarn_factor=4: .*stretched to 128 .*; use .*factor=1"):
+    with pytest.raises(ValueError, match="yarn_factor=4: .*extend it to 128 .*; use .*factor=1"):
         open_model(folder, yarn_factor=4.0)
     with pytest.raises(ValueError, match="yarn_positions=65 is above the 64 positions of random"):
         open_model(SOURCE, yarn_factor=4.0, yarn_positions=65)

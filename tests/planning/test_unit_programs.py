@@ -14,8 +14,8 @@ from distflow_jax.batch import Rows
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
-from distflow_jax.coordinator.packing import RowLimits
-from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.coordinator.first_fit import RowLimits
+from distflow_jax.dag.graph import DATA, Graph, Node
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
@@ -58,7 +58,7 @@ def on_mesh(name, deps=("roll",), reads=("score",), writes=(), role="ACTOR", **m
 
 
 def traced(*nodes, states=None, fuse=True, **functions):
-    made = plan(Graph("g", [ROLL, *nodes]), LAYOUTS, {"prompt", "response"}, fuse=fuse)
+    made = plan(Graph("g", [ROLL, *nodes]), LAYOUTS, DATA["demonstrations"], fuse=fuse)
     return made, trace_plan(made, functions, states or {}, SPECS)
 
 
@@ -67,21 +67,21 @@ def test_fields_have_the_shapes_of_their_layout():
 
     def look(state, fields, options):
         seen.update(fields)
-        logp = jnp.where(fields["response"].response_mask, fields["logp"], 0.0)
+        logp = jnp.where(fields["rows"].response_mask, fields["logp"], 0.0)
         return state, {"out": logp, "total": fields["score"].sum()}, {"mean": logp.mean()}
 
     def after(state, fields, options):
         return state, {}, {"wide": fields["out"].sum()}
 
     made, programs = traced(
-        on_mesh("look", reads=["logp", "score", "response"], writes=["out", "total"]),
+        on_mesh("look", reads=["logp", "score", "rows"], writes=["out", "total"]),
         on_mesh("after", ["look"], ["out"], role="CRITIC"),
         look=look,
         after=after,
     )
-    assert isinstance(seen["response"], Rows)
+    assert isinstance(seen["rows"], Rows)
     assert (seen["logp"].shape, seen["score"].shape) == (TOKENS, SEQUENCES)
-    assert seen["response"].tokens.dtype == jnp.int32
+    assert seen["rows"].tokens.dtype == jnp.int32
     (out,) = programs["after"].inputs
     assert out.shape == (K, ROWS[WIDE], L) and out.sharding.mesh.shape["fsdp"] == 8
     fields = fields_on_meshes(made, programs)

@@ -249,7 +249,7 @@ def test_tpus_are_compiled_for(of_tpus):
         assert cost.peak_bytes > 0 and all("?" not in t.axes for t in cost.traffic), name
     assert not of_tpus.problem and of_tpus.memory.fullest.total < of_tpus.pod.chip.memory
     text = of_tpus.describe()
-    assert "rollout: stragglers" in text and "beside work" in text
+    assert "rollout: stragglers" in text and "overlapped" in text
 
 
 @needs_libtpu

@@ -34,7 +34,7 @@ def random_nodes(rng):
     for i in range(count):
         deps = [node.id for node in nodes if rng.random() < density]
         above = set(deps).union(*(upstream[dep] for dep in deps))
-        readable = ["prompt"] + [f for n in nodes if n.id in above for f in n.writes.values()]
+        readable = ["question"] + [f for n in nodes if n.id in above for f in n.writes.values()]
         nodes.append(
             Node(
                 f"n{i}_{'mW' * rng.randint(0, 12)}",
@@ -53,7 +53,7 @@ def random_nodes(rng):
 
 
 def planned(nodes):
-    return plan(Graph("g", nodes), LAYOUTS, {"prompt": HOST})
+    return plan(Graph("g", nodes), LAYOUTS, dict.fromkeys(("uid", "prompt", "question"), HOST))
 
 
 def random_case(seed):
@@ -180,15 +180,15 @@ def test_text_is_no_wider_than_measured():
 
 def test_bytes_stand_at_the_fields_they_are_known_of():
     the_plan = planned(load_graph("grpo").settle({"actor_train": {"ref_logp"}}).nodes)
-    sizes = {("rollout", "response"): 1_234_567, (None, "prompt"): 512}
+    sizes = {("rollout", "rows"): 1_234_567, (None, "prompt"): 512}
     (caption,) = [
         c
         for c in wire_captions(the_plan, sizes)
         if (c.source, c.target) == ("rollout", "reference")
     ]
-    assert caption.fields == ("response 1.23 MB", "response_mask")
+    assert caption.fields == ("rows 1.23 MB",)
     svg = to_svg(draw(the_plan, sizes=sizes))
-    assert "response 1.23 MB" in svg and "prompt 512 B" in svg
+    assert "rows 1.23 MB" in svg and "prompt 512 B" in svg
     assert "1.23 MB" in to_mermaid(the_plan, sizes=sizes)
 
 
@@ -220,7 +220,16 @@ def test_a_loop_has_an_outline_around_its_nodes():
 
 def test_the_svg_is_well_formed_and_refers_to_nothing():
     name = "<script>&\"'\x00\x1b]]>"
-    svg = to_svg(draw(plan(Graph(name, load_graph("grpo").nodes), LAYOUTS, {"prompt": HOST})), name)
+    svg = to_svg(
+        draw(
+            plan(
+                Graph(name, load_graph("grpo").nodes),
+                LAYOUTS,
+                dict.fromkeys(("uid", "prompt", "question"), HOST),
+            )
+        ),
+        name,
+    )
     assert {element.tag for element in ET.fromstring(svg).iter()} == {
         "{http://www.w3.org/2000/svg}" + tag
         for tag in ("svg", "rect", "text", "polyline", "polygon", "title")

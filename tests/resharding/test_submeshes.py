@@ -13,7 +13,7 @@ from support.row_places import spread
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
@@ -143,19 +143,19 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
     """
     first, second, third = MeshSizes(4, 1, (0, 4)), MeshSizes(2, 1, (4, 6)), MeshSizes(1, 1, (7, 8))
     layouts = {"ACTOR": first.layout, "REFERENCE": second.layout, "CRITIC": third.layout}
-    structure = ["prompt", "response", "response_mask"]
     nodes = [
-        Node("rollout", "ROLLOUT", "MODEL_INFERENCE", [], ["prompt"], structure[1:]),
-        Node("first", "ACTOR", "MODEL_INFERENCE", ["rollout"], structure, ["old_logp"]),
+        Node(
+            "rollout", "ROLLOUT", "MODEL_INFERENCE", [], ["prompt"], ["response", "response_mask"]
+        ),
+        Node("first", "ACTOR", "MODEL_INFERENCE", ["rollout"], ["rows"], ["old_logp"]),
         Node("second", "REFERENCE", "MODEL_INFERENCE", ["first"], ["old_logp"], ["ref_logp"]),
-        Node("third", "CRITIC", "MODEL_INFERENCE", ["second"], structure, ["value"]),
+        Node("third", "CRITIC", "MODEL_INFERENCE", ["second"], ["rows"], ["value"]),
         Node("last", "REWARD", "COMPUTE", ["third"], ["value", "ref_logp"], ["sum"]),
     ]
     hosts = dict.fromkeys(("ROLLOUT", "REWARD"), Layout("host"))
     built = plan(Graph("apart", nodes), layouts | hosts, {"prompt"})
     assert [task.node.id for task in built.tasks][1:4] == ["first", "second", "third"]
 
-    packed = {(None, "prompt"), ("rollout", "response"), ("rollout", "response_mask")}
     coordinator = Coordinator(
         PackingPlan(
             RowLimits(tokens=16, sequences=2, shared=False),
@@ -166,7 +166,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
         ),
         {sizes.layout: role_mesh(sizes) for sizes in (first, second, third)},
         {task.node.id: task.layout for task in built.tasks} | {None: Layout("host")},
-        dict.fromkeys(layouts.values(), packed),
+        dict.fromkeys(layouts.values(), {("rollout", "rows")}),
     )
     ran, order = threading.Event(), []
 
@@ -192,11 +192,11 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
             "rollout", lambda f: {"response": tokens, "response_mask": [t > 0 for t in tokens]}
         ),
         "first": stage(
-            "first", lambda f: {"old_logp": waiting(f["response"].tokens.astype(jnp.float32))}
+            "first", lambda f: {"old_logp": waiting(f["rows"].tokens.astype(jnp.float32))}
         ),
         "second": stage("second", lambda f: {"ref_logp": f["old_logp"] * 2}),
         "third": stage(
-            "third", lambda f: {"value": announcing(f["response"].tokens.astype(jnp.float32))}
+            "third", lambda f: {"value": announcing(f["rows"].tokens.astype(jnp.float32))}
         ),
         "last": stage("last", lambda f: {"sum": [*map(np.add, f["value"], f["ref_logp"])]}),
     }
@@ -204,7 +204,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
     coordinator.begin(given_columns(prompts, 1))
     got = []
     coordinator.free = lambda source, field: (
-        got.extend(coordinator._values[source, field]) if field == "sum" else None
+        got.extend(coordinator.store.values[source, field]) if field == "sum" else None
     )
     runners = {unit.name: make_runner(unit, stages) for unit in built.units}
     run_step(built, 1, runners, {}, coordinator, Spans().span)

@@ -193,7 +193,7 @@ def test_layers_and_devices_do_not_matter(model, axes, changes):
 
 
 def test_every_way_to_read_and_to_decode():
-    """Prompts in pieces and after a common beginning, tokens guessed, responses put back."""
+    """Prompts in pieces and after a common shared prefix, tokens guessed, responses put back."""
     sampler = Sampler(
         stop_ids=(),
         prefill_tokens=16,

@@ -28,7 +28,7 @@ nodes:
   role: REWARD
   type: MODEL_INFERENCE
   deps: [rollout]
-  reads: [prompt, response, response_mask]
+  reads: [rows]
   writes: {score: judged}
   options: {checkpoint: JUDGE}
 - id: mix
@@ -44,7 +44,7 @@ nodes:
   type: COMPUTE
   scope: batch
   deps: [mix, values]
-  reads: {score: mixed, value: value, response_mask: response_mask}
+  reads: {score: mixed, value: value, rows: rows}
   writes: [advantage, returns]
 """
 

@@ -42,7 +42,7 @@ def fields(*names):
 def _fields(names, known):
     return {
         "score": PACKED.per_sequence(SCORE, np.nan),
-        "response_mask": PACKED.rows,
+        "rows": PACKED.rows,
         **{name: PACKED.tokens(known[name], np.nan) for name in names},
     }
 

@@ -7,6 +7,7 @@ import pytest
 
 from distflow_jax.batch import Prompt
 from distflow_jax.dag.graph import Node
+from distflow_jax.data.step_columns import uid_column
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.requests import Response
@@ -52,6 +53,7 @@ def scores_of(config, responses, *, early=False):
             version = np.zeros(len(tokens), np.int32)
             listener(Response(prompt, sample, tokens, none, none, True, version))
         fields = {
+            "uid": uid_column([prompt], len(responses)),
             "prompt": [prompt] * len(responses),
             "response": [TOKENIZER.encode(text) for text in responses],
         }

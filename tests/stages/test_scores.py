@@ -5,7 +5,6 @@ import types
 import numpy as np
 import pytest
 
-from distflow_jax.batch import Prompt
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.pairs import build_choose_pairs
@@ -46,9 +45,9 @@ def pairs(num_samples):
 
 
 def test_the_best_and_the_worst_of_a_group_are_its_pair():
-    prompts = [Prompt(c, c, np.zeros(1, np.int32), "", "", None, {}) for c in (7, 7, 7, 2, 2, 9)]
+    uid = np.array([(7, 0), (7, 1), (7, 2), (2, 0), (2, 1), (9, 0)])
     score = [0.0, 3.0, -1.0, 5.0, 5.0, 1.0]
-    _, written, _ = pairs(num_samples=3)(None, {"prompt": prompts, "score": score}, {})
+    _, written, _ = pairs(num_samples=3)(None, {"uid": uid, "score": score}, {})
     assert written["keep"].tolist() == [0, 1, 2, 0, 0, 0]
 
 

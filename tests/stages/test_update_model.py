@@ -36,6 +36,6 @@ def test_what_is_missing_is_named(options, missing):
     )
     stage = build_policy_update(context)
     with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads") as error:
-        stage(None, {"response": None, "advantage": None}, {})
+        stage(None, {"rows": None, "advantage": None}, {})
     key, value = next(iter(options.items()))
     assert f"algorithm.{key}={value!r}" in str(error.value)

@@ -16,7 +16,7 @@ import numpy as np
 from distflow_jax.batch import ONE_NUMBER, Prompt, TokenColumn
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
@@ -46,11 +46,6 @@ def prompt_of(counter: int) -> Prompt:
     """A prompt and its tokens, by its counter."""
     tokens = np.random.default_rng(counter).integers(1, 1000, 5 + counter % 20).astype(np.int32)
     return Prompt(counter, counter, tokens, "", "test", None, {})
-
-
-def uids(prompts) -> list[tuple[int, int]]:
-    """(counter, sample) of every response to these prompts."""
-    return [(p.counter, s) for p in prompts for s in range(SAMPLES)]
 
 
 def check_rows(rows, values, expected, layout) -> int:
@@ -104,8 +99,8 @@ def main():
     sampler = HOST if args.hosts == 1 else Layout("host", (("hosts", args.hosts),))
     room = {m.layout: -(-PROMPTS * SAMPLES // m.fsdp) for m in (actor, other)}
     writers = {None: sampler, "rollout": sampler, "reward": HOST, "old": actor.layout}
-    packed = {(None, "prompt"), ("reward", "score")}
-    packed |= {("rollout", f) for f in ("response", "response_mask", "rollout_logp", EXPERTS_FIELD)}
+    packed = {("reward", "score")}
+    packed |= {("rollout", field) for field in ("rows", "rollout_logp", EXPERTS_FIELD)}
     coordinator = Coordinator(
         PackingPlan(LIMITS, 1, PROMPTS, room, actor.layout),
         meshes,
@@ -132,7 +127,7 @@ def main():
     }
     for _ in range(2):  # a second step starts from nothing
         coordinator.begin(given_columns(ours, SAMPLES))
-        held = uids(coordinator.get(edge("prompt", None, sampler, sampler))[::SAMPLES])
+        held = coordinator.get(edge("uid", None, sampler, sampler)).tolist()
         table = [expected[c][s] for c, s in held]
         coordinator.put("rollout", "response", [t for t, _, _ in table])
         coordinator.put("rollout", "response_mask", [np.ones(len(t), bool) for t, _, _ in table])
@@ -142,17 +137,17 @@ def main():
             for (c, _), (t, _, _) in zip(held, table, strict=True)
         ]
         coordinator.put("rollout", EXPERTS_FIELD, experts)
-        own = coordinator.get(edge("prompt", None, sampler, HOST))[::SAMPLES]
-        assert len(own) * args.hosts >= len(ours) - args.hosts
+        own = coordinator.get(edge("uid", None, sampler, HOST)).tolist()
+        assert len(own) * args.hosts >= (len(ours) - args.hosts) * SAMPLES
         own_responses = coordinator.get(edge("response", "rollout", sampler, HOST))
-        for (c, s), tokens in zip(uids(own), own_responses, strict=True):
+        for (c, s), tokens in zip(own, own_responses, strict=True):
             assert tokens is expected[c][s][0]  # nothing was copied
-        coordinator.put("reward", "score", np.array([expected[c][s][2] for c, s in uids(own)]))
+        coordinator.put("reward", "score", np.array([expected[c][s][2] for c, s in own]))
 
         found = {}
         for name, layout in (("actor", actor.layout), ("reference", other.layout)):
-            rows = coordinator.get(edge("response", "rollout", sampler, layout))
-            assert coordinator.get(edge("prompt", None, sampler, layout)) is rows
+            rows = coordinator.get(edge("rows", "rollout", sampler, layout))
+            assert coordinator.get(edge("rows", "rollout", sampler, layout)) is rows
             values = {
                 field: np.concatenate(_own(coordinator.get(edge(field, source, start, layout))), 1)
                 for field, source, start in (
@@ -174,7 +169,7 @@ def main():
             np.testing.assert_array_equal(a, b)
         assert there.sharding == direct.sharding
         home = coordinator.get(edge("old_logp", "old", actor.layout, HOST))
-        for (c, s), logp in zip(uids(own), home, strict=True):
+        for (c, s), logp in zip(own, home, strict=True):
             np.testing.assert_array_equal(logp, expected[c][s][1])
         shared = coordinator.get(edge("old_logp", "old", actor.layout, sampler))
         for (c, s), logp in zip(held, shared, strict=True):

@@ -38,7 +38,7 @@ def tensors_of(config, params, table="hf"):
         name: np.ascontiguousarray(weight.save(part))
         for weight in table_of(config, table)
         for name, part in zip(
-            weight.names(config.num_layers), weight.parts(params[weight.path]), strict=True
+            weight.names(config.num_layers), weight.slices(params[weight.path]), strict=True
         )
     }
 

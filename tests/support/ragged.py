@@ -123,7 +123,7 @@ def pack(
         room[k, row] += need
     table = Sequences(
         group=[s.group for s in sequences],
-        sample=[s.sample for s in sequences],
+        member=[s.sample for s in sequences],
         prompt=[np.full(s.prompt, 7, np.int32) for s in sequences],
         response=[np.full(len(s.mask), 8, np.int32) for s in sequences],
         response_mask=[s.mask for s in sequences],

@@ -23,7 +23,7 @@ from distflow_jax.batch import (
     token_field,
 )
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
-from distflow_jax.coordinator.packing import RowLimits
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families import gemma3
@@ -113,14 +113,14 @@ def random_samples(
             prompts.append(p)
             responses.append(rng.integers(0, vocab, length).astype(np.int32))
             masks.append(rng.random(length) < 0.9)
-    sample = np.tile(np.arange(size, dtype=np.int32), groups)
-    return Samples(prompts, sample, responses, masks)
+    uid = [(counter, sample) for counter in range(groups) for sample in range(size)]
+    return Samples(prompts, np.array(uid, np.int64), responses, masks)
 
 
 def sequences_of(samples: Samples) -> Sequences:
     return Sequences(
         group=[p.counter for p in samples.prompt],
-        sample=[int(n) for n in samples.sample],
+        member=samples.uid[:, 1].tolist(),
         prompt=[p.tokens for p in samples.prompt],
         response=samples.response,
         response_mask=samples.response_mask,
@@ -187,10 +187,8 @@ def random_experts(samples: Samples, model: DecoderConfig) -> list[np.ndarray]:
         return np.where(rng.random((tokens, 1, 1)) < 1 / 8, np.int8(-1), chosen)
 
     found = []
-    for prompt, sample, response in zip(
-        samples.prompt, samples.sample, samples.response, strict=True
-    ):
-        own = draw((prompt.counter, int(sample)), len(response))
+    for prompt, uid, response in zip(samples.prompt, samples.uid, samples.response, strict=True):
+        own = draw(tuple(uid.tolist()), len(response))
         own[-1] = -1
         found.append(np.concatenate([draw(prompt.counter, len(prompt.tokens)), own]))
     return found
@@ -222,7 +220,7 @@ def forward_logp(
     """Log-probs of the responses' tokens in one pass of the trainer over packed rows."""
     samples = Samples(
         [r.prompt for r in responses],
-        np.array([r.sample for r in responses], np.int32),
+        np.array([(r.prompt.counter, r.sample) for r in responses], np.int64),
         [r.tokens for r in responses],
         [np.ones(len(r.tokens), bool) for r in responses],
     )

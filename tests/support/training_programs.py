@@ -36,7 +36,7 @@ def abstract_rows(mesh) -> Rows:
         response_mask=of(TOKENS, bool),
         parent=sequences,
         group=sequences,
-        sample=sequences,
+        member=sequences,
         valid=of(SEQUENCES, bool),
         length=sequences,
     )

@@ -52,7 +52,7 @@ def test_a_kernel_where_sizes_fit():
         (dict(row_tokens=1024, row_chunks=16), "rows of 16 chunks .*row_tokens=1024; use 2048"),
         (dict(head_dim=40), "a head dim that is a multiple of 16, got 40"),
         (dict(row_tokens=2**17), "2 rows of 1024 x 1024 may hold 2097152: use fewer rows"),
-        (dict(heads=64), "bytes of 64 query heads x 128 tokens with a head dim of 128, and"),
+        (dict(heads=64), "for 64 query heads x 128 tokens with a head dim of 128, and"),
     ],
 )
 def test_where_none_fits_auto_says_why_and_kernel_is_refused(sizes, reason):

@@ -120,7 +120,7 @@ def no_network(monkeypatch):
         reward_model_objective,
         "sequence_scores",
         lambda params, m, rows, f: jnp.where(
-            rows.valid, params["score"][jnp.asarray(number)[rows.group, rows.sample]], 0.0
+            rows.valid, params["score"][jnp.asarray(number)[rows.group, rows.member]], 0.0
         ),
     )
 

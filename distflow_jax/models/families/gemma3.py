@@ -1,11 +1,12 @@
 """Gemma 3: four norms per layer, windows in five layers of six, and scales of its own.
 
-Gemma Team 2025 (arxiv.org/abs/2503.19786), sec. 2. Read from and written as Hugging Face's files of
-the text models (`model_type` "gemma3_text"). Of a model that sees images too ("gemma3") the text
-part is read, and written as a text model. In a GGUF norms hold 1 + w, from which w cannot be had
-back to the bit: it is refused.
+Gemma Team 2025 (arxiv.org/abs/2503.19786), sec. 2. Reads and writes Hugging Face's files of the
+text models (`model_type` "gemma3_text"). Of an image-text model ("gemma3") only the text model is
+read; it is written as a text model.
 
-The network holds w, as the files do, so that what was read is written bit for bit.
+Norms multiply by 1 + w, and both the files and the network store w, so a model is written bit for
+bit as it was read. GGUF files are not supported, because they store 1 + w, which does not give back
+w exactly.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,9 +28,9 @@ SWITCHES: Mapping[str, bool | str] = {
     "activation": "gelu_tanh",
 }
 _TEXT, _IMAGE_TEXT = "gemma3_text", "gemma3"
-HF_TYPES = (_TEXT, _IMAGE_TEXT)  # `model_type` of the files that are read
+HF_TYPES = (_TEXT, _IMAGE_TEXT)  # supported values of `model_type`
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# what transformers takes where a file says nothing
+# transformers' defaults of keys that a file lacks
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -47,13 +48,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "rope_local_base_freq": 1e4,
 }
 _MAX_POSITION = 131_072
-_PATTERN = 6  # every such layer sees all, where a file does not say which
+_PATTERN = 6  # every sixth layer has no window, unless a file has another pattern
 
 T = TypeVar("T")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     if raw.get("model_type") == _IMAGE_TEXT:
         outer, raw = raw, raw.get("text_config") or {}
         if "quantization_config" in outer:
@@ -61,7 +62,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = {**_DEFAULTS, **raw}
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(key):
-            raise ValueError(f"gemma3 with {key}={raw[key]} is not supported, only without")
+            raise ValueError(f"gemma3 with {key}={raw[key]} is not supported, only without {key}")
     theta, factor, scaling, local_theta = _rotations(raw)
     windows = _windows(raw)
     scalar = raw["query_pre_attn_scalar"]
@@ -81,9 +82,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rotations(raw: Mapping[str, Any]) -> tuple[float, float, Mapping[str, Any] | None, float]:
-    """(theta, linear factor, other scaling) of layers that see all, theta of those with a window.
+    """(theta, linear factor, other scaling) of layers without a window, and theta of the others.
 
-    transformers 5 writes both in `rope_parameters`, by the type of layer.
+    transformers 5 writes both in `rope_parameters`, by layer type.
     """
     by_type = raw.get("rope_parameters") or {}
     full = by_type.get(_FULL) or raw.get("rope_scaling") or {}
@@ -103,9 +104,9 @@ def _rotations(raw: Mapping[str, Any]) -> tuple[float, float, Mapping[str, Any] 
 
 
 def _windows(raw: Mapping[str, Any]) -> dict[str, int]:
-    """sliding_window and full_every of the file's `layer_types`, or of its pattern."""
+    """sliding_window and full_every by the file's `layer_types`, or by its pattern."""
     layers = raw["num_hidden_layers"]
-    # the second is how transformers 5 writes it
+    # transformers 5 writes the second key
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
     types = raw.get("layer_types") or _layer_types(layers, every or _PATTERN)
     if len(types) != layers or not {_FULL, _SLIDING}.issuperset(types):
@@ -165,17 +166,17 @@ def config_from_gguf(
     tensor_names: Collection[str],
     rope_freqs: np.ndarray | None = None,
 ) -> DecoderConfig:
-    """ValueError: a GGUF of this family is not read."""
+    """Raises ValueError for any arguments, `rope_freqs` [H/2] too: GGUF is not supported."""
     raise ValueError(
-        "a gemma3 GGUF is not supported (its norms are not those that were trained, but 1 more): "
-        "take the model's Hugging Face files"
+        "a gemma3 GGUF is not supported (its norms are stored as 1 + w): use the model's Hugging "
+        "Face files"
     )
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The text model's tensors of one that sees images too, by the names that they have alone.
+    """The text model's tensors of an image-text model, renamed to those of a text model.
 
-    Both orders of the prefixes are met: that of the released files, and that of transformers 5.
+    Handles both orders of prefixes: that of the released files, and that of transformers 5.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -190,8 +191,8 @@ def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
     D = config.hidden_size
-    # the name that other families have for the norm before the MLP is that of the one behind
-    # attention here
+    # post_attention_layernorm is the norm before the MLP in other families, here the one after
+    # attention
     shared = (weight for weight in hf_decoder(config) if weight.path != "layers/mlp_norm")
     return (
         *shared,

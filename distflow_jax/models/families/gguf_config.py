@@ -1,5 +1,6 @@
-"""GGUF's metadata -> DecoderConfig: what the families have in common."""
+"""GGUF metadata -> DecoderConfig, for all families."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -24,39 +25,26 @@ def decoder_from_gguf(
     mixture: bool = False,
     **switches: bool | int,
 ) -> DecoderConfig:
-    """Config of a GGUF file's metadata, whose keys begin with the name of the architecture.
+    """Config of a GGUF file's metadata; raises ValueError for models that are not supported.
 
-    `rope_freqs` [H/2] is its tensor of that name: what each rotary frequency is divided by.
-    `architecture`: where it is not the name of the family. `mixture`: whether layers have experts.
-    `switches`: fields of DecoderConfig that are on in this family. Embeddings are tied where there
-    is no `output.weight`.
+    Embeddings are tied if the file has no `output.weight`.
+
+    Args:
+      fields: metadata; its keys begin with the name of the architecture.
+      rope_freqs: the file's tensor of that name [H/2], divisors of the rotary frequencies.
+      architecture: GGUF's name of the family, if it differs.
+      mixture: whether layers have experts.
+      switches: fields of DecoderConfig that are on in this family.
     """
     prefix = architecture or family
-
-    def number(key, default=None):
-        value = fields.get(f"{prefix}.{key}", default)
-        if value is None:
-            raise ValueError(f"GGUF metadata lacks {prefix}.{key}")
-        if not isinstance(value, int | float):
-            raise ValueError(f"{prefix}.{key} differs from layer to layer, which is not supported")
-        return value
-
-    if number("expert_count", 0) and not mixture:
+    number = functools.partial(_number, fields, prefix)
+    if mixture:
+        switches |= _experts(number, prefix)
+    elif number("expert_count", 0):
         raise ValueError(
             f"a {prefix} GGUF with a mixture of {number('expert_count')} experts is not supported: "
-            "take the model's Hugging Face files"
+            "use the model's Hugging Face files"
         )
-    if mixture:
-        for key in ("expert_shared_count", "leading_dense_block_count"):
-            if number(key, 0):
-                raise ValueError(f"{prefix}.{key}={number(key)} is not supported, only 0")
-        if number("expert_weights_scale", 1.0) not in (0.0, 1.0):
-            raise ValueError(f"{prefix}.expert_weights_scale other than 1 is not supported")
-        switches |= {
-            "num_experts": number("expert_count"),
-            "experts_per_token": number("expert_used_count"),
-            "norm_topk": bool(number("expert_weights_norm", True)),
-        }
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -64,20 +52,9 @@ def decoder_from_gguf(
             raise ValueError(
                 f"{prefix}.{key} {number(key)} other than the head dim {head_dim} is not supported"
             )
-    kind = fields.get(f"{prefix}.rope.scaling.type", "none")
     theta = float(number("rope.freq_base", 10_000.0))
-    positions = number("context_length")
-    scaling: RopeScaling | None
-    if kind == "yarn":
-        scaling = _yarn(number, positions)
-        positions = max(positions, scaling.max_position)
-    elif kind == "none" or number("rope.scaling.factor", 0) == 1:
-        original = number("rope.scaling.original_context_length", 8192)
-        scaling = _llama3(rope_freqs, theta, int(original))
-    else:
-        raise ValueError(
-            f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs and 'yarn'"
-        )
+    kind = fields.get(f"{prefix}.rope.scaling.type", "none")
+    scaling, positions = _rope_scaling(number, kind, rope_freqs, theta)
     return DecoderConfig(
         family=family,
         vocab_size=number("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None),
@@ -89,7 +66,7 @@ def decoder_from_gguf(
         mlp_size=number("expert_feed_forward_length" if mixture else "feed_forward_length"),
         rope_theta=theta,
         rope_scaling=scaling,
-        # The file holds float32: 1e-5 comes as 9.999999747e-06.
+        # float32 in the file, where 1e-5 is 9.999999747e-06
         norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
         tie_embeddings="output.weight" not in tensor_names,
         max_position=positions,
@@ -97,8 +74,47 @@ def decoder_from_gguf(
     )
 
 
+def _number(fields: Mapping[str, Any], prefix: str, key: str, default: Any = None) -> Any:
+    value = fields.get(f"{prefix}.{key}", default)
+    if value is None:
+        raise ValueError(f"GGUF metadata lacks {prefix}.{key}")
+    if not isinstance(value, int | float):
+        raise ValueError(f"{prefix}.{key} differs from layer to layer, which is not supported")
+    return value
+
+
+def _experts(number: Callable[..., Any], prefix: str) -> dict[str, Any]:
+    """Fields of DecoderConfig for a mixture of experts."""
+    for key in ("expert_shared_count", "leading_dense_block_count"):
+        if number(key, 0):
+            raise ValueError(f"{prefix}.{key}={number(key)} is not supported, only 0")
+    if number("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise ValueError(f"{prefix}.expert_weights_scale other than 1 is not supported")
+    return {
+        "num_experts": number("expert_count"),
+        "experts_per_token": number("expert_used_count"),
+        "norm_topk": bool(number("expert_weights_norm", True)),
+    }
+
+
+def _rope_scaling(
+    number: Callable[..., Any], kind: str, rope_freqs: np.ndarray | None, theta: float
+) -> tuple[RopeScaling | None, int]:
+    """The rope scaling of `kind`, and the longest sequence in tokens."""
+    positions = number("context_length")
+    if kind == "yarn":
+        scaling = _yarn(number, positions)
+        return scaling, max(positions, scaling.max_position)
+    if kind == "none" or number("rope.scaling.factor", 0) == 1:
+        original = number("rope.scaling.original_context_length", 8192)
+        return _llama3(rope_freqs, theta, int(original)), positions
+    raise ValueError(
+        f"rope scaling {kind!r} is not supported, only Llama 3's rope_freqs and 'yarn'"
+    )
+
+
 def _yarn(number: Callable[..., float], positions: int) -> YarnScaling:
-    """llama.cpp has a temperature of its own as a factor of the usual one."""
+    """YaRN scaling; llama.cpp's own attention factors multiply the usual table scale."""
     factor = float(number("rope.scaling.factor"))
     log_weight = number("rope.scaling.yarn_log_multiplier", 0.0)
     if log_weight:
@@ -116,17 +132,17 @@ def _yarn(number: Callable[..., float], positions: int) -> YarnScaling:
 
 
 def _llama3(rope_freqs: np.ndarray | None, theta: float, original: int) -> Llama3Scaling | None:
-    """The Llama 3 scaling whose divisors are `rope_freqs`; the file keeps nothing else of it."""
+    """The Llama 3 scaling with the divisors `rope_freqs`, which are all that the file has of it."""
     if rope_freqs is None or np.all(rope_freqs == 1):
         return None
     scaling = Llama3Scaling(factor=float(rope_freqs.max()), original_max_position=original)
     if not np.allclose(rope_divisors(scaling, theta, len(rope_freqs)), rope_freqs, rtol=1e-4):
-        raise ValueError(f"rope_freqs.weight holds other divisors than Llama 3's {scaling}")
+        raise ValueError(f"rope_freqs.weight does not hold the divisors of Llama 3's {scaling}")
     return scaling
 
 
 def rope_divisors(scaling: Llama3Scaling, theta: float, half: int) -> np.ndarray:
-    """What Llama 3 divides the `half` = H/2 rotary frequencies by, float64 [H/2].
+    """Llama 3's divisors of the `half` = H/2 rotary frequencies, float64 [H/2].
 
     1 below the wavelength original / high, `factor` above original / low, smooth between.
     """

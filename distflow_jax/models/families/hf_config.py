@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` <-> DecoderConfig: what the families have in common."""
+"""Hugging Face's `config.json` <-> DecoderConfig, for all families."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +21,7 @@ _SIZES = {
 _MLP_SIZE = "intermediate_size"
 # DecoderConfig's activations and Hugging Face's names of them.
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-# Fields of DecoderConfig that a family has on or off, whatever the file says, and those that only
-# families with windows have.
+# fields of DecoderConfig that the family fixes, and fields of families with windows only
 _SWITCHES = ("attention_bias", "qk_norm", "activation", "post_norms", "norm_offset", "embed_scale")
 _NUMBERS = ("sliding_window", "full_every", "rope_local_theta", "rope_factor", "query_scalar")
 
@@ -38,24 +37,24 @@ def decoder_from_hf(
     activation_key: str = "hidden_act",
     **switches: bool | int | float | str,
 ) -> DecoderConfig:
-    """Config of a `config.json`. ValueError where the network has more than ours.
+    """Config of a `config.json`; raises ValueError for features that are not supported.
 
     Args:
-      refused: switches of the file that ours has not: biases.
-      head_dim: of a file that names none; default hidden_size / num_attention_heads.
-      max_position: of a file that names none, in tokens.
-      mlp_size: the file's name of it.
-      activation_key: the file's name of the MLP's activation.
-      switches: fields of DecoderConfig that are on in this family, and what else it has.
+      refused: keys of biases that are not supported.
+      head_dim: default if the file has none; None: hidden_size / num_attention_heads.
+      max_position: default if the file has none, in tokens.
+      mlp_size: the file's key of the MLP's size.
+      activation_key: the file's key of the MLP's activation.
+      switches: fields of DecoderConfig that this family sets.
     """
     for key in refused:
         if raw.get(key):
             raise ValueError(
-                f"{family} with {key} is not supported: it adds a bias to the projections out of "
-                "attention or of the MLP, which the network has not"
+                f"{family} with {key} is not supported: it adds biases to projections of attention "
+                "or of the MLP that the network does not have"
             )
     if raw.get("quantization_config"):
-        raise ValueError("quantised Hugging Face weights are not supported: take the original ones")
+        raise ValueError("quantised Hugging Face weights are not supported: use the original ones")
     wanted = _ACTIVATIONS[switches.get("activation", "silu")]
     activation = raw.get(activation_key, wanted)
     if activation != wanted:
@@ -73,7 +72,7 @@ def decoder_from_hf(
     positions = raw.get("max_position_embeddings", max_position)
     scaling = _scaling_from_hf(rope, positions)
     if isinstance(scaling, YarnScaling):
-        # Qwen's files have the original length in its place
+        # Qwen's files have the original length in max_position_embeddings
         positions = max(positions, scaling.max_position)
     return DecoderConfig(
         family=family,
@@ -110,8 +109,10 @@ def _llama3_from_hf(rope: Mapping[str, Any]) -> Llama3Scaling:
 
 
 def _yarn_from_hf(rope: Mapping[str, Any], positions: int) -> YarnScaling:
-    """What is not said is as transformers takes it: the original length `positions`, the factor
-    what these are of it."""
+    """YaRN scaling with transformers' defaults.
+
+    The original length defaults to `positions`, the factor to `positions` / original length.
+    """
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if original is None and factor is None:
         raise ValueError("the yarn rope scaling of config.json lacks factor")
@@ -140,18 +141,18 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     if isinstance(scaling, Llama3Scaling):
         bands = ("low_freq_factor", "high_freq_factor")
         return {"rope_type": "llama3", **same, **{key: getattr(scaling, key) for key in bands}}
-    # what is left out is as any reader takes it; some know no more than the first two
+    # defaults are left out, because some libraries support only the first two keys
     optional = ("beta_fast", "beta_slow", "attention_factor", "truncate")
     own = {key: getattr(scaling, key) for key in optional}
-    said = {key: value for key, value in own.items() if value != getattr(YarnScaling, key)}
-    return {"rope_type": "yarn", **same, **said}
+    changed = {key: value for key, value in own.items() if value != getattr(YarnScaling, key)}
+    return {"rope_type": "yarn", **same, **changed}
 
 
 def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
-    """ValueError where a layer of a Qwen model would not see all of the longest sequence.
+    """Raises ValueError if a layer's window is shorter than the longest sequence.
 
-    Of a file that says nothing of them, transformers takes a window of 4,096 tokens from the 28th
-    layer on, where `use_sliding_window` is on.
+    transformers' defaults, with `use_sliding_window`, are a window of 4,096 tokens from the 28th
+    layer on.
     """
     window = raw.get("sliding_window", 4096)
     if not raw.get("use_sliding_window") or window is None:
@@ -163,20 +164,24 @@ def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
         sliding = first < raw.get("num_hidden_layers", 0)
     if sliding and window < raw.get("max_position_embeddings", window + 1):
         raise ValueError(
-            f"{family} with use_sliding_window is not supported where it changes anything "
-            f"(sliding_window={window}, max_window_layers={first}, num_hidden_layers="
-            f"{raw.get('num_hidden_layers')}): set max_position_embeddings to {window}, or take a "
-            "model without it"
+            f"{family} with use_sliding_window is not supported if windows are shorter than "
+            f"max_position_embeddings (sliding_window={window}, max_window_layers={first}, "
+            f"num_hidden_layers={raw.get('num_hidden_layers')}): set max_position_embeddings to "
+            f"{window}, or use a model without windows"
         )
 
 
 def experts_from_hf(family: str, raw: Mapping[str, Any]) -> dict[str, int]:
-    """num_experts and experts_per_token of a `config.json`. ValueError where it has no such keys,
-    or layers with experts that every token goes through."""
+    """num_experts and experts_per_token of a `config.json`.
+
+    Raises ValueError if the keys are missing, and for shared experts, which process every token.
+    """
     for key in ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"):
         if raw.get(key):
-            raise ValueError(f"{family} with {key}={raw[key]} is not supported: no shared experts")
-    # transformers 5 writes the second, whatever the family
+            raise ValueError(
+                f"{family} with {key}={raw[key]} is not supported: shared experts are not supported"
+            )
+    # transformers 5 writes the second key for all families
     counts = [raw[key] for key in ("num_experts", "num_local_experts") if key in raw]
     if not counts or "num_experts_per_tok" not in raw:
         raise ValueError(
@@ -194,15 +199,16 @@ def decoder_to_hf(
     windows: bool = False,
     **switches: bool | str,
 ) -> dict[str, Any]:
-    """`config.json` of a config, in the form that transformers 4 and 5 read alike.
+    """`config.json` of a config, in a form that transformers 4 and 5 both read.
+
+    Raises ValueError for configs that the family's files cannot express.
 
     Args:
       architecture: transformers' class.
-      named: switches that the file names, to say that they are off.
-      mixture: whether this family's layers have experts; their numbers are left to the caller.
-      windows: whether layers may have windows, whose numbers are left to the caller too.
-      switches: fields of DecoderConfig that this family has on; the others are off. ValueError
-        where the config says otherwise: the file could not tell it.
+      named: switches to write as false.
+      mixture: whether this family's layers have experts; the caller adds their keys.
+      windows: whether layers may have windows; the caller adds their keys.
+      switches: fields of DecoderConfig that are on in this family; the others must be off.
     """
     for field in _SWITCHES if windows else (*_SWITCHES, *_NUMBERS):
         if getattr(config, field) != switches.get(field, getattr(DecoderConfig, field)):

@@ -1,7 +1,7 @@
-"""Llama family: Hugging Face's and GGUF's metadata -> DecoderConfig, and both tables of names.
+"""Llama: translation of Hugging Face's and GGUF's configs, and both tables of tensor names.
 
-Biases are refused: with `attention_bias` Hugging Face's Llama has one behind attention too, which
-the network has not.
+Biases are not supported: with `attention_bias` Hugging Face's Llama has a bias after attention,
+too, which the network does not have.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,7 +20,7 @@ _BIASES = ("attention_bias", "mlp_bias")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     return decoder_from_hf("llama", raw, refused=_BIASES, max_position=2048)
 
 

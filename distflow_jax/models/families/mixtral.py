@@ -1,8 +1,8 @@
 """Mixtral: Llama's network with experts in every layer.
 
-Jiang et al. 2024 (arxiv.org/abs/2401.04088), sec. 2.1. Read from and written as Hugging Face's
-files; a GGUF of it calls itself llama, and is refused there. `router_jitter_noise`, by which
-transformers disturbs tokens while it trains, is left out: sampler and trainer are to agree.
+Jiang et al. 2024 (arxiv.org/abs/2401.04088), sec. 2.1. Reads and writes Hugging Face's files. Its
+GGUF files have the architecture llama and are rejected there. `router_jitter_noise`, transformers'
+noise on tokens during training, is not applied, so that sampler and trainer agree.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import hf_decoder, hf_experts
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
-# what transformers takes where a file says nothing
+# transformers' defaults of keys that a file lacks
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     raw = _DEFAULTS | dict(raw)
-    # here a window that is named is on, in all layers
+    # Mixtral applies a window, if the file has one, in all layers
     of_all = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
     refuse_sliding_windows("mixtral", raw | of_all)
     return decoder_from_hf(
@@ -38,8 +38,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of config_from_hf."""
     if not config.norm_topk:
         raise ValueError(
-            "a mixtral model with norm_topk=False has no form in Hugging Face's files: take "
-            "qwen3_moe"
+            "a mixtral model with norm_topk=False has no form in Hugging Face's files: use the "
+            "family qwen3_moe"
         )
     settings = decoder_to_hf(config, "MixtralForCausalLM", mixture=True, **SWITCHES)
     return settings | {

@@ -1,7 +1,7 @@
-"""Tensor names of a source, the parameters they become, and the check that neither side is short.
+"""Tables of tensor names and parameters, with a check that both sides match one to one.
 
-A family lists one `Weight` per kind of tensor. It says how the tensor is reshaped and transposed,
-so the same table loads a model and saves it again.
+A family lists one `Weight` per kind of tensor. It holds the reshape and transpose of the tensor, so
+the same table loads and saves a model.
 """
 
 import dataclasses
@@ -17,12 +17,11 @@ _MAX_LISTED = 8  # names shown of a long list in an error
 class Weight:
     """One kind of tensor and its parameter: load(x) = x.reshape(split).transpose(axes).
 
-    `source` holds "{layer}" where there is one tensor per layer, and "{expert}" where there is one
-    for each of its `experts` too; the parameter at `path` then stacks them in a leading dim, or
-    two. Shapes are those of one tensor, in NumPy's order: `source_shape` as the file has it,
-    `split` the same elements with merged dims taken apart (a query's [heads * head_dim, hidden] as
-    [heads, head_dim, hidden]), `shape` as the network has it (with `split` transposed, then merged
-    where the file splits a dim only to reorder it).
+    `source` contains "{layer}" for one tensor per layer, and "{expert}" for one per layer and
+    expert; the parameter at `path` stacks these in one or two leading dims. Shapes are those of one
+    tensor, in NumPy's order: `source_shape` in the file, `split` with merged dims separated (a
+    query's [heads * head_dim, hidden] as [heads, head_dim, hidden]), `shape` in the network:
+    `split` transposed, with dims merged that are separate only to be reordered.
 
     >>> Weight("up", "layers/up", (6, 4), (6, 4), (1, 0), (4, 6)).load(np.zeros((6, 4))).shape
     (4, 6)
@@ -34,19 +33,19 @@ class Weight:
     split: tuple[int, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
-    experts: int = 0  # tensors of a layer; 0: one, whose parameter has no such dim
+    experts: int = 0  # tensors per layer; 0: one, and no dim of experts in the parameter
 
     def load(self, array: np.ndarray) -> np.ndarray:
-        """Source tensor [source_shape] -> its part of the parameter [shape]."""
+        """Source tensor [source_shape] -> its slice of the parameter [shape]."""
         return array.reshape(self.split).transpose(self.axes).reshape(self.shape)
 
     def save(self, array: np.ndarray) -> np.ndarray:
-        """Inverse of load."""
+        """Inverse of load: [shape] -> [source_shape]."""
         transposed = array.reshape([self.split[axis] for axis in self.axes])
         return transposed.transpose(np.argsort(self.axes)).reshape(self.source_shape)
 
     def names(self, num_layers: int) -> list[str]:
-        """The tensors of the source that make up the parameter, in the order of layers, experts."""
+        """Names of the source tensors of the parameter, ordered by layer, then expert."""
         layers = range(num_layers if "{layer}" in self.source else 1)
         experts = range(self.experts or 1)
         return [self.source.format(layer=layer, expert=e) for layer in layers for e in experts]
@@ -57,7 +56,7 @@ class Weight:
         experts = (self.experts,) if self.experts else ()
         return (*layers, *experts, *self.shape)
 
-    def parts(self, array: np.ndarray) -> np.ndarray:
+    def slices(self, array: np.ndarray) -> np.ndarray:
         """The whole parameter as a view [tensors, *shape], in the order of `names`."""
         return array.reshape(-1, *self.shape)
 
@@ -70,12 +69,13 @@ def check_names(
     ignored: Iterable[str] = (),
     origin: str,
 ) -> None:
-    """Refuse a source whose tensors and the model's parameters do not match one to one.
+    """Raises ValueError unless source tensors and parameters match one to one.
 
-    `found` maps the source's tensor names to their shapes; names that match a regular expression
-    of `ignored` need no parameter. Raises ValueError with both names and both shapes.
+    `found` maps the source's tensor names to their shapes. Names that match a regular expression of
+    `ignored` need no parameter. The error lists both names and both shapes.
     """
-    if num_layers > len(found):  # of a damaged file: naming each of 4 billion layers ends the host
+    # a damaged file may claim 4 billion layers; a list of their names would exhaust the memory
+    if num_layers > len(found):
         raise ValueError(
             f"weights of {origin} do not fit the model's config: it has {num_layers} layers, the "
             f"files hold {len(found)} tensors"
@@ -102,12 +102,12 @@ def check_names(
     if misfits:
         problems.append("wrong shapes: " + _listed(misfits))
     if unset:
-        problems.append("parameters that nothing sets: " + _listed(unset))
+        problems.append("parameters without a tensor: " + _listed(unset))
     if unwanted:
         extra = [f"{name} {list(shape)}" for name, shape in unwanted.items()]
-        problems.append("tensors that no parameter wants: " + _listed(extra))
+        problems.append("tensors without a parameter: " + _listed(extra))
         if any(name.endswith(".bias") for name in unwanted):
-            problems.append("these biases are not part of this family")
+            problems.append("this family has no such biases")
     if problems:
         raise ValueError(
             f"weights of {origin} do not fit the model's config: {'; '.join(problems)}"
@@ -120,9 +120,9 @@ def stacked_arrays(
     read: Callable[[str], np.ndarray],
     dtype: np.dtype,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (path, parameter) one parameter at a time, so that only one is in memory here.
+    """Yields (path, parameter [layers, ...]) one at a time, so that only one is in memory here.
 
-    `read(name)` gives one tensor of the source; it is cast to `dtype` as it is stacked.
+    `read(name)` returns one tensor of the source; it is cast to `dtype` as it is stacked.
     """
     for weight in weights:
         yield weight.path, _stacked(weight, num_layers, read, dtype)
@@ -132,21 +132,21 @@ def _stacked(
     weight: Weight, num_layers: int, read: Callable[[str], np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
     array = np.empty(weight.param_shape(num_layers), dtype)
-    for part, name in zip(weight.parts(array), weight.names(num_layers), strict=True):
-        part[...] = weight.load(read(name))
+    for target, name in zip(weight.slices(array), weight.names(num_layers), strict=True):
+        target[...] = weight.load(read(name))
     return array
 
 
 def unstacked_arrays(
     weights: Sequence[Weight], path: str, array: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Inverse of stacked_arrays for one parameter: yields (source name, tensor)."""
+    """Inverse of stacked_arrays for one parameter [layers, ...]: yields (source name, tensor)."""
     for weight in weights:
         if weight.path == path:
-            for name, part in zip(weight.names(len(array)), weight.parts(array), strict=True):
-                yield name, weight.save(part)
+            for name, tensor in zip(weight.names(len(array)), weight.slices(array), strict=True):
+                yield name, weight.save(tensor)
             return
-    raise ValueError(f"no tensor of the target format holds parameter {path!r}")
+    raise ValueError(f"the target format has no tensor for parameter {path!r}")
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama's network with biases of query, key and value.
 
-Yang et al. 2024 (arxiv.org/abs/2407.10671), sec. 2.2. The same two translations as in llama.py.
+Yang et al. 2024 (arxiv.org/abs/2407.10671), sec. 2.2. Reads Hugging Face and GGUF, as llama.py.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,12 +24,12 @@ from distflow_jax.models.families.tensors import (
     hf_decoder,
 )
 
-# Fields of DecoderConfig that are on in this family. Its files have no switch for the biases.
+# fields of DecoderConfig that are on in this family; its files have no switch for the biases
 SWITCHES: Mapping[str, bool] = {"attention_bias": True}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     refuse_sliding_windows("qwen2", raw)
     return decoder_from_hf("qwen2", raw, max_position=32_768, **SWITCHES)
 
@@ -62,7 +62,7 @@ def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
 
 def _biases(config: DecoderConfig, names: list[str]) -> tuple[Weight, ...]:
-    """Those of query, key and value, by their `names` in a layer."""
+    """Biases of query, key and value, by their `names` in a layer."""
     query, key, value = names
     kv_heads, head_dim = config.num_kv_heads, config.head_dim
     return (

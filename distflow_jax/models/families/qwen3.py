@@ -1,8 +1,8 @@
-"""Qwen3, the dense models: Llama's network with a norm of each head's query and key.
+"""Dense Qwen3 models: Llama's network with a norm of each head's query and key.
 
-Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. The same two translations as in llama.py. The
-head dim is its own, not hidden size / heads. `attention_bias`, which no released model has on, is
-refused as for Llama.
+Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. Reads Hugging Face and GGUF, as llama.py. The
+head dim is independent of hidden size / heads. `attention_bias`, which no released model sets, is
+not supported, as for Llama.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,7 +29,7 @@ SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on i
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     refuse_sliding_windows("qwen3", raw)
     return decoder_from_hf(
         "qwen3", raw, refused=("attention_bias",), head_dim=128, max_position=32_768, **SWITCHES

@@ -1,6 +1,6 @@
-"""Qwen3, the mixtures of experts: Qwen3's network with experts in every layer, none of them shared.
+"""Qwen3 mixtures of experts: Qwen3's network with experts in every layer, without shared experts.
 
-Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. The same two translations as in llama.py. In
+Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. Reads Hugging Face and GGUF, as llama.py. In
 GGUF the architecture is `qwen3moe`.
 """
 
@@ -30,14 +30,14 @@ from distflow_jax.models.families.tensors import (
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of a Hugging Face `config.json`. ValueError where the network has more than ours."""
+    """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         raise ValueError(
             "qwen3_moe with some layers dense is not supported (decoder_sparse_step="
             f"{raw.get('decoder_sparse_step', 1)}, mlp_only_layers="
-            f"{raw.get('mlp_only_layers') or []}): all of them must have experts"
+            f"{raw.get('mlp_only_layers') or []}): all layers must have experts"
         )
-    # here transformers has the window, where it is on, in all layers
+    # transformers applies a window, if it is on, in all layers of this family
     refuse_sliding_windows("qwen3_moe", {**raw, "max_window_layers": 0, "layer_types": None})
     return decoder_from_hf(
         "qwen3_moe",
@@ -56,7 +56,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     named = ("attention_bias", "use_sliding_window")
     settings = decoder_to_hf(config, "Qwen3MoeForCausalLM", named=named, mixture=True, **SWITCHES)
     return settings | {
-        # of dense layers, of which there are none; as wide as the experts of a token together
+        # size of dense layers, which do not occur; set to that of all experts of a token together
         "intermediate_size": config.mlp_size * config.experts_per_token,
         "moe_intermediate_size": config.mlp_size,
         "num_experts": config.num_experts,

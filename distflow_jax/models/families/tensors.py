@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors that the families share, as Hugging Face and as GGUF have them.
+"""Names and shapes of the families' common tensors, in Hugging Face's and in GGUF's files.
 
 D width, N query heads, K key-value heads, H head dim, F MLP width, V vocabulary, E experts.
 """
@@ -10,13 +10,13 @@ from distflow_jax.models.families.name_map import Weight
 
 HF_LAYER, GGUF_LAYER = "model.layers.{layer}.", "blk.{layer}."
 
-# Buffers that old checkpoints carry and rotary tables that the config already holds.
+# buffers of old checkpoints, and rotary tables that follow from the config
 HF_IGNORED = (r"rotary_emb\.inv_freq$",)
 GGUF_IGNORED = (r"^rope_freqs\.weight$", r"\.attn_rot_embd\.weight$")
 
 
 def hf_decoder(config: DecoderConfig, mlp: tuple[Weight, ...] | None = None) -> tuple[Weight, ...]:
-    """What every family has in a Hugging Face checkpoint; `mlp` in place of a dense one."""
+    """Tensors of all families in a Hugging Face checkpoint; `mlp` replaces those of a dense MLP."""
     D, N, K, H, F, V = dims(config)
     layer = HF_LAYER
     dense = (
@@ -43,7 +43,7 @@ def hf_decoder(config: DecoderConfig, mlp: tuple[Weight, ...] | None = None) -> 
 def hf_experts(
     config: DecoderConfig, block: str, gate: str, up: str, down: str
 ) -> tuple[Weight, ...]:
-    """A mixture in a Hugging Face checkpoint, by the names of the block and of its matrices."""
+    """Tensors of a mixture in a Hugging Face checkpoint; arguments are the names of its modules."""
     D, _, _, _, F, _ = dims(config)
     block = HF_LAYER + block
     matrices = (
@@ -66,18 +66,18 @@ def hf_head_norms(config: DecoderConfig) -> tuple[Weight, ...]:
 
 
 def hf_ignored(config: DecoderConfig) -> tuple[str, ...]:
-    """Patterns of tensors that need no parameter: a tied model's second copy of the embedding."""
+    """Patterns of tensors without a parameter, e.g. a tied model's second copy of the embedding."""
     return (*HF_IGNORED, r"^lm_head\.weight$") if config.tie_embeddings else HF_IGNORED
 
 
 def gguf_decoder(
     config: DecoderConfig, mlp: tuple[Weight, ...] | None = None, *, interleaved: bool
 ) -> tuple[Weight, ...]:
-    """What every family has in a GGUF file (shapes in NumPy's order, the reverse of the file's);
-    `mlp` in place of a dense one.
+    """Tensors of all families in a GGUF file; `mlp` replaces those of a dense MLP.
 
-    `interleaved`: the file has query and key in interleaved rotary order. llama.cpp rotates
-    neighbours for Llama alone; its Qwen2 and Qwen3 rotate halves, as Hugging Face's do.
+    Shapes are in NumPy's order, the reverse of the file's. `interleaved`: query and key are in
+    interleaved rotary order. llama.cpp rotates neighbouring channels for Llama only; its Qwen2 and
+    Qwen3 rotate halves, as in Hugging Face's files.
     """
     D, N, K, H, F, V = dims(config)
     layer = GGUF_LAYER
@@ -104,7 +104,7 @@ def gguf_decoder(
 
 
 def gguf_experts(config: DecoderConfig) -> tuple[Weight, ...]:
-    """A mixture in a GGUF file, which has one tensor for all experts of a layer."""
+    """Tensors of a mixture in a GGUF file, one for all experts of a layer."""
     D, _, _, _, F, _ = dims(config)
     layer, count = GGUF_LAYER, config.num_experts
     return (
@@ -136,7 +136,7 @@ def dims(config: DecoderConfig) -> tuple[int, int, int, int, int, int]:
 
 
 def plain(source: str, path: str, *shape: int) -> Weight:
-    """As it is."""
+    """The unchanged tensor."""
     return Weight(source, path, shape, shape, tuple(range(len(shape))), shape)
 
 
@@ -166,7 +166,7 @@ def heads_in(source: str, path: str, width: int, heads: int, head_dim: int) -> W
 
 
 def rotary_heads_in(source: str, path: str, width: int, heads: int, head_dim: int) -> Weight:
-    """As heads_in, from rows in interleaved rotary order (0, H/2, 1, H/2 + 1, ...)."""
+    """As heads_in, for rows in interleaved rotary order (0, H/2, 1, H/2 + 1, ...)."""
     split = (heads, head_dim // 2, 2, width)
     return Weight(
         source, path, (heads * head_dim, width), split, (3, 0, 2, 1), (width, heads, head_dim)

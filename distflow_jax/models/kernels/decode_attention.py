@@ -1,8 +1,8 @@
-"""Decode attention of ragged owners over paged keys and values, by the kernel of the platform.
+"""Decode attention of owners of different lengths over KV pages, by the platform's kernel.
 
-O owners (a slot, or a prompt that several slots share), K key/value heads, R query rows per
-key/value head (query heads of the group x members x new tokens), H head dim, N pages of W tokens,
-C table entries per owner.
+O owners (a slot, or a shared prompt), K key/value heads, R query rows per key/value head (query
+heads of the group x members x new tokens), H head dim, N pages of W tokens, C block table entries
+per owner.
 """
 
 import jax
@@ -14,7 +14,7 @@ from distflow_jax.models.kernels.decode_tpu import tpu_attention
 from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
-# names that devices and lowerings go by
+# platform names of devices and of lowerings
 _PLATFORMS = {
     "cpu": "reference",
     "gpu": "gpu",
@@ -25,11 +25,14 @@ _PLATFORMS = {
 
 
 def implementation_for(platform: str) -> str:
-    """The implementation for a device's `platform` ("cpu", "gpu", "cuda", "rocm" or "tpu")."""
+    """The implementation for a device's `platform` ("cpu", "gpu", "cuda", "rocm" or "tpu").
+
+    Raises ValueError for any other platform.
+    """
     if platform not in _PLATFORMS:
         raise ValueError(
-            f"no attention kernel is known for platform {platform!r}, only for "
-            f'{", ".join(_PLATFORMS)}: give implementation="reference"'
+            f"there is no attention kernel for platform {platform!r}, only for "
+            f'{", ".join(_PLATFORMS)}: use implementation="reference"'
         )
     return _PLATFORMS[platform]
 
@@ -47,26 +50,33 @@ def partial_attention(
     first: jax.Array | None = None,
     interpret: bool = False,
 ) -> PartialAttention:
-    """Attention of each owner's query rows over its own pages, ready to be merged with more keys.
+    """Partial attention of each owner's query rows over its own pages.
 
-    q [O, K, R, H], bfloat16 or float32. key_pages [N, K, H, W] and value_pages [N, K, W, H] of one
-    layer, both of bfloat16, float32, or int8 with key_scale and value_scale float32 [N, K, W]
-    (a token's key is int8 x scale). table int32 [O, C]: page ids in order; entries at or beyond
-    ceil(length / W) are never used. length int32 [O]: tokens that count, 0 to C W; what pages hold
-    beyond it is never used either. first int32 [O, R], where layers have windows: the first of the
-    owner's tokens that each row sees, below 1 for all; pages before every row's are not read.
+    Pass a cache of several layers whole, reshaped to [layers N, K, H, W], with table + layer N. A
+    slice would be copied before the kernel runs.
 
-    Returns out float32 [O, K, R, H] = softmax(q k / sqrt(H)) v and lse float32 [O, K, R], the
-    log-sum-exp of the scores; of a row that sees no tokens 0 and -inf. Sums are kept in float32;
-    products multiply in the pages' type (queries' for int8), with float32 kept float32.
+    Args:
+      q: [O, K, R, H], bfloat16 or float32.
+      key_pages: [N, K, H, W] of one layer, bfloat16, float32 or int8.
+      value_pages: [N, K, W, H], in the dtype of `key_pages`.
+      table: block table, int32 [O, C]: page numbers in order. Entries from ceil(length / W) on are
+        not used.
+      length: int32 [O], tokens of each owner, 0 to C W. Contents of pages beyond are not used.
+      implementation: "reference", "gpu" or "tpu". "auto" takes that of the default backend, which
+        is wrong for a mesh of other devices; use `implementation_for(device.platform)` there.
+      key_scale: float32 [N, K, W] for int8 pages: a token's key is int8 x scale.
+      value_scale: as key_scale, of values.
+      first: int32 [O, R] in layers with a window: first token that each row attends to; below 1
+        for all. Pages before the first token of all rows are not read.
+      interpret: runs the kernel on any device, slowly, for tests.
 
-    A cache of several layers is given whole, never sliced (a slice is a copy of the layer before a
-    kernel): reshaped to [layers N, K, H, W], with table + layer N.
+    Returns:
+      out float32 [O, K, R, H] = softmax(q k / sqrt(H)) v and lse float32 [O, K, R], the log-sum-exp
+      of the scores; 0 and -inf for rows without keys. Sums are float32. Products are in the pages'
+      dtype (for int8 in the queries'), for float32 at full precision.
 
-    `implementation`: "reference", "gpu" or "tpu"; "auto" takes the default backend's, which is the
-    wrong one where a mesh lies on other devices: `implementation_for(device.platform)` is sure.
-    A shape the named kernel cannot run is a ValueError. `interpret` runs a kernel on any device,
-    slowly, for tests.
+    Raises:
+      ValueError: for shapes or dtypes that do not fit, or that the kernel does not support.
     """
     if implementation == "auto":
         implementation = implementation_for(jax.default_backend())

@@ -1,9 +1,9 @@
-"""Decode attention over pages for GPUs: a Pallas kernel for Triton.
+"""Decode attention over KV pages for GPUs: a Pallas kernel for Triton.
 
-One program reads a range of one owner's tokens for one key/value head and up to 64 query rows; the
-ranges of an owner are merged afterwards (flash-decoding, Dao et al. 2023,
-crfm.stanford.edu/2023/10/12/flashdecoding.html), so that few long owners still fill the GPU.
-Letters as in reference.py; T tokens per step of a program.
+One program reads a range of one owner's tokens for one key/value head and up to 64 query rows. The
+partial attention of an owner's ranges is merged afterwards (flash-decoding, Dao et al. 2023,
+crfm.stanford.edu/2023/10/12/flashdecoding.html), so that few long owners still fill the GPU. Dims
+as in decode_reference.py; T tokens per step of a program.
 """
 
 import functools
@@ -19,31 +19,34 @@ from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_
 from distflow_jax.models.kernels.merge_partial import PartialAttention, merge_stacked
 
 MIN_ROWS = 16  # Triton's products need 16 rows; fewer are padded
-# More would spill registers: a further program reads the pages again (from L2). float32 is not for
-# tensor cores, and its products keep far more in registers.
+# More rows would spill registers; a further program reads the pages again (from L2). Tensor cores
+# do not take float32, and its products need far more registers.
 MAX_ROWS = {"bfloat16": 64, "float32": 16}
 TARGET_PROGRAMS = 512  # about four per multiprocessor of an A100 or H100
 MAX_SPLITS = 32
 
 
 def check_gpu(q: jax.Array, key_pages: jax.Array) -> None:
-    """Shapes the kernel can run; ValueError with what would work otherwise."""
+    """Raises ValueError for shapes that the kernel does not support, with one that it does.
+
+    q is [O, K, R, H], key_pages [N, K, H, W].
+    """
     head_dim, width = key_pages.shape[-2:]
     if not (_is_power_of_two(head_dim) and 16 <= head_dim <= 256):
         raise ValueError(
-            f"the GPU kernel takes a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers"
+            f"the GPU kernel needs a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers"
             f' of two), got {head_dim}: use implementation="reference"'
         )
     if not _is_power_of_two(width):
         raise ValueError(
-            "the GPU kernel takes pages of a power of two of tokens, got "
+            "the GPU kernel needs pages with a power of two of tokens, got "
             f"{width}: use {2 ** round(math.log2(width))}"
         )
     if key_pages.dtype == jnp.int8 and 2**31 < key_pages.size <= 2**32:
         # Pallas counts with 32 bits up to 4 GiB, and Triton reads them as signed
         fitting = 2**31 * len(key_pages) // key_pages.size
         raise ValueError(
-            f"the GPU kernel takes int8 pages of at most {2**31} elements, or more than {2**32}, "
+            f"the GPU kernel needs int8 pages of at most {2**31} elements, or more than {2**32}, "
             f"got {key_pages.size}: use {fitting} pages per call instead of {len(key_pages)}"
         )
 
@@ -61,7 +64,10 @@ def gpu_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> PartialAttention:
-    """`partial_attention` on a GPU; `splits` programs share an owner's tokens (None: chosen)."""
+    """`decode_attention.partial_attention` on a GPU, with the same shapes [O, K, R, H].
+
+    `splits` programs share an owner's tokens; None: chosen by the sizes.
+    """
     check_gpu(q_OKRH, key_pages)
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width, slots = key_pages.shape[-1], table_OC.shape[1]
@@ -78,7 +84,7 @@ def gpu_attention(
     scales = () if key_scale is None else (key_scale, value_scale)
     windows = ()
     if first_OR is not None:
-        # of a row that is padding beyond every token: it does not make others' pages be read
+        # a padding row starts after every token, so it adds no pages to read
         first = jnp.pad(first_OR, ((0, 0), (0, padding)), constant_values=2**30)
         begin = jnp.maximum(first.reshape(owners, row_blocks, block).min(-1), 0)
         windows = first, begin
@@ -136,8 +142,8 @@ def _kernel(
     def body(index, carry):
         top, total, out = carry
         first = index * step
-        # div and rem of lax: floor division's signs would hide from Triton that first is a multiple
-        # of step, and with it that tokens side by side can be read as one
+        # lax.div and lax.rem: with the sign handling of floor division, Triton cannot infer that
+        # `first` is a multiple of `step`, and does not vectorize loads of neighbouring tokens
         slot, offset = jax.lax.div(first, width), jax.lax.rem(first, width)
         valid = first + jnp.arange(step, dtype=jnp.int32) < length
         if step <= width:
@@ -153,19 +159,18 @@ def _kernel(
         new_top = jnp.maximum(top, score.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         weight = jnp.exp2(score - new_top[:, None])
-        if windowed:  # a row may see nothing so far, and its top be LOWEST
+        if windowed:  # a row may have no key so far, so its top is LOWEST
             weight = jnp.where(sees, weight, 0.0)
         total = total * shrink + weight.sum(axis=1)
-        part = _weighted_values(weight, value_ref, value_scale_ref, at, q.dtype)
-        return new_top, total, out * shrink[:, None] + part
+        update = _weighted_values(weight, value_ref, value_scale_ref, at, q.dtype)
+        return new_top, total, out * shrink[:, None] + update
 
     start = (
         jnp.full((block,), LOWEST, jnp.float32),
         jnp.zeros((block,), jnp.float32),
         jnp.zeros((block, head_dim), jnp.float32),
     )
-    # without windows every step taken has a token that counts for all rows, so that the top is a
-    # score from the first step on
+    # without windows every step has a key for all rows, so `top` is a score from the first step on
     top, total, out = jax.lax.fori_loop(begin, jnp.minimum(stop, steps), body, start)
     some = total > 0
     divisor = jnp.where(some, total, 1.0)
@@ -175,7 +180,7 @@ def _kernel(
 
 
 def _share(split, splits, steps, before):
-    """First step of a split and the one after its last; `before`: steps to leave out, or None."""
+    """First step of a split, and the step after its last; `before`: steps to skip, or None."""
     if before is None:
         share = pl.cdiv(steps, splits)
         return split * share, (split + 1) * share
@@ -184,11 +189,11 @@ def _share(split, splits, steps, before):
 
 
 class _Places(NamedTuple):
-    """Where a step's tokens lie in the pages: indices for `_read`, and masks that it takes.
+    """Indices of a step's tokens in the pages, and masks, as arguments of `_read`.
 
-    Keys and scales of a page are read to its end and what lies beyond the length is dropped
-    afterwards: a mask by length would make Triton read token by token. Along values' tokens there
-    is nothing to lose.
+    Keys and scales of a page are read to its end, and tokens beyond the length are dropped
+    afterwards: a mask by length would prevent Triton from vectorizing the loads. For values a mask
+    by token costs nothing.
     """
 
     valid: jax.Array  # bool [T]: before the owner's length
@@ -201,7 +206,7 @@ class _Places(NamedTuple):
 
 
 def _in_one_page(table_ref, owner, head, slot, offset, channel, within, valid) -> _Places:
-    """Of a step within one page, from `offset` on."""
+    """Places of a step within one page, from `offset` on."""
     page = table_ref[owner, slot]
     token = pl.multiple_of(offset, len(valid)) + within
     return _Places(
@@ -216,10 +221,10 @@ def _in_one_page(table_ref, owner, head, slot, offset, channel, within, valid) -
 
 
 def _in_whole_pages(table_ref, owner, head, slot, used, channel, within, valid) -> _Places:
-    """Of a step of several whole pages, of which the owner's first `used` exist."""
+    """Places of a step of several whole pages; the owner has `used` pages."""
     pages, slots = len(valid) // len(within), table_ref.shape[1]
     slots_taken = slot + jnp.arange(pages, dtype=jnp.int32)
-    # beyond the used entries the table is undefined: neither read nor followed
+    # table entries beyond `used` are undefined and must not be loaded
     exists = slots_taken < used
     entry = table_ref.at[owner, jnp.minimum(slots_taken, slots - 1)]
     page = plgpu.load(entry, mask=exists, other=0)
@@ -235,7 +240,7 @@ def _in_whole_pages(table_ref, owner, head, slot, used, channel, within, valid) 
 
 
 def _scores(q, key_ref, key_scale_ref, at: _Places):
-    """Scores [rows, T] of a step for base 2: exp2 is one instruction, exp is that and a product."""
+    """Scores [rows, T] of a step to base 2: exp2 is one instruction, exp takes a product more."""
     step, head_dim = len(at.valid), q.shape[-1]
     scale = head_dim**-0.5 * math.log2(math.e)
     key = _read(key_ref, at.key, at.key_mask).reshape(head_dim, step)
@@ -246,7 +251,7 @@ def _scores(q, key_ref, key_scale_ref, at: _Places):
 
 
 def _weighted_values(weight, value_ref, value_scale_ref, at: _Places, dtype):
-    """The sum of a step's values by weight [rows, T], multiplied in `dtype`: [rows, H]."""
+    """Sum of a step's values weighted by weight [rows, T], multiplied in `dtype`: [rows, H]."""
     step, head_dim = len(at.valid), value_ref.shape[-1]
     if value_scale_ref is not None:
         value_scale = _read(value_scale_ref, at.scale, at.scale_mask)
@@ -256,7 +261,7 @@ def _weighted_values(weight, value_ref, value_scale_ref, at: _Places, dtype):
 
 
 def _read(ref, index, mask):
-    """The elements at `index` (scalars and arrays that broadcast), 0 where masked."""
+    """Elements at `index` (scalars and arrays that broadcast), 0 where masked."""
     if mask is None:
         return ref[index]
     shape = jnp.broadcast_shapes(*[i.shape for i in index if i.ndim])

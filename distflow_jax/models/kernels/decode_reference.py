@@ -1,4 +1,4 @@
-"""Decode attention over pages in plain jax.numpy: what the kernels compute, and what a CPU runs.
+"""Decode attention over KV pages in plain jax.numpy: reference of the kernels, and CPU backend.
 
 O owners, K key/value heads, R query rows per key/value head, H head dim, N pages of W tokens,
 C table entries per owner.
@@ -13,12 +13,18 @@ LOWEST = -1e30  # finite, so that no difference of two scores is nan
 
 
 def dot_dtype(q: jax.Array, pages: jax.Array) -> jnp.dtype:
-    """What the products multiply in: the pages' own type, or the queries' for int8 pages."""
+    """Dtype of the products of q [O, K, R, H] and pages [N, K, H, W].
+
+    The dtype of the pages, for int8 pages that of the queries.
+    """
     return jnp.dtype(q.dtype if pages.dtype == jnp.int8 else pages.dtype)
 
 
 def dot_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """float32 stays float32: the default is TF32 on GPUs and bfloat16 passes on TPUs."""
+    """Precision of products in `dtype`: full for float32, for which the default is lower.
+
+    The default is TF32 on GPUs and bfloat16 passes on TPUs.
+    """
     exact = dtype == jnp.float32
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
@@ -33,11 +39,11 @@ def reference_attention(
     value_scale: jax.Array | None = None,
     first_OR: jax.Array | None = None,
 ) -> PartialAttention:
-    """`partial_attention` by a loop over page slots, one page of every owner at a time.
+    """`decode_attention.partial_attention` by a loop over page indices, a page per owner at a time.
 
-    The loop begins with the first page that a row sees and ends at the longest length in use, so
-    that cost follows these and not C. An owner that has ended reads page 0 meanwhile and discards
-    it.
+    Shapes are those of partial_attention. The loop runs from the first page that any query row
+    attends to up to the longest length, so the cost depends on these and not on C. Owners past
+    their length read page 0 and discard it.
     """
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width = key_pages.shape[-1]
@@ -55,7 +61,7 @@ def reference_attention(
         if first_OR is not None:
             sees = valid & (position[None, None] >= first_OR[..., None])[:, None]
         key = key_pages[index].astype(dtype)
-        # pages hold anything beyond an owner's length, nan too, and 0 * nan is nan
+        # pages may hold nan beyond an owner's length, and 0 * nan is nan
         value = jnp.where(valid[:, 0, :, :, None], value_pages[index], 0).astype(dtype)
         score = jnp.einsum(
             "OKRH,OKHW->OKRW", q, key, precision=precision, preferred_element_type=jnp.float32
@@ -69,14 +75,14 @@ def reference_attention(
         total = total * shrink + weight.sum(-1)
         if value_scale is not None:
             weight = weight * jnp.where(valid, value_scale[index][:, :, None], 0.0)
-        part = jnp.einsum(
+        update = jnp.einsum(
             "OKRW,OKWH->OKRH",
             weight.astype(dtype),
             value,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return new_top, total, out * shrink[..., None] + part
+        return new_top, total, out * shrink[..., None] + update
 
     start = (
         jnp.full((owners, kv_heads, rows), LOWEST, jnp.float32),

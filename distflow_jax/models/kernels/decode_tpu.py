@@ -1,10 +1,10 @@
-"""Decode attention over pages for TPUs: a Pallas kernel for Mosaic.
+"""Decode attention over KV pages for TPUs: a Pallas kernel for Mosaic.
 
-The grid is a list of the pages in use, owner by owner, made on the device just before: its length
-is the traced number of such pages, its block indices go through the list. So the pipeline of Pallas
-fetches exactly the used pages, all key/value heads of one in one copy, the next (of whichever owner
-it is) while this one is computed. Where rows see a window only, pages before it are not listed.
-Letters as in reference.py; L pages in use.
+The grid runs over a list of the pages in use, owner by owner, which is made on the device just
+before; the grid's size is the traced number of these pages. Pallas' pipeline therefore copies
+exactly the used pages, all key/value heads of a page in one copy, and overlaps the copy of the next
+page, of any owner, with the computation of this one. In layers with a window, pages before the
+window are not listed. Dims as in decode_reference.py; L pages in use.
 """
 
 import functools
@@ -25,24 +25,27 @@ MAX_LISTED = 2**16  # three int32 per page: 768 KiB of the 1 MiB of scalar memor
 def check_tpu(
     q: jax.Array, key_pages: jax.Array, table: jax.Array, *, windowed: bool = False
 ) -> None:
-    """Shapes the kernel can run; ValueError with what would work otherwise."""
+    """Raises ValueError for shapes that the kernel does not support, with one that it does.
+
+    q is [O, K, R, H], key_pages [N, K, H, W], table [O, C].
+    """
     head_dim, width = key_pages.shape[-2:]
     if width % LANES:
         raise ValueError(
-            f"the TPU kernel takes pages of a multiple of {LANES} tokens (a vector's lanes), got "
+            f"the TPU kernel needs pages of a multiple of {LANES} tokens (a vector's lanes), got "
             f"{width}: use {-(-width // LANES) * LANES}"
         )
     if head_dim % 16:
         raise ValueError(
-            f"the TPU kernel takes a head dim that is a multiple of 16, got {head_dim}: use "
+            f"the TPU kernel needs a head dim that is a multiple of 16, got {head_dim}: use "
             'implementation="reference"'
         )
     vmem = _vmem_bytes(q, key_pages, windowed)
     if vmem > VMEM_BYTES:
         raise ValueError(
-            f"the TPU kernel would hold {vmem} bytes of queries {list(q.shape[1:])} and pages "
-            f"{list(key_pages.shape[1:])}, and {VMEM_BYTES} fit: give fewer of the {q.shape[2]} "
-            f"query rows per call, or pages shorter than {width} tokens"
+            f"the TPU kernel needs {vmem} bytes of VMEM for queries {list(q.shape[1:])} and pages "
+            f"{list(key_pages.shape[1:])}, and {VMEM_BYTES} fit: use fewer than {q.shape[2]} query "
+            f"rows per call, or pages shorter than {width} tokens"
         )
     if table.size > MAX_LISTED:
         raise ValueError(
@@ -55,7 +58,7 @@ def check_tpu(
 def _vmem_bytes(q: jax.Array, key_pages: jax.Array, windowed: bool) -> int:
     _, kv_heads, rows, head_dim = q.shape
     width, lanes = key_pages.shape[-1], -(-head_dim // LANES) * LANES
-    # everything but the running sums twice: one computed while the other is copied
+    # all but the running sums twice: one buffer is computed with while the other is copied
     pages = 2 * kv_heads * width * (head_dim + lanes) * key_pages.dtype.itemsize
     per_row = 2 * lanes * (dot_dtype(q, key_pages).itemsize + 4) + 2 * LANES * 4
     sums = (lanes + 2 * LANES) * 4
@@ -76,7 +79,7 @@ def tpu_attention(
     *,
     interpret: bool = False,
 ) -> PartialAttention:
-    """`partial_attention` on a TPU core."""
+    """`decode_attention.partial_attention` on a TPU core, with the same shapes [O, K, R, H]."""
     check_tpu(q_OKRH, key_pages, table_OC, windowed=first_OR is not None)
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width = key_pages.shape[-1]
@@ -88,8 +91,8 @@ def tpu_attention(
     if first_OR is not None:
         begin_O = jnp.maximum(first_OR.min(-1), 0) // width * width
     owner_L, first_L, page_L, count = used_pages(table_OC, length_O, width, begin_O)
-    # XLA keeps [W, 64] with W along the lanes, since 64 of 128 lanes would be padding. Taken so,
-    # pages reach the kernel as they lie; taken as [W, 64], all N are copied before every call.
+    # XLA stores [W, 64] with W along the lanes, since 64 of 128 lanes would be padding. Passed
+    # transposed, pages are not copied; as [W, 64], all N are copied before every call.
     transposed = head_dim % LANES != 0
     if transposed:
         value_pages = value_pages.swapaxes(2, 3)
@@ -141,7 +144,7 @@ def tpu_attention(
         interpret=interpret,
         name="paged_decode_attention",
     )(owner_L, first_L, page_L, length_O, *begins, q, key_pages, value_pages, *firsts, *scales)
-    # an owner without tokens is in no step, and its block is never written
+    # an owner without tokens has no step, so its block is never written
     some = (length_O > (0 if begin_O is None else begin_O))[:, None, None]
     lse = jnp.where(some, lse[:, :, :rows, 0], -jnp.inf)
     return jnp.where(some[..., None], out[:, :, :rows], 0.0), lse
@@ -150,10 +153,10 @@ def tpu_attention(
 def used_pages(
     table_OC: jax.Array, length_O: jax.Array, width: int, begin_O: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The pages in use, owner by owner: owner, first position and page id int32 [O C], and count.
+    """List of the pages in use, owner by owner: (owner, first position, page), int32 [O C], count.
 
-    `begin_O` int32: the position, a multiple of `width`, of the first one of each owner; None: 0.
-    Entries at and beyond `count` (at least 1, since a grid has a step) are owner and page 0.
+    `begin_O` int32: position of the first token of each owner's first page to list, a multiple of
+    `width`; None: 0. Entries from `count` on are 0. `count` is at least 1, as a grid needs a step.
     """
     owners, slots = table_OC.shape
     used_O = -(-length_O // width)
@@ -161,7 +164,7 @@ def used_pages(
         used_O = jnp.maximum(used_O - begin_O // width, 0)
     end_O = jnp.cumsum(used_O)
     index = jnp.arange(owners * slots, dtype=jnp.int32)
-    # how many owners end at or before it: one pass, where a binary search would be a loop
+    # the number of owners that end at or before it, in one pass; a binary search would be a loop
     owner = (end_O[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     listed = index < end_O[-1]
     owner = jnp.where(listed, owner, 0)
@@ -199,7 +202,7 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
     value_shape, token_dim = ((head_dim, width), 1) if transposed else ((width, head_dim), 0)
     value_valid = first + jax.lax.broadcasted_iota(jnp.int32, value_shape, token_dim) < length
 
-    # head by head: products of matrices, which Mosaic knows best
+    # head by head: Mosaic compiles plain matrix products best
     for head in range(kv_heads):
         score = jnp.dot(
             q_ref[0, head],
@@ -214,14 +217,14 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
         top = top_ref[head, :, :1]
         new_top = jnp.maximum(top, score.max(axis=1, keepdims=True))
         shrink = jnp.exp(top - new_top)
-        # where: of a row that has seen nothing so far every score is LOWEST
+        # where: all scores of a row without keys so far are LOWEST
         weight = jnp.where(valid, jnp.exp(score - new_top), 0.0)
         total = total_ref[head, :, :1] * shrink + weight.sum(axis=1, keepdims=True)
         if value_scale_ref is not None:
             weight = jnp.where(valid, weight * value_scale_ref[0, head : head + 1, :], 0.0)
-        # selected in float32: not every TPU selects in 16 or 8 bits
+        # select in float32: not every TPU selects in 16 or 8 bits
         value = jnp.where(value_valid, value_ref[0, head].astype(jnp.float32), 0.0)
-        part = jax.lax.dot_general(
+        update = jax.lax.dot_general(
             weight.astype(dtype),
             value.astype(dtype),
             (((1,), (token_dim,)), ((), ())),
@@ -230,7 +233,7 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
         )
         top_ref[head] = jnp.broadcast_to(new_top, (rows, LANES))
         total_ref[head] = jnp.broadcast_to(total, (rows, LANES))
-        sum_ref[head] = sum_ref[head] * shrink + part
+        sum_ref[head] = sum_ref[head] * shrink + update
 
     @pl.when(first + width >= length)
     def _():
@@ -239,5 +242,5 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
             divisor = jnp.where(total > 0.0, total, 1.0)
             out_ref[0, head] = sum_ref[head] / divisor
             lse = top_ref[head, :, :1] + jnp.log(divisor)
-            # without windows every row of an owner sees a token
+            # without windows every row of an owner has a key
             lse_ref[0, head] = jnp.where(total > 0.0, lse, -jnp.inf) if windowed else lse

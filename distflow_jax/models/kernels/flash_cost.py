@@ -1,14 +1,15 @@
-"""What a kernel over tiles of attention costs at most, for XLA's schedule and for plans of runs."""
+"""Cost estimates of tiled attention kernels, for XLA's scheduler and for plans of runs."""
 
 import jax
 from jax.experimental import pallas as pl
 
 
 def flash_cost(q: jax.Array, k: jax.Array, *, products: int, moved: int) -> pl.CostEstimate:
-    """Were every row one sequence: `products` of matrices in each tile on or below the diagonal.
+    """Upper bound of a kernel's cost, reached if every row is a single sequence.
 
-    q [B, n, K, X, H] and k [B, m, K, C, H]; `moved`: bytes read, each once. No packing lists more
-    tiles than m (m + 1) / 2 of a whole row, and of these every part of one has as many.
+    The kernel computes `products` matrix products in each tile on or below the diagonal and reads
+    `moved` bytes, each once. q is [B, n, K, X, H], k [B, m, K, C, H]. A whole row has at most
+    m (m + 1) / 2 tiles under any packing, divided equally among the shards of a row.
     """
     rows, blocks, kv_heads, queries, head_dim = q.shape
     tiles = rows * blocks * (k.shape[1] + 1) // 2
@@ -19,5 +20,5 @@ def flash_cost(q: jax.Array, k: jax.Array, *, products: int, moved: int) -> pl.C
 
 
 def nbytes(*arrays: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the arrays, of any shape."""
     return sum(x.size * x.dtype.itemsize for x in arrays)

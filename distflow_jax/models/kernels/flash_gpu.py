@@ -1,8 +1,8 @@
-"""Attention over packed rows tile by tile for GPUs: Pallas kernels for Triton.
+"""Tiled attention over packed rows for GPUs: Pallas kernels for Triton.
 
-A program has one block of queries of one or two heads, or one of keys, and goes through its list of
-the blocks that hold a pair that counts. Letters as in flash_loops.py; R query rows of a step, X / R
-parts of a block. FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691.
+A program processes one block of queries of one or two heads, or one block of keys, and loops over
+its list of tiles with an allowed pair. Dims as in flash_loops.py; R query rows of a step, X / R
+chunks of a block. FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691.
 """
 
 import functools
@@ -15,29 +15,33 @@ from jax.experimental.pallas import triton as plgpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
 from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.kernels.tiles import Reach, Tiles, counting, mask_facts
+from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mask
 
-# of tiles: a square of sums, two of scores and their gradients fit a program's registers
+# tile sides: a tile of sums and two of scores and their gradients fit a program's registers
 SIDES = (64,)
-ROW_CHANNELS = 128 * 128  # of a step's queries, of two heads where there are: more do not fit
-_LOG2_E = math.log2(math.e)  # exp2 is one instruction, exp is that and a product
+ROW_CHANNELS = 128 * 128  # R x H of a step's queries at most, of one or two heads: more do not fit
+_LOG2_E = math.log2(math.e)  # exp2 is one instruction, exp takes a product more
 
 
 def check_flash_gpu(
     *, side: int, rows: int, blocks: int, key_blocks: int, heads: int, head_dim: int, dtype: str
 ) -> None:
-    """Shapes that the kernels can run, whatever the `rows`, `blocks` and `heads`; ValueError with
-    what would work otherwise."""
+    """Raises ValueError for sizes that the kernels do not support, with one that they do.
+
+    Any `rows`, `blocks`, `key_blocks` and `heads` are supported.
+    """
     if side not in SIDES:
-        raise ValueError(f"the GPU kernel takes blocks of {SIDES[0]} tokens, got {side}")
+        raise ValueError(
+            f"the GPU kernel needs blocks of {SIDES[0]} tokens, got {side}: use {SIDES[0]}"
+        )
     if head_dim not in (16, 32, 64, 128, 256):
         raise ValueError(
-            "the GPU kernel takes a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers "
+            "the GPU kernel needs a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers "
             f"of two), got {head_dim}: use attention='blocks'"
         )
     if dtype != "bfloat16":
         raise ValueError(
-            "the GPU kernel multiplies in bfloat16 (tensor cores have no float32), got "
+            "the GPU kernel multiplies in bfloat16 (tensor cores do not take float32), got "
             f"training.compute_dtype={dtype!r}: use 'bfloat16'"
         )
 
@@ -51,12 +55,12 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """flash_loops.forward on a GPU."""
+    """flash_loops.forward on a GPU: q [B, n, K, X, H], k and v [B, m, K, C, H]."""
     return _call(
         _forward_kernel,
         (tiles.keys, tiles.num_keys, *mask_facts(tiles, reach), q, k, v),
         [q, jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)],
-        parts=_parts(q, k),
+        chunks=_chunks(q, k),
         products=2,
         interpret=interpret,
     )
@@ -74,51 +78,56 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """flash_loops.backward on a GPU: a kernel for queries, and one for keys and values."""
-    given = (*mask_facts(tiles, reach), q, k, v, lse, delta, d_out)
+    """flash_loops.backward on a GPU: q [B, n, K, X, H], k and v [B, m, K, C, H].
+
+    One kernel computes the gradient of q, another those of k and v.
+    """
+    operands = (*mask_facts(tiles, reach), q, k, v, lse, delta, d_out)
     (d_q,) = _call(
         _query_kernel,
-        (tiles.keys, tiles.num_keys, *given),
+        (tiles.keys, tiles.num_keys, *operands),
         [q],
-        parts=_parts(q, k),
+        chunks=_chunks(q, k),
         products=3,
         interpret=interpret,
     )
     d_k, d_v = _call(
         _key_kernel,
-        (tiles.queries, tiles.num_queries, *given),
+        (tiles.queries, tiles.num_queries, *operands),
         [k, v],
-        parts=1,
+        chunks=1,
         products=4,
         interpret=interpret,
     )
     return d_q, d_k, d_v
 
 
-def _parts(q: jax.Array, k: jax.Array) -> int:
-    """Into how many the query rows of a key/value head are cut for programs."""
+def _chunks(q: jax.Array, k: jax.Array) -> int:
+    """Number of programs that divide the query rows of a block and key/value head."""
     rows, side, head_dim = q.shape[3], *k.shape[3:]
     two = rows % (2 * side) == 0 and 2 * side * head_dim <= ROW_CHANNELS
     return rows // (2 * side if two else side)
 
 
-def _call(kernel, arguments, results, *, parts, products, interpret):
-    """`kernel` for each block of each row, key/value head and part: arguments [B, blocks, ...] with
-    both dims in one."""
-    others, number, *given = arguments
+def _call(kernel, arguments, results, *, chunks, products, interpret):
+    """Runs `kernel` for each block of each row, key/value head and chunk of query rows.
+
+    Arguments [B, blocks, ...] are passed with their first two dims merged.
+    """
+    others, number, *operands = arguments
     rows, owners, _ = others.shape
-    _, _, q, k, *_ = given
+    _, _, q, k, *_ = operands
     kv_heads, head_dim = k.shape[2], k.shape[4]
 
     def flat(x):
         return x.reshape(-1, *x.shape[2:])
 
-    # lists name blocks of a row, arrays have those of all rows
+    # the lists have block indices within a row, the merged arrays the blocks of all rows
     first = jnp.arange(rows, dtype=jnp.int32)[:, None, None] * others.shape[2]
     found = pl.pallas_call(
-        functools.partial(kernel, parts=parts),
+        functools.partial(kernel, chunks=chunks),
         # owners first: the first dim of a grid is the one without the limit of 65,535
-        grid=(rows * owners, kv_heads, parts),
+        grid=(rows * owners, kv_heads, chunks),
         out_shape=[
             jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in results
         ],
@@ -126,24 +135,24 @@ def _call(kernel, arguments, results, *, parts, products, interpret):
             num_warps=4 if head_dim <= 64 else 8,
             num_stages=2 if head_dim <= 128 else 1,  # else too much shared memory for some GPUs
         ),
-        cost_estimate=flash_cost(q, k, products=products, moved=nbytes(*given)),
+        cost_estimate=flash_cost(q, k, products=products, moved=nbytes(*operands)),
         interpret=interpret,
         name=f"flash_attention{kernel.__name__}",
-    )(flat(others + first), number.reshape(-1), *map(flat, given))
+    )(flat(others + first), number.reshape(-1), *map(flat, operands))
     return tuple(x.reshape(like.shape) for x, like in zip(found, results, strict=True))
 
 
 def _mask(of_query, of_key, transposed=False):
-    """0 where a pair counts and LOWEST where not, float32 [R, C], or [C, R]."""
+    """0 for allowed pairs and LOWEST for others, float32 [R, C], or [C, R]."""
     rows, columns = (slice(None), None), (None, slice(None))
     if transposed:
         rows, columns = columns, rows
-    pairs = counting(*(x[rows] for x in of_query), *(x[columns] for x in of_key))
+    pairs = pair_mask(*(x[rows] for x in of_query), *(x[columns] for x in of_key))
     return jnp.where(pairs, 0.0, LOWEST)
 
 
 def _of_query(of_query_ref, block, rows):
-    """Facts of the query rows `rows`, int32 [R], of a block: heads lie behind each other."""
+    """Facts of the query rows `rows`, int32 [R], of a block, which holds head after head."""
     token = jax.lax.rem(rows, of_query_ref.shape[2])
     return [of_query_ref[block, i, token] for i in range(4)]
 
@@ -156,9 +165,9 @@ def _dot(lhs, rhs):
     return plgpu.dot(lhs, rhs, precision=dot_precision(lhs.dtype))
 
 
-def _rows_of_part(rows, parts):
-    """Where this program's R of a block's query rows begin, and R."""
-    size = rows // parts
+def _rows_of_chunk(rows, chunks):
+    """Start of this program's chunk of a block's query rows, and its size R."""
+    size = rows // chunks
     return pl.program_id(2) * size, size
 
 
@@ -173,10 +182,10 @@ def _forward_kernel(
     out_ref,
     lse_ref,
     *,
-    parts,
+    chunks,
 ):
     block, head = pl.program_id(0), pl.program_id(1)
-    begin, size = _rows_of_part(q_ref.shape[2], parts)
+    begin, size = _rows_of_chunk(q_ref.shape[2], chunks)
     rows, head_dim = pl.ds(begin, size), q_ref.shape[3]
     q = q_ref[block, head, rows, :]
     of_query = _of_query(of_query_ref, block, begin + jnp.arange(size, dtype=jnp.int32))
@@ -187,12 +196,12 @@ def _forward_kernel(
         score = _dot(q, k_ref[key, head].T) * (head_dim**-0.5 * _LOG2_E)
         score += _mask(of_query, _of_key(of_key_ref, key))
         new_top = jnp.maximum(top, score.max(axis=1))
-        # of a query that has seen nothing so far all are 1, and shrunk to nothing by its first key
+        # weights of a query without keys so far are 1; its first key shrinks them to 0
         weight = jnp.exp2(score - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         value = v_ref[key, head]
-        part = _dot(weight.astype(value.dtype), value)
-        return new_top, total * shrink + weight.sum(axis=1), out * shrink[:, None] + part
+        update = _dot(weight.astype(value.dtype), value)
+        return new_top, total * shrink + weight.sum(axis=1), out * shrink[:, None] + update
 
     start = (
         jnp.full((size,), LOWEST, jnp.float32),
@@ -220,10 +229,10 @@ def _query_kernel(
     d_out_ref,
     d_q_ref,
     *,
-    parts,
+    chunks,
 ):
     block, head = pl.program_id(0), pl.program_id(1)
-    begin, size = _rows_of_part(q_ref.shape[2], parts)
+    begin, size = _rows_of_chunk(q_ref.shape[2], chunks)
     rows, scale = pl.ds(begin, size), q_ref.shape[3] ** -0.5
     q, d_out = q_ref[block, head, rows, :], d_out_ref[block, head, rows, :]
     lse, delta = lse_ref[block, head, rows] * _LOG2_E, delta_ref[block, head, rows]
@@ -255,9 +264,9 @@ def _key_kernel(
     d_k_ref,
     d_v_ref,
     *,
-    parts,
+    chunks,
 ):
-    del parts
+    del chunks
     block, head = pl.program_id(0), pl.program_id(1)
     k, v = k_ref[block, head], v_ref[block, head]
     side, scale = k.shape[0], k.shape[1] ** -0.5

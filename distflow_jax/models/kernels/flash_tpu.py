@@ -1,10 +1,10 @@
-"""Attention over packed rows tile by tile for TPUs: Pallas kernels for Mosaic.
+"""Tiled attention over packed rows for TPUs: Pallas kernels for Mosaic.
 
-The grid is the list of the tiles that hold a pair that counts, its length a traced number, made on
-the device just before: no step is taken for the others. Several key/value heads share a step, and
-with it the tile's mask. Queries lie along the lanes: sums over keys, log-sum-exps and a head dim of
-64 then fill whole vectors. Letters as in flash_loops.py; L tiles at most, P key/value heads of a
-step. FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691.
+The grid runs over a list of the tiles with an allowed pair, made on the device just before; its
+size is a traced number, and other tiles take no step. Several key/value heads share a step, and
+with it the tile's mask. Queries lie along the lanes, so that sums over keys, log-sum-exps and a
+head dim of 64 fill whole vectors. Dims as in flash_loops.py; L tiles at most, P key/value heads of
+a step. FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
 from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.kernels.tiles import Reach, Tiles, counting, mask_facts
+from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mask
 
 LANES = 128
-SIDES = (128, 256)  # of tiles: the shorter, the less of them is masked, and the more are listed
+SIDES = (128, 256)  # of tiles: shorter ones are masked less, but the list is longer
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # two int32 per tile: 512 KiB of the 1 MiB of scalar memory
 _SUBLANES = 8
@@ -28,19 +28,19 @@ _SUBLANES = 8
 def check_flash_tpu(
     *, side: int, rows: int, blocks: int, key_blocks: int, heads: int, head_dim: int, dtype: str
 ) -> None:
-    """Shapes that the kernels can run; ValueError with what would work otherwise.
+    """Raises ValueError for sizes that the kernels do not support, with one that they do.
 
-    `rows` or parts of rows, in `blocks` blocks of queries and `key_blocks` of keys with a `side` in
-    tokens; `heads` of queries per key/value head.
+    `rows` rows or shards of rows have `blocks` blocks of queries and `key_blocks` of keys, of
+    `side` tokens each. `heads` are query heads per key/value head.
     """
     if side % LANES:
         raise ValueError(
-            f"the TPU kernel takes blocks of a multiple of {LANES} tokens (a vector's lanes), got "
+            f"the TPU kernel needs blocks of a multiple of {LANES} tokens (a vector's lanes), got "
             f"{side}: use {-(-side // LANES) * LANES}"
         )
     if head_dim % 16:
         raise ValueError(
-            f"the TPU kernel takes a head dim that is a multiple of 16, got {head_dim}: use "
+            f"the TPU kernel needs a head dim that is a multiple of 16, got {head_dim}: use "
             "attention='blocks'"
         )
     tiles = rows * blocks * key_blocks
@@ -53,13 +53,13 @@ def check_flash_tpu(
     needed = _vmem_bytes(1, _Size(side, heads * side, head_dim, jnp.dtype(dtype)))
     if needed > VMEM_BYTES:
         raise ValueError(
-            f"the TPU kernel would hold {needed} bytes of {heads} query heads x {side} tokens with "
-            f"a head dim of {head_dim}, and {VMEM_BYTES} fit"
+            f"the TPU kernel needs {needed} bytes of VMEM for {heads} query heads x {side} tokens "
+            f"with a head dim of {head_dim}, and {VMEM_BYTES} fit: use attention='blocks'"
         )
 
 
 class _Size(NamedTuple):
-    """Of a tile and one key/value head."""
+    """Sizes of a tile for one key/value head."""
 
     side: int  # C
     rows: int  # X
@@ -72,10 +72,10 @@ def _size(q: jax.Array, k: jax.Array) -> _Size:
 
 
 def _vmem_bytes(kv_heads: int, size: _Size) -> int:
-    """What the dearest step holds, that of a block of keys in the backward pass."""
+    """VMEM of the largest step, that of the kernel for keys in the backward pass."""
     side, rows, head_dim, dtype = size
     lanes = -(-head_dim // LANES) * LANES
-    # all but the sums twice: one computed while the other is copied
+    # all but the sums twice: one buffer is computed with while the other is copied
     queries = 2 * 2 * rows * (head_dim * dtype.itemsize + _SUBLANES * 4)
     keys = (4 * 2 * dtype.itemsize + 2 * 4) * side * lanes
     scores = 4 * side * rows * 4  # of one head at a time
@@ -83,8 +83,7 @@ def _vmem_bytes(kv_heads: int, size: _Size) -> int:
 
 
 def _heads_of_step(kv_heads: int, size: _Size) -> int:
-    """Key/value heads of a step: as many as fit, and at most half, since chips of two cores divide
-    the heads."""
+    """Key/value heads of a step: as many as fit, at most half, for chips of two cores."""
     divide = (n for n in range(1, max(1, kv_heads // 2) + 1) if kv_heads % n == 0)
     return max((n for n in divide if _vmem_bytes(n, size) <= VMEM_BYTES), default=1)
 
@@ -98,7 +97,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """flash_loops.forward on a TPU."""
+    """flash_loops.forward on a TPU: q [B, n, K, X, H], k and v [B, m, K, C, H]."""
     of_query, of_key = _facts(tiles, reach)
     queries, keys = [of_query, q.mT], [of_key, k, v]
     per_row = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
@@ -113,7 +112,7 @@ def forward(
         cost=flash_cost(q, k, products=2, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
-    # a block that sees nothing is in no step, and is never written
+    # a block of queries without keys has no step, so its result is never written
     seen = (tiles.num_keys > 0)[:, :, None, None]
     return jnp.where(seen[..., None], out.mT, 0), jnp.where(seen, lse[:, :, :, 0], 0.0)
 
@@ -130,7 +129,10 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """flash_loops.backward on a TPU: a kernel for queries, and one for keys and values."""
+    """flash_loops.backward on a TPU: q [B, n, K, X, H], k and v [B, m, K, C, H].
+
+    One kernel computes the gradient of q, another those of k and v.
+    """
     of_query, of_key = _facts(tiles, reach)
     queries = [of_query, q.mT, d_out.mT, lse[:, :, :, None], delta[:, :, :, None]]
     keys = [of_key, k, v]
@@ -164,17 +166,17 @@ def backward(
 def listed_tiles(
     others_BOM: jax.Array, number_BO: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tiles of O owners of a row, owner by owner: the number of the owner and of the other
-    block over all rows, int32 [L + 1], and their count.
+    """List of tiles, owner by owner: (owner, other), block indices over all rows int32 [L + 1].
 
-    `others_BOM` int32: each owner's blocks of the row's M, those that count first; `number_BO` of
-    them. The count is at least 1, since a grid has a step; entries at and beyond it have owner -1.
+    Owners are the O blocks of one side, others the M blocks of the other side. `others_BOM` int32
+    lists each owner's blocks to visit first, `number_BO` their number. Third, the number of tiles
+    is returned, at least 1, as a grid needs a step; entries from there on have owner -1.
     """
     rows, owners, others = others_BOM.shape
     number = number_BO.reshape(-1)
     end = jnp.cumsum(number, dtype=jnp.int32)
     index = jnp.arange(rows * owners * others + 1, dtype=jnp.int32)
-    # how many owners end at or before it: one pass, where a binary search would be a loop
+    # the number of owners that end at or before it, in one pass; a binary search would be a loop
     owner = (end[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     owner = jnp.minimum(owner, rows * owners - 1)
     nth = jnp.clip(index - (end - number)[owner], 0, others - 1)
@@ -184,17 +186,19 @@ def listed_tiles(
 
 
 def _facts(tiles: Tiles, reach: Reach | None) -> list[jax.Array]:
-    """mask_facts in whole vectors: [B, n, 8, C] of queries and [B, m, 8, C] of keys."""
+    """mask_facts padded to whole vectors: [B, n, 8, C] of queries and [B, m, 8, C] of keys."""
     facts = mask_facts(tiles, reach)
     return [jnp.pad(x, ((0, 0), (0, 0), (0, _SUBLANES - x.shape[2]), (0, 0))) for x in facts]
 
 
 def _over_tiles(kernel, listed, owners, others, results, *, sums, size, cost, interpret):
-    """`kernel` over the listed tiles: `results`, of their owners' blocks.
+    """Runs `kernel` over the listed tiles; returns `results`, per block of the owners.
 
-    `owners` and `others`: what comes with a block of each side, its facts and then [B, blocks, K,
-    ...]. `sums`: shapes of results that float32 is kept for from the first to the last tile of an
-    owner. `size`: of a tile and one key/value head.
+    Args:
+      owners: operands of the owners' side: mask facts, then arrays [B, blocks, K, ...].
+      others: operands of the other side.
+      sums: shapes of float32 accumulators that live from the first to the last tile of an owner.
+      size: sizes of a tile for one key/value head.
     """
     owner_L, other_L, count = listed
     kv_heads = owners[1].shape[2]
@@ -207,7 +211,7 @@ def _over_tiles(kernel, listed, owners, others, results, *, sums, size, cost, in
         return other[step], group, 0, 0
 
     def spec(x, index):
-        if len(x.shape) == 4:  # facts, of all heads
+        if len(x.shape) == 4:  # mask facts, the same for all heads
             return pl.BlockSpec((1, *x.shape[2:]), lambda *at: (index(*at)[0], 0, 0))
         return pl.BlockSpec((1, share, *x.shape[3:]), index)
 
@@ -235,7 +239,7 @@ def _over_tiles(kernel, listed, owners, others, results, *, sums, size, cost, in
 
 
 def _ends(owner_ref):
-    """Whether this step is the first of its owner, and the last."""
+    """Whether this step is the first of its owner, and whether it is the last."""
     step = pl.program_id(1)
     owner = owner_ref[step]
     first = (step == 0) | (owner_ref[jnp.maximum(step - 1, 0)] != owner)
@@ -243,14 +247,14 @@ def _ends(owner_ref):
 
 
 def _mask(of_query_ref, of_key_ref, heads):
-    """0 where a pair counts and LOWEST where not, float32 [C, X]: the same for all query heads."""
+    """0 for allowed pairs and LOWEST for others, float32 [C, X]; the same for all query heads."""
     of_query = (of_query_ref[0, i : i + 1] for i in range(4))
     of_key = (of_key_ref[0].T[:, i : i + 1] for i in range(3))
-    return jnp.tile(jnp.where(counting(*of_query, *of_key), 0.0, LOWEST), (1, heads))
+    return jnp.tile(jnp.where(pair_mask(*of_query, *of_key), 0.0, LOWEST), (1, heads))
 
 
 def _dot(lhs, rhs, contract):
-    """Their product in float32, over dim `contract[0]` of `lhs` and `contract[1]` of `rhs`."""
+    """Product in float32, contracting dim `contract[0]` of `lhs` with `contract[1]` of `rhs`."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     precision = dot_precision(lhs.dtype)
     return jax.lax.dot_general(
@@ -286,14 +290,14 @@ def _forward_kernel(
         score = _dot(k_ref[0, head], q_ref[0, head], (1, 0)) * head_dim**-0.5 + mask
         top = top_ref[head]
         new_top = jnp.maximum(top, score.max(axis=0, keepdims=True))
-        # of a query that has seen nothing so far all are 1, and shrunk to nothing by its first key
+        # weights of a query without keys so far are 1; its first key shrinks them to 0
         weight = jnp.exp(score - new_top)
         shrink = jnp.exp(top - new_top)
         value = v_ref[0, head]
-        part = _dot(value, weight.astype(value.dtype), (0, 0))
+        update = _dot(value, weight.astype(value.dtype), (0, 0))
         top_ref[head] = new_top
         total_ref[head] = total_ref[head] * shrink + weight.sum(axis=0, keepdims=True)
-        sum_ref[head] = sum_ref[head] * shrink + part
+        sum_ref[head] = sum_ref[head] * shrink + update
 
     @pl.when(last)
     def _():
@@ -306,8 +310,7 @@ def _forward_kernel(
 
 
 def _weights(head, mask, q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref):
-    """Of one head of a tile: the weights [C, X], and the gradient of the scores but for their
-    scale."""
+    """Weights [C, X] of one head of a tile, and the gradient of its scores without their scale."""
     query, d_out = q_ref[0, head], d_out_ref[0, head]
     score = _dot(k_ref[0, head], query, (1, 0)) * query.shape[0] ** -0.5 + mask
     weight = jnp.exp(score - lse_ref[0, head])

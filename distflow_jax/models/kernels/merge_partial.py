@@ -1,7 +1,7 @@
-"""Attention over disjoint sets of keys, put together by the log-sum-exps of their scores.
+"""Merging of partial attention over disjoint sets of keys by their log-sum-exps.
 
-A part is (out [..., H], lse [...]): the softmax-weighted values over its own keys, normalised, and
-the log of the sum of exponentials of its scores. A part without keys is (0, -inf).
+A partial attention is (out [..., H], lse [...]): the normalised softmax-weighted values over its
+own keys, and the log-sum-exp of its scores. Without keys it is (0, -inf).
 """
 
 import functools
@@ -14,24 +14,25 @@ PartialAttention = tuple[jax.Array, jax.Array]
 
 
 def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
-    """Attention over the union of the parts' keys, float32. Dao et al. 2022, section 3.1.
+    """Attention over the union of the keys of all `parts`, float32.
 
-    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (arxiv.org/abs/2205.14135;
-    over parts computed apart: arxiv.org/abs/2311.01282). Where every part is empty: (0, -inf).
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i); (0, -inf) without any key.
+    Dao et al. 2022 (arxiv.org/abs/2205.14135), section 3.1; for separately computed partial
+    attention: arxiv.org/abs/2311.01282.
     """
     if not parts:
-        raise ValueError("merge needs at least one (out, lse), got none")
+        raise ValueError("merge needs at least one pair (out, lse), got none")
     shapes = [(out.shape, lse.shape) for out, lse in parts]
     for out_shape, lse_shape in shapes:
         if (out_shape, lse_shape) != shapes[0] or out_shape[:-1] != lse_shape:
             raise ValueError(
-                "merge takes parts of one shape, out [..., H] and lse [...], got "
+                "merge needs equal shapes, out [..., H] and lse [...], got "
                 + ", ".join(f"out {list(o)} lse {list(s)}" for o, s in shapes)
             )
     top = functools.reduce(jnp.maximum, (lse for _, lse in parts))
-    # with every part empty top is -inf, and -inf - -inf would be nan
+    # without any key top is -inf, and -inf - -inf would be nan
     base = jnp.where(top == -jnp.inf, 0.0, top).astype(jnp.float32)
-    # sums written out: XLA:CPU takes 20 times as long for a reduction over stacked parts
+    # Python sums: XLA:CPU takes 20 times as long for a reduction over a stacked dim
     weights = [jnp.exp(lse - base) for _, lse in parts]
     total = sum(weights)
     merged = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
@@ -40,9 +41,9 @@ def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
 
 
 def merge_stacked(out: jax.Array, lse: jax.Array) -> PartialAttention:
-    """`merge` of parts along the first dim: out float32 [P, ..., H], lse float32 [P, ...]."""
+    """`merge` along the first dim of out float32 [P, ..., H] and lse float32 [P, ...]."""
     top = lse.max(axis=0)
-    # with every part empty top is -inf, and -inf - -inf would be nan
+    # without any key top is -inf, and -inf - -inf would be nan
     base = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp(lse - base[None])
     total = weight.sum(axis=0)

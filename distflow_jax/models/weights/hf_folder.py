@@ -1,8 +1,8 @@
-"""Writes a model as a Hugging Face folder: weights, config, tokenizer, what ends a generation.
+"""Export of a model as a Hugging Face folder: weights, config, tokenizer, generation config.
 
-transformers and this package's own open_model read it. A scalar model (critic, reward model)
-becomes the family's sequence classifier with one label, whose `score` is our head: transformers'
-score of a text is then the scalar at its last token.
+transformers and open_model read the folder. A scalar model (critic, reward model) becomes the
+family's sequence classifier with one label and the scalar head as `score`: transformers' score of a
+text is then the scalar at its last token.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from distflow_jax.models.weights.safetensors_writer import (
 )
 from distflow_jax.models.weights.source import FAMILIES
 
-# What a tokenizer may consist of, and the ids that end a generation.
+# files of a tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,17 +40,17 @@ TOKENIZER_FILES = (
 )
 GENERATION_FILE = "generation_config.json"
 _SCORE = "score.weight"
-# transformers' sequence classifiers whose names do not follow from that of the policy's class
+# transformers' sequence classifiers with irregular names
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
-_OTHER_FILES = 64 << 20  # bytes; more than config and tokenizer take
+_OTHER_FILES = 64 << 20  # bytes; an upper bound for config and tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """A model on its way out.
+    """A model to export.
 
-    `params` starts a stream of (path, whole stacked array), in the paths of param_specs(network).
-    `tokenizer_folder` holds the tokenizer as Hugging Face's files; None: it is written anew.
+    `params` starts a stream of (path, whole stacked array), with the paths of param_specs(network).
+    `tokenizer_folder` has the tokenizer as Hugging Face's files; None: new files are written.
     """
 
     network: DecoderConfig | ScalarModel
@@ -66,7 +66,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What was written: bytes of each file, and what the dtype could not hold."""
+    """Result of an export: bytes of each file, and values out of the dtype's range."""
 
     files: dict[str, int]
     num_params: int
@@ -81,9 +81,10 @@ def write_hf_folder(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> Written:
-    """Writes the folder, or raises ValueError and leaves nothing; one parameter is in memory.
+    """Writes the folder, with one parameter in memory at a time.
 
-    `dtype` is one of safetensors_writer.DTYPES. The folder takes its name when it is complete.
+    `dtype` is one of safetensors_writer.DTYPES. The folder gets its name when it is complete.
+    Raises ValueError, and leaves nothing behind, if it cannot be written.
     """
     shapes = tensor_shapes(model.network)
     needed = sum(num_bytes(shape, dtype) for shape in shapes.values()) + _OTHER_FILES
@@ -102,7 +103,7 @@ def write_hf_folder(
 
 
 def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the Hugging Face form by its name, parameter after parameter."""
+    """Shapes of all tensors in Hugging Face's form by name, in the order of the parameters."""
     scalar = isinstance(network, ScalarModel)
     decoder = network.trunk if scalar else network
     shapes = {
@@ -134,37 +135,38 @@ def _tensors(
 
 
 def config_json(model: Export, dtype: str) -> dict[str, Any]:
-    """The content of config.json: the network as its family writes it, and the special ids.
+    """Content of config.json: the family's config and the special ids.
 
     Raises ValueError for a scalar model of a family without a sequence classifier.
     """
     settings = dict(_family(model.decoder).config_to_hf(model.decoder)) | _special_ids(model)
-    settings["torch_dtype"] = dtype  # the name that every release of transformers reads
+    settings["torch_dtype"] = dtype  # all releases of transformers read this key
     if not isinstance(model.network, ScalarModel):
         return settings
     decoders = [name for name in settings["architectures"] if name.endswith("ForCausalLM")]
     if not decoders:
         raise ValueError(
-            f"transformers has no sequence classifier of the family {model.decoder.family!r}: its "
+            f"transformers has no sequence classifier for the family {model.decoder.family!r}: its "
             "policies can be exported, its critics and reward models cannot"
         )
     name = decoders[0].removesuffix("ForCausalLM") + "ForSequenceClassification"
     name = _CLASSIFIERS.get(decoders[0], name)
     settings |= {"architectures": [name], "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if model.tokenizer.pad_id in model.tokenizer.stop_ids:
-        # It scores the last token that is no padding: with a text's end for padding, the one before
+        # transformers scores the last token that is not padding; with an end token as padding that
+        # would be the token before the end
         settings["pad_token_id"] = None
     return settings
 
 
 def write_tokenizer(folder: Path, model: Export) -> None:
-    """Copies the tokenizer's files, or writes those that AutoTokenizer needs."""
+    """Copies the tokenizer's files, or writes the files that AutoTokenizer needs."""
     if model.tokenizer_folder is None:
         _write_new_tokenizer(folder, model.tokenizer, model.decoder.max_position)
     else:
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (model.tokenizer_folder / name).is_file():
-                # not its permissions: a cache's files may be read-only
+                # without permissions: files of a cache may be read-only
                 shutil.copyfile(model.tokenizer_folder / name, folder / name)
     if not (folder / GENERATION_FILE).exists():
         _write_json(folder / GENERATION_FILE, _special_ids(model))
@@ -174,7 +176,7 @@ def _write_new_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) ->
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.stop_ids[0])}
     settings = special | dict(tokenizer.special_tokens)
-    # The class that takes tokenizer.json as it is, whatever the model's family.
+    # this class loads tokenizer.json unchanged for all model families
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["model_max_length"] = max_length
     settings["clean_up_tokenization_spaces"] = False

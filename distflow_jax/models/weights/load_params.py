@@ -1,4 +1,4 @@
-"""A model's parameters as they first lie on devices."""
+"""Initial parameters of a model on its devices."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from distflow_jax.models.weights.source import ModelSource
 
 
 def load_or_init_params(source: ModelSource, seed: int, mesh: jax.sharding.Mesh) -> Any:
-    """Parameters from the source, or random ones where it is `random:`; born sharded."""
+    """Sharded parameters from the source, or random ones for a source `random:`."""
     shardings = param_shardings(source.config, mesh)
     arrays = source.params()
     if arrays is None:

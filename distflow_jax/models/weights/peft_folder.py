@@ -1,8 +1,8 @@
-"""Writes the adapters of a model as a folder of PEFT's: adapter_config.json beside one safetensors.
+"""Export of adapters as a PEFT folder: adapter_config.json and one safetensors file.
 
-The format: huggingface.co/docs/peft/developer_guides/checkpoint. A linear layer of transformers
-has weight [out, in]; PEFT's lora_A is [rank, in], its lora_B [out, rank], and the layer gives
-W x + (lora_alpha / r) B A x. `peft.PeftModel.from_pretrained(base, folder)` reads it.
+Format: huggingface.co/docs/peft/developer_guides/checkpoint. A linear layer of transformers has
+weight [out, in]; PEFT's lora_A is [rank, in], its lora_B [out, rank], and the layer computes
+W x + (lora_alpha / r) B A x. `peft.PeftModel.from_pretrained(base, folder)` reads the folder.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ _ONE_FILE = 1 << 62  # bytes; PEFT reads one file
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters on their way out.
+    """Adapters to export.
 
-    `network` is the model that has them, `base` names what they were trained on, and `arrays`
-    starts a stream of (path, stacked array) of all of them.
+    `network` is the model with the adapters, `base` the name of its base model. `arrays` starts a
+    stream of (path, stacked array) of all adapters.
     """
 
     network: DecoderConfig | ScalarModel
@@ -43,18 +43,18 @@ class Adapters:
 def write_peft_folder(
     out: Path, adapters: Adapters, *, dtype: str = "float32", overwrite: bool = False
 ) -> Written:
-    """Writes the folder, or raises ValueError and leaves nothing.
+    """Writes the folder; raises ValueError, and leaves nothing behind, if that is not possible.
 
-    `dtype` is one of safetensors_writer.DTYPES. Only policies: a scalar model's head would have to
-    lie in the folder too, and a critic is of no use elsewhere.
+    `dtype` is one of safetensors_writer.DTYPES. Only policies are supported: the folder has no
+    place for a scalar model's head.
     """
     network = adapters.network
     if isinstance(network, ScalarModel):
         raise ValueError(
-            "the adapters of a critic or reward model are not written alone, because its head "
-            "belongs to them: export it merged, without --adapter"
+            "the adapters of a critic or reward model cannot be exported without its head: export "
+            "it merged, without --adapter"
         )
-    assert network.lora is not None, "Adapters are of a network that has some"
+    assert network.lora is not None, "Adapters needs a network with adapters"
     weights = _targets(network, network.lora)
     shapes = {
         name: shape
@@ -73,7 +73,7 @@ def write_peft_folder(
                 weight = weights[path[: -len(lora.A)]]
                 for layer, matrix in enumerate(_matrices(array, which)):
                     writer.write(_names(weight, layer)[which], matrix)
-        # the writer's name for a lone file is a model's
+        # the writer names a single file as a model's
         (written,) = folder.glob("*.safetensors")
         written.rename(folder / WEIGHTS_FILE)
         config = json.dumps(_config(adapters, weights), indent=2)
@@ -83,7 +83,7 @@ def write_peft_folder(
 
 
 def _targets(network: DecoderConfig, config: LoraConfig) -> dict[str, Weight]:
-    """{path of the parameter: its tensor in Hugging Face's files} of what has adapters."""
+    """{path: tensor in Hugging Face's files} of the parameters with adapters."""
     paths = {f"layers/{name}" for name in config.targets}
     weights = FAMILIES[network.family].hf_weights(network)
     return {weight.path: weight for weight in weights if weight.path in paths}
@@ -100,8 +100,11 @@ def _shapes(weight: Weight, rank: int) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def _matrices(array: np.ndarray, which: int) -> np.ndarray:
-    """A [layers, *inputs, rank] as [layers, rank, in], B [layers, rank, *outputs] as [layers, out,
-    rank]."""
+    """PEFT's matrices of all layers, for which=0 those of A, for which=1 those of B.
+
+    A [layers, *inputs, rank] -> [layers, rank, in], B [layers, rank, *outputs] ->
+    [layers, out, rank].
+    """
     layers = len(array)
     rank = array.shape[-1] if which == 0 else array.shape[1]
     flat = array.reshape(layers, -1, rank) if which == 0 else array.reshape(layers, rank, -1)

@@ -1,7 +1,7 @@
-"""Safetensors checkpoints of Hugging Face: one file, or shards with an index.
+"""Hugging Face's safetensors checkpoints: one file, or shards with an index.
 
-The header is plain JSON (huggingface.co/docs/safetensors), and tensors are views of the mapped
-file. Reading it here gives bfloat16 and float8 through ml_dtypes with any release of the package.
+The header is JSON (huggingface.co/docs/safetensors); tensors are views of the mapped file. Parsing
+it here supports bfloat16 and float8 by ml_dtypes, with any release of the safetensors package.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: file, its dtype's name there, offset in bytes from the file's start."""
+    """Place of a tensor: file, dtype as named there, offset in bytes from the file's start."""
 
     path: Path
     dtype: str
@@ -47,20 +47,21 @@ class SafetensorsFiles:
         info = self.tensors[name]
         if info.dtype not in _DTYPES:
             raise ValueError(
-                f"{info.path}: tensor {name} has dtype {info.dtype}, known are {sorted(_DTYPES)}"
+                f"{info.path}: tensor {name} has dtype {info.dtype}, supported are "
+                f"{', '.join(sorted(_DTYPES))}"
             )
         return np.memmap(info.path, _DTYPES[info.dtype], "r", info.offset, info.shape)
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file starts as safetensors do: a header's length, then its JSON object."""
+    """Whether a file starts like safetensors: with a header's length and a JSON object."""
     with path.open("rb") as file:
         start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < _MAX_HEADER
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Tensor name -> file name where `path` is a shard index, else None."""
+    """{tensor name: file name} of a shard index; None if `path` is not one."""
     try:
         raw = json.loads(path.read_text("utf-8"))
     except ValueError:
@@ -74,16 +75,18 @@ def open_safetensors(path: Path) -> SafetensorsFiles:
 
 
 def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles:
-    """Headers of all shards that an index names; they lie beside it."""
-    # The name only: an index must not lead out of its own folder.
+    """Headers of all shards of an index, which must be in its folder."""
+    # the file name only: an index could lead out of its folder
     paths = {name: index_path.parent / Path(name).name for name in sorted(set(index.values()))}
     absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
-        raise FileNotFoundError(f"{index_path} names {', '.join(absent)}, not in its folder")
+        raise FileNotFoundError(
+            f"{index_path} lists {', '.join(absent)}, which its folder does not have"
+        )
     headers = {name: _read_header(path) for name, path in paths.items()}
     for tensor, shard in index.items():
         if tensor not in headers[shard]:
-            raise ValueError(f"{index_path} says that {shard} holds {tensor}, but it does not")
+            raise ValueError(f"{index_path} lists {tensor} in {shard}, which does not have it")
     tensors: dict[str, TensorInfo] = {}
     for shard, header in headers.items():
         for tensor, info in header.items():
@@ -109,7 +112,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a readable safetensors file, cut short or corrupt: {error}"
+            f"{path} is not a valid safetensors file, truncated or corrupt: {error}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""Writes safetensors files tensor by tensor: one file, or shards with their index.
+"""Writer of safetensors files, tensor by tensor: one file, or shards with an index.
 
-A file's header follows from names and shapes alone, so it is written first and every tensor goes
-straight to its place: in memory is one tensor, where the package's own writer takes a file's whole
-content. Format: huggingface.co/docs/safetensors
+A file's header depends on names and shapes only, so it is written first and every tensor goes
+directly to its place. Only one tensor is in memory; the safetensors package's own writer takes the
+whole content of a file. Format: huggingface.co/docs/safetensors
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ import ml_dtypes
 import numpy as np
 
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {  # as on the command line -> (in the file's header, in memory)
+DTYPES = {  # name on the command line -> (name in the file's header, NumPy dtype)
     "float32": ("F32", np.dtype("<f4")),
     "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
     "float16": ("F16", np.dtype("<f2")),
 }
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
-_AT_ONCE = 1 << 20  # values cast at once: a whole embedding's would be copies by the gigabyte
+_AT_ONCE = 1 << 20  # values to cast at once: those of a whole embedding would take gigabytes
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -34,14 +34,14 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if size < 1:
-        raise ValueError(f"size {text!r} is not understood: write it as 5GB, 500MB or 2GiB")
+        raise ValueError(f"size {text!r} is not valid: write it as 5GB, 500MB or 2GiB")
     return size
 
 
 def plan_shards(shapes: Shapes, dtype: str, max_bytes: int) -> dict[str, list[str]]:
-    """Which tensors each file holds, in the order of `shapes`: {file name: tensor names}.
+    """Division of tensors into files, in the order of `shapes`: {file name: tensor names}.
 
-    A file holds at most `max_bytes` of tensors, unless one tensor alone is larger.
+    A file has at most `max_bytes` of tensors, unless a single tensor is larger.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -67,17 +67,17 @@ def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 @dataclasses.dataclass
 class Lost:
-    """How many values a cast could not keep in range."""
+    """Numbers of values that a cast could not represent."""
 
-    above: int = 0  # finite ones that became infinite
-    below: int = 0  # others than 0 that became 0
-    not_finite: int = 0  # infinite or no numbers before
+    above: int = 0  # finite values that became infinite
+    below: int = 0  # nonzero values that became 0
+    not_finite: int = 0  # values that were infinite or nan before
 
 
 class SafetensorsWriter:
-    """Writes all tensors of `shapes` into `folder`, in whatever order they come.
+    """Writes all tensors of `shapes` into `folder`, in any order.
 
-    Use it in a `with` block; the block's end raises ValueError for a tensor that was not written.
+    A context manager; the end of the block raises ValueError if a tensor was not written.
     """
 
     def __init__(self, folder: Path, shapes: Shapes, dtype: str, max_bytes: int):
@@ -96,17 +96,20 @@ class SafetensorsWriter:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         self._close()
         if kind is None and self._missing:
-            raise ValueError(f"nothing was written for {', '.join(sorted(self._missing)[:8])}")
+            raise ValueError(f"tensors not written: {', '.join(sorted(self._missing)[:8])}")
         if kind is None and len(self._shards) > 1:
             size = sum(num_bytes(s, self._name) for s in self._shapes.values())
             index = {"metadata": {"total_size": size}, "weight_map": self._file_of}
             (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """Casts one tensor to the files' dtype and writes it. ValueError if it is not expected."""
+        """Casts one tensor, of the shape [...] in `shapes`, to the files' dtype and writes it.
+
+        Raises ValueError for an unknown name, another shape, or a second tensor of a name.
+        """
         if name not in self._missing or tensor.shape != tuple(self._shapes[name]):
             wanted = self._shapes.get(name, "no such tensor, or a second one")
-            raise ValueError(f"tensor {name} {list(tensor.shape)} does not fit: want {wanted}")
+            raise ValueError(f"tensor {name} {list(tensor.shape)} does not fit, expected {wanted}")
         file = self._at(name)
         values = np.ascontiguousarray(tensor).reshape(-1)
         for start in range(0, values.size, _AT_ONCE):
@@ -124,7 +127,7 @@ class SafetensorsWriter:
         return cast
 
     def _at(self, name: str) -> BinaryIO:
-        """The tensor's file, at the place of its first byte."""
+        """The tensor's file, positioned at the tensor's first byte."""
         path = self._folder / self._file_of[name]
         if self._open is None or self._open[0] != path.name:
             self._close()
@@ -138,8 +141,8 @@ class SafetensorsWriter:
         return file
 
     def _begin(self, name: str, file: BinaryIO) -> None:
-        """Writes a file's header and notes where its tensors go."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        """Writes a file's header and records the offsets of its tensors."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         ends = 0
         for tensor in self._shards[name]:
             shape, start = self._shapes[tensor], ends

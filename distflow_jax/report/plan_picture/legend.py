@@ -1,4 +1,4 @@
-"""What colours and lines mean in a picture of a plan, and the page around it: title and legend."""
+"""Colours and lines of a plan's picture, and the page around it: title and legend."""
 
 from collections.abc import Collection, Sequence
 
@@ -36,7 +36,7 @@ def page(
     shapes: Sequence[Shape],
     legend: Sequence[tuple[list[Shape], float]],
 ) -> Drawing:
-    """Title above, legend below, margins around."""
+    """Adds the title above, the legend below and margins around."""
     edges = [_extent(shape) for shape in shapes]
     left, top = min(e[0] for e in edges), min(e[1] for e in edges)
     right, bottom = max(e[2] for e in edges), max(e[3] for e in edges)
@@ -64,7 +64,7 @@ def page(
 def legend_entries(
     roles: Collection[str], kinds: Collection[str], has_segments: bool, has_loops: bool
 ) -> list[tuple[list[Shape], float]]:
-    """(shapes, width) of what each colour and line means, on a base line at 0."""
+    """(shapes, width) of the legend's entries, on a base line at 0."""
     entries: list[tuple[list[Shape], str, float]] = []
     for role, (strong, faint) in ROLE_COLORS.items():
         if role in roles:

@@ -1,4 +1,4 @@
-"""A plan as a Mermaid flowchart, the text that GitHub and many editors draw as a diagram."""
+"""A plan as a Mermaid flowchart, which GitHub and many editors render."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ def to_mermaid(
         regions = {f"until {plan.region.until}": plan.region.nodes} if plan.region else {}
     regions = {name: sorted(members) for name, members in regions.items()}
     outlined = outlines(plan, regions)
-    # ids of our own: a node called "end" or "default" would be taken for a key word
+    # generated ids: a node named "end" or "default" would be a key word
     ids = {LOADER: "loader"} | {t.node.id: f"n{i}" for i, t in enumerate(plan.tasks, 1)}
     lines = [f"%% plan {_comment(plan.name)}, digest {plan.digest[:12]}", "flowchart LR"]
     if plan.given:
@@ -64,7 +64,7 @@ def _grouped(
     level: int,
     path: str = "g",
 ) -> list[str]:
-    """Nodes, and subgraphs for the outlines at this level; an outline lies within one outer one."""
+    """Lines of nodes, and of subgraphs for the outlines at this level."""
     lines: list[str] = []
     indent = "  " * (level + 1)
     groups: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def _node(name: str, words: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Mermaid's entity codes for what would end a label or be read as markup."""
+    """Replaces characters that would end a label or be markup by Mermaid's entity codes."""
     return "".join(c if c.isalnum() or c in " _-.,:/()" else f"#{ord(c)};" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Outlines around the members of a group in a picture of a plan: device segments, loops."""
+"""Outlines of groups in a plan's picture: device segments and regions."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -8,12 +8,12 @@ from distflow_jax.report.plan_picture.captions import is_region_title
 from distflow_jax.report.plan_picture.layered_layout import OUTLINE_PAD, OUTLINE_TITLE
 
 TITLE_SIZE = 10.0
-_CLEAR = 26.0  # that a rectangle must keep from boxes that are no members
+_CLEAR = 26.0  # distance from a rectangle to boxes that are not members
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """From left to right: the fields that wires bring, then boxes."""
+    """A column's x coordinates: start of wires' labels, start and end of boxes."""
 
     label: float
     box: float
@@ -22,7 +22,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """Members that follow each other in a column, with the room around them."""
+    """Adjacent members in a column, with the room around them."""
 
     column: int
     top: float
@@ -36,10 +36,10 @@ def outline(
     spans: Sequence[Sequence[tuple[str | None, float, float]]],
     columns: Sequence[Column],
 ) -> tuple[list[Shape], list[Shape]]:
-    """(areas, what lies on them): a frame per stretch of columns that is all members.
+    """(areas, lines and titles): a frame per stretch of columns with adjacent members.
 
-    `spans` are (key, top, bottom) of each column's boxes from top to bottom, the key None for a
-    wire that passes; `inside` counts the levels of outlines that this one holds, itself included.
+    `spans` are (key, top, bottom) of each column's boxes from top to bottom, with key None for a
+    passing wire; `inside` counts the levels of nested outlines, itself included.
     """
     pad = OUTLINE_PAD * inside - 3.0
     frames: list[Shape] = []
@@ -60,7 +60,7 @@ def _stretches(
     head: float,
 ) -> list[list[_Frame]]:
     stretches: list[list[_Frame]] = []
-    whole = False  # whether the column before has a single frame
+    whole = False  # whether the previous column has a single frame
     for number, boxes in enumerate(spans):
         frames: list[_Frame] = []
         adjacent = False
@@ -84,7 +84,7 @@ def _rectangle(stretch: Sequence[_Frame], columns: Sequence[Column], pad: float)
 
 
 def _staircase(stretch: Sequence[_Frame], columns: Sequence[Column], pad: float) -> list[Point]:
-    """A polygon that slopes only between columns, where wires bend and nothing is written."""
+    """A polygon that slopes only between columns, where wires bend and no text stands."""
     above: list[Point] = []
     below: list[Point] = []
     for frame in stretch:
@@ -103,7 +103,7 @@ def _in_the_way(
     columns: Sequence[Column],
     first: int,
 ) -> bool:
-    """Whether the rectangle would hold a box that is no member, or a wire would cross its title."""
+    """Whether a box that is not a member is inside the rectangle, or a wire crosses its title."""
     (left, above), (right, below) = rectangle[0], rectangle[2]
     for number, (column, boxes) in enumerate(zip(columns, spans, strict=True)):
         if column.right < left or column.label > right:
@@ -131,8 +131,8 @@ def _drawn(points: list[Point], title: str, x: float) -> list[Shape]:
         Line(points, stroke, 1.6 if is_loop else 1.0, dash, closed=True, title=title),
         Text(x, y + 13.0, title, TITLE_SIZE, stroke if is_loop else "#526072"),
     ]
-    if is_loop:  # back to the beginning, along the lower edge
-        (right, bottom), (left, _) = points[-2], points[-1]  # this part of it is level
+    if is_loop:  # an arrow head to the left, on the lower edge
+        (right, bottom), (left, _) = points[-2], points[-1]  # a horizontal section
         tip = (left + right) / 2 - 6.0
         head = [(tip, bottom), (tip + 10.0, bottom - 5.0), (tip + 10.0, bottom + 5.0)]
         shapes.append(Line(head, fill=stroke, closed=True))

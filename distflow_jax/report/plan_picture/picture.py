@@ -1,12 +1,12 @@
-"""A picture of a plan: boxes for the nodes, by logical depth from left to right, wires for fields.
+"""A plan's picture: boxes for nodes, by depth from left to right, and wires for fields.
 
     to_svg(draw(plan))                                        # report/drawing.py
-    draw(plan, sizes={("rollout", "response"): 98304})        # with the bytes of what moves
-    draw(plan, regions={"filter": ["rollout", "reward"]})     # with an outline of a loop
+    draw(plan, sizes={("rollout", "response"): 98304})        # with the bytes of fields
+    draw(plan, regions={"filter": ["rollout", "reward"]})     # with an outline of a region
 
-A node's colour is its role; a wire's colour and dashes say how its fields move. What a node reads
-stands beside its left edge, on the wire that brings it. The picture does not depend on the order in
-which nodes are listed, because the plan does not.
+A node's colour shows its role; a wire's colour and dashes show the move of its fields. The fields
+that a node reads stand beside its left edge, on their wire. The picture does not depend on the
+order in which nodes are listed, because the plan does not.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ _PAD, _STRIPE = 9.0, 5.0
 _TITLE, _SMALL, _LABEL = 13.0, 10.0, 10.0  # sizes of text
 _LEADING = 13.0  # between base lines of small text
 _LABEL_LEADING = 12.0
-_LABEL_WIDTH = 150.0  # of a wire's fields, before they are wrapped
+_LABEL_WIDTH = 150.0  # at which a wire's fields are wrapped
 _ARROW = 7.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-    """A box's key, words, and size."""
+    """A box's key, text and size."""
 
     key: str
     column: int
@@ -59,8 +59,13 @@ class _Content:
 def draw(
     plan: Plan, *, sizes: Bytes | None = None, regions: Mapping[str, Iterable[str]] | None = None
 ) -> Drawing:
-    """The picture of a plan. `regions` are loops: name -> ids of the nodes in it; None: the
-    plan's own."""
+    """Draws a plan.
+
+    Args:
+      plan: the plan.
+      sizes: {(source, field): bytes}, shown on wires.
+      regions: {name: ids of the nodes that repeat}; None: the plan's own region.
+    """
     if regions is None:
         regions = {f"until {plan.region.until}": plan.region.nodes} if plan.region else {}
     regions = {name: sorted(members) for name, members in regions.items()}
@@ -102,7 +107,7 @@ def _key(caption: Caption) -> tuple[str, str, str]:
 
 
 def _contents(plan: Plan, wires: Iterable[Wire]) -> list[_Content]:
-    """The loader's box if it gives anything, then the nodes' in the order of the plan."""
+    """The loader's box if it has fields, then the nodes' in the order of the plan."""
     words = [(LOADER, 0, "loader", given_lines(plan))] if plan.given else []
     first = len(words)  # column of depth 0
     for place, task in enumerate(plan.tasks, 1):
@@ -181,7 +186,7 @@ def _outlines(
     placed: Arrangement,
     columns: Sequence[Column],
 ) -> list[Shape]:
-    """The outer ones first, so that the inner ones lie on top; lines and titles above all areas."""
+    """Areas of outer outlines, then of inner ones, then all lines and titles on top."""
     spans = [
         [(key, top, top + contents[key].height if key else top) for key, top in order]
         for order in placed.order
@@ -203,13 +208,13 @@ def _outlines(
 def _wires(
     captions: Iterable[Caption], placed: Arrangement, columns: Sequence[Column]
 ) -> list[Shape]:
-    """Lines of all links, then arrow heads. What bends, bends between the columns."""
+    """Lines of all links, then arrow heads. Lines bend only between columns."""
     shared: dict[tuple[str, str], list[Caption]] = {}
     for caption in captions:
         shared.setdefault((caption.source, caption.kind), []).append(caption)
     lines: list[Shape] = []
     heads: list[Shape] = []
-    # the quiet kinds first, so that what moves lies on top
+    # wires without fields first, so that moves are drawn on top
     rank = list(MOVE_STYLES)
     for link in sorted(placed.links, key=lambda j: (j.kind != AFTER, rank.index(j.kind))):
         color, dash, thickness, _ = MOVE_STYLES[link.kind]
@@ -237,7 +242,7 @@ def _wires(
 def _label(
     lines: Sequence[str], caption: Caption, placed: Arrangement, column: Column
 ) -> list[Shape]:
-    """A wire's fields, above its last stretch, at the box that reads them."""
+    """A wire's fields, above its end at the box that reads them."""
     y = placed.slots[_key(caption)] - 3.5 - _LABEL_LEADING * (len(lines) - 1)
     x = column.box - _ARROW - 2.0
     return [

@@ -1,9 +1,9 @@
 """Decoding the few responses that are left, without rows for the slots that are empty.
 
 Where lengths vary, most slots fall empty long before the longest response is there, and a step's
-products cost the same for rows that nobody needs: 64 rows of a SmolLM2-135M step cost 2.7 times as
-much as 16 on a CPU. The state of the slots that are active is brought together, decoded as that of
-an engine with fewer slots, and put back; keys and values stay where they are.
+products cost the same for rows without a response: 64 rows of a SmolLM2-135M step cost 2.7 times as
+much as 16 on a CPU. The state of active slots is gathered, decoded as that of an engine with fewer
+slots, and scattered to its slots again; keys and values stay where they are.
 
 D data ranks, S slots and P prompts of a rank, S' slots and prompts of a rank in the small engine.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes
 from distflow_jax.rollout.engine import decode
 
-# of a slot; those that no step changes are not put back
+# of a slot; the fields that no step changes are not scattered
 _CHANGED = ("logits", "length", "own", "emitted", "active", "forced", "forced_left", "history")
 _UNCHANGED = ("member", "limit", "kept", "counter", "sample", "temperature", "top_k", "top_p")
 
@@ -100,7 +100,7 @@ def _narrow(shapes, small, state, slot, entry, answers) -> DecodeState:
     fields["prompt_held"] = _take(held, entry) & (entry < slots)
     fields["prompt_length"] = _take(state.prompt_length, entry)
 
-    # owners: slots and prompts inside by their new numbers, free pages free, others nobody's
+    # owners: slots and prompts inside by their new numbers, free pages free, others ownerless
     free, others = small.owners, small.owners + 1
     numbers = [
         _numbers(slot, slots, others),

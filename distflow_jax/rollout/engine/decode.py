@@ -1,6 +1,6 @@
 """k decode steps in one program.
 
-A step draws a token from the slot's logits, writes it out, and only then, if somebody still needs
+A step draws a token from the slot's logits, writes it out, and only then, if a slot still needs
 it, runs the network: a response of n tokens costs n - 1 network steps, and the first token of every
 response of a group comes from one prefill. Tokens that a slot is given instead (a tool's answer)
 are fed in the same steps, beside the others' drawing.
@@ -37,22 +37,22 @@ from distflow_jax.rollout.engine.sampling import Draw, SlotSampling, draw, sampl
 from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
-from distflow_jax.rollout.kv_cache.shared_prompt_attention import OverCache
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts, OverCache
 
 
 class Step(NamedTuple):
-    """What a step gave, each [B, Q] but for the last two."""
+    """The tokens of a step, each field [B, Q] but for the last two."""
 
     token: jax.Array  # int32
     logp: jax.Array  # float32
     margin: jax.Array  # float32
     valid: jax.Array  # bool: drawn, and part of the response
     proposed: jax.Array  # int32 [B]: tokens guessed and tried
-    accepted: jax.Array  # int32 [B]: of these, what was drawn too
+    accepted: jax.Array  # int32 [B]: of these, those that were drawn too
 
 
 class Fed(NamedTuple):
-    """What the network made of the tokens it was fed."""
+    """Keys, values, experts and hidden states of the tokens that were fed."""
 
     key: jax.Array  # [layers, B, Q, K, H], not in the cache yet
     value: jax.Array
@@ -94,7 +94,8 @@ def keep(
     experts: jax.Array | None,
     count_B: jax.Array,
 ) -> cache_lib.Cache:
-    """The cache with the first `count_B` of each slot's tokens, as `Fed` has them.
+    """The cache with the first `count_B` of each slot's tokens: key, value [layers, B, Q, K, H] and
+    experts [layers, B, Q, X], as in `Fed`.
 
     Not a part of `feed`: a cache that is written in a branch of a program is copied by XLA.
     """
@@ -118,20 +119,21 @@ def _over_cache(
     """Over the pages of slots and of prompts, as the engine's platform does it."""
     windows = {"sliding_window": shapes.model.sliding_window, "queries": queries}
     cache, config, by_rank = state.cache, shapes.config, shapes.by_rank
-    own, prompts, member = by_rank(state.own), state.prompt_length, by_rank(state.member)
-    # of slots that have ended the number among the prompt's members may be another's
-    prompt = by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots))
+    contexts = Contexts(
+        own=by_rank(state.own),
+        prompts=state.prompt_length,
+        member=by_rank(state.member),
+        # of slots that have ended the number among the prompt's members may be another's
+        prompt=by_rank(jnp.where(count_B > 0, state.prompt, shapes.slots)),
+    )
     longest = pages_of(longest_read(config), config.page_size)
     if shapes.attention == "pages":
         return page_walk_attention.over_cache(
-            cache, own, prompts, prompt, member, members=shapes.members, longest=longest, **windows
+            cache, contexts, members=shapes.members, longest=longest, **windows
         )
     return kernel_attention.over_cache(
         cache,
-        own,
-        prompts,
-        prompt,
-        member,
+        contexts,
         members=shapes.members,
         longest=(pages_of(config.max_response, config.page_size), longest),
         mesh=shapes.mesh,
@@ -143,8 +145,8 @@ def _over_cache(
 def _draw_next(
     state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Draw, jax.Array]:
-    """Draws one token for every active slot that is not given its next. Returns what was drawn and
-    by whom, bool [B]; in the state every slot that goes on has tokens that are to be fed."""
+    """Draws one token for every active slot that is not fed its next. Returns the draw and the
+    slots that drew, bool [B]; in the state every active slot has tokens to be fed."""
     forced = state.forced_left > 0
     drawing = state.active & ~forced
     drawn = draw(state.logits, keys_B, state.emitted, _sampling(state))
@@ -173,9 +175,10 @@ def _queued(state: DecodeState, count: int) -> jax.Array:
 def _take_where(
     state: DecodeState, need: jax.Array, take: Callable[[], tuple[jax.Array, ...]]
 ) -> tuple[DecodeState, jax.Array]:
-    """`take` -> (owner and rank of each page, who got one) if any slot is in `need`, bool [B].
+    """`take` -> (owner and rank of each page, slots that got one) if any slot is in `need`.
 
-    Also returns who got one. The branch has nothing of the cache but what it changes: see `keep`.
+    Also returns the slots that got one, bool [B]. The branch has nothing of the cache but what it
+    changes: see `keep`.
     """
     cache = state.cache
     owner, rank, got = jax.lax.cond(jnp.any(need), take, lambda: (cache.owner, cache.rank, need))
@@ -183,10 +186,10 @@ def _take_where(
 
 
 def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array | None, ...]:
-    """Keys, values, experts and logits where nobody was fed.
+    """Keys, values, experts and logits of a step that feeds no slot.
 
-    The logits that were there are not needed any more, since whoever goes on is fed before he
-    draws: kept, they would cost a copy of [B, V] in every step.
+    The old logits are not needed any more, since every active slot is fed before it draws: kept,
+    they would cost a copy of [B, V] in every step.
     """
     c, slots = shapes.model, shapes.config.slots
     shape = (c.num_layers, slots, queries, c.num_kv_heads, c.head_dim)
@@ -199,7 +202,7 @@ def _nothing_made(shapes: StateShapes, queries: int) -> tuple[jax.Array | None, 
 def step(
     params: Any, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Step]:
-    """One token for every active slot.
+    """One token for every active slot; `stop` int32 [n] are the ids that end a response.
 
     A slot that finds no free page keeps its token and tries again in the next step.
     """
@@ -242,7 +245,7 @@ def step(
 def speculative_step(
     params: Any, shapes: StateShapes, state: DecodeState, keys_B: jax.Array, stop: jax.Array
 ) -> tuple[DecodeState, Step]:
-    """One token for every active slot, and up to d more that were guessed.
+    """One token for every active slot, and up to d more that were guessed. `stop` int32 [n].
 
     A slot is fed up to Q tokens: what it is given, or the token it drew, and then guesses. A guess
     holds where the token that the logits before it give, drawn by the noise of its position, is the
@@ -270,7 +273,7 @@ def speculative_step(
     most = jnp.minimum(most, given + state.limit - state.emitted - 1)
     wanted = jnp.where(state.active, jnp.where(known, most, given), 0)
     state, room = _make_room(shapes, state, wanted)
-    count = jnp.clip(room, 0, wanted)  # the room of a slot that is gone is below 0
+    count = jnp.clip(room, 0, wanted)  # the room of a slot that has ended is below 0
 
     def run():
         made = feed(params, shapes, state, token, count)
@@ -329,7 +332,7 @@ def _make_room(
     must = more & (room <= 0)
 
     def take():
-        # who cannot go on at all comes before those who would only guess
+        # slots that cannot go on at all come before those that would only guess
         cache, got = shapes.released(state).cache, []
         for need in (must, more & ~must):
             cache, found = cache_lib.take_low(cache, shapes.by_rank(need), pages, shapes.owners)
@@ -361,7 +364,7 @@ def generate(
         def go_on(carry):
             done, state, *_ = carry
             running = state.active.sum(dtype=jnp.int32)
-            # the first step always runs: a caller that asks for tokens gets some
+            # the first step always runs: a call gives at least one token
             return (done < k) & (running > jnp.where(done == 0, 0, state.exit_below))
 
         def body(carry):

@@ -34,6 +34,7 @@ from distflow_jax.rollout.engine.slot_commands import (
     change_columns,
     insert_columns,
 )
+from distflow_jax.rollout.engine.slot_updates import prompt_end
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.requests import SamplingParams
@@ -49,9 +50,8 @@ class RolloutEngine(engine_api.Engine):
     """Prefill, insert and generate over the devices of one sampler.
 
     `mesh` has axes ("data", "tensor"): slots are divided over data, heads over tensor. It lies
-    within one process, which then needs nobody else, or spans several, all of which make the same
-    calls in the same order and get the same tokens. Every program is compiled by `compile` before
-    the first request.
+    within one process or spans several; all of its processes make the same calls in the same order
+    and get the same tokens. `compile` compiles every program before the first request.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RolloutEngine(engine_api.Engine):
 
         d: tokens that are guessed in a step (`speculative_tokens`), 0 where that is off. Returns
         early once `exit_below` or fewer slots are active. In the result a slot's tokens are packed
-        to the front and `valid` tells how many there are; the end token is one of them.
+        to the front and `valid` marks them; the end token is one of them.
         `few`: no data rank has more than `few_slots` active slots, which cost less then.
         """
         program = self.programs.generate_few if few else self.programs.generate
@@ -212,11 +212,11 @@ class RolloutEngine(engine_api.Engine):
         members: Sequence[int] | None = None,
         hold: bool = False,
     ) -> tuple[DecodeState, jax.Array]:
-        """Makes a prompt resident and starts responses to it. Donates the state.
+        """Writes a prompt into the cache and starts responses to it. Donates the state.
 
         `entry`: as which of its data rank's prompts, -1 for one that is free; `members`: the
         number of each response among those that share the prompt, below `width`; `hold`: the prompt
-        stays though nobody answers it. Returns the entry too. There must be pages for it.
+        stays though no slot reads it. Returns the entry too. There must be pages for it.
         """
         rank, columns = insert_columns(self.shapes, slots, requests, members)
         return self.programs.insert(state, prefix, rank, np.int32(entry), np.bool_(hold), columns)
@@ -232,13 +232,11 @@ class RolloutEngine(engine_api.Engine):
         members: Sequence[int],
         hold: bool,
     ) -> DecodeState:
-        """Starts more responses to a resident prompt: see `start`. Of `prefix` only the logits and
-        tokens are used."""
+        """Starts more responses to a prompt in the cache: see `start`. Of `prefix` only the logits
+        and tokens are used."""
         rank, columns = insert_columns(self.shapes, slots, requests, members)
         entry, hold = np.int32(entry), np.bool_(hold)
-        return self.programs.admit(
-            state, prefix.logits, prefix.row, prefix.tokens, rank, entry, hold, columns
-        )
+        return self.programs.admit(state, prompt_end(prefix), rank, entry, hold, columns)
 
     def change(
         self,
@@ -249,10 +247,10 @@ class RolloutEngine(engine_api.Engine):
         give: Sequence[Given] = (),
         exit_below: int = 0,
     ) -> DecodeState:
-        """Ends slots, whose pages fall free, and feeds others. Donates the state.
+        """Ends slots, frees their pages, and feeds other slots. Donates the state.
 
-        `unhold`: (data rank, entry) of prompts that nobody waits for; `exit_below`: when `generate`
-        comes back early.
+        `unhold`: (data rank, entry) of prompts that no sequence waits for; `exit_below`: when
+        `generate` comes back early.
         """
         columns = change_columns(self.shapes, drop, unhold, give)
         return self.programs.change(state, *columns, np.int32(exit_below))
@@ -260,8 +258,8 @@ class RolloutEngine(engine_api.Engine):
     def collect(
         self, state: DecodeState, slots: Sequence[int], *, ends: Collection[int] = ()
     ) -> tuple[DecodeState, jax.Array, jax.Array]:
-        """Which experts the tokens went through that up to `width` slots hold; frees those slots of
-        `ends`, which were kept. Donates the state. For an engine with `record_experts`.
+        """Reads the experts that the tokens of up to `width` slots were routed to; frees the slots
+        of `ends`. Donates the state. For an engine with `record_experts`.
 
         Returns the experts too, int8 or int16 [width, T, layers, experts of a token], T for the
         longest prompt and response, -1 behind the last token that was fed; and the free pages of
@@ -272,7 +270,7 @@ class RolloutEngine(engine_api.Engine):
                 f"collect takes 1 to {self.width} slots of an engine that records experts, got "
                 f"{list(slots)} and record_experts={self.config.record_experts}"
             )
-        index = np.full(self.width, self.config.slots, np.int32)  # out of range: nobody
+        index = np.full(self.width, self.config.slots, np.int32)  # out of range: none
         index[: len(slots)] = slots
         return self.programs.collect(state, index, np.isin(index, list(ends)))
 

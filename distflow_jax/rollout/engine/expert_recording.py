@@ -1,14 +1,15 @@
-"""Which experts of a mixture the sampler sent each token through, read when a response has ended.
+"""The experts that the sampler routed each token to, read when a response has ended.
 
-They lie in the cache's pages beside keys and values, so that whatever happens to these (prompts
-that are shared, read in pieces or after a beginning, responses put back and read again, tokens that
-were guessed in vain, further turns) happens to them. A response that has ended keeps its pages
-until they have been read. A token's experts are those that made its keys and values: where weights
-were swapped and the cache was kept, the older weights' choice, of a response that was read again
-the choice of those that read it last.
+Experts lie in the cache's pages beside keys and values and share their fate: shared prompts,
+chunked prefill, shared prefixes, preempted sequences, rejected guesses, further turns. A response
+that has ended keeps its pages until its experts have been read. A token's experts are those that
+made its keys and values: where weights were swapped and the cache was kept, the older weights'
+choice, of a response that was read again the choice of those that read it last.
 
 D data ranks, S slots and P prompts of a rank, C responses, T tokens, X experts of a token.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,17 @@ def collect(
     with use_mesh(shapes.mesh):
         ranks, slots = shapes.ranks, shapes.slots
         experts = jax.vmap(
-            lambda *of_rank: _of_rank(shapes, slot, *of_rank), in_axes=(0, 1, *[0] * 5)
+            lambda rank, cache: _of_rank(shapes, slot, rank, cache),
+            in_axes=(0, _RankCache(1, 0, 0, 0, 0, 0)),
         )(
             jnp.arange(ranks, dtype=jnp.int32),
-            state.cache.experts,
-            *_tables(shapes, state.cache),
-            state.prompt_length,
-            shapes.by_rank(state.prompt),
-            shapes.by_rank(state.length),
+            _RankCache(
+                state.cache.experts,
+                *_tables(shapes, state.cache),
+                state.prompt_length,
+                shapes.by_rank(state.prompt),
+                shapes.by_rank(state.length),
+            ),
         )
         experts = ~experts.sum(0, dtype=experts.dtype)  # one rank has it, the others zeros
         gone = jnp.where(ends, slot, ranks * slots)
@@ -60,9 +64,21 @@ def _tables(shapes: StateShapes, cache: cache_lib.Cache) -> tuple[jax.Array, jax
     )
 
 
-def _of_rank(shapes, slot, rank, experts, own_table, prompt_table, prompt_length, prompt, length):
-    """What slots of one rank hold, [C, T, layers, X], its bits turned: 0 where there is none, or it
-    is another's."""
+class _RankCache(NamedTuple):
+    """The cache of one data rank, or the axes that ranks are on."""
+
+    experts: Any  # int8 or int16 [layers, N, W, X], of N pages
+    own_table: Any  # int32 [S, n]: pages of slots
+    prompt_table: Any  # int32 [P, n]: pages of prompts
+    prompt_length: Any  # int32 [P]
+    prompt: Any  # int32 [S]: which one each slot reads
+    length: Any  # int32 [S]: tokens of each slot, the prompt's included
+
+
+def _of_rank(shapes: StateShapes, slot: jax.Array, rank: jax.Array, cache: _RankCache) -> jax.Array:
+    """The experts of one rank's slots, [C, T, layers, X], with inverted bits: 0 where there is no
+    token, or another rank has the slot."""
+    experts, own_table, prompt_table, prompt_length, prompt, length = cache
     config, slots, size = shapes.config, shapes.slots, shapes.config.page_size
     is_here = (slot >= rank * slots) & (slot < (rank + 1) * slots)
     index = jnp.clip(slot - rank * slots, 0, slots - 1)

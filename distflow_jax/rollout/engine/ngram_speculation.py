@@ -28,11 +28,11 @@ def write(
 def propose(
     history_BX: jax.Array, end_B: jax.Array, *, ngram: int, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed the last `ngram` of the first `end_B` tokens where they stood last before.
+    """The tokens after the latest earlier occurrence of each row's last `ngram` tokens.
 
-    Returns int32 [B, C], C = `count`, and bool [B]: whether they stood anywhere. Where fewer
-    than C tokens followed, what followed repeats: with a period of p tokens the guess is that it
-    goes on.
+    A row has `end_B` tokens. Returns int32 [B, C], C = `count`, and bool [B]: whether the n-gram
+    occurred before. Where fewer than C tokens followed it, they are repeated: a text with a period
+    of p tokens is guessed to continue.
     """
     place = jnp.arange(history_BX.shape[1], dtype=jnp.int32)[None]
     last = end_B[:, None] - 1

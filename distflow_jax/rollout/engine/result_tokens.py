@@ -1,4 +1,4 @@
-"""What a generate call gives, as JetStream has it and with log-probs.
+"""The result of a generate call, as JetStream has it and with log-probs.
 
 B slots, k tokens at most of a slot and call.
 """
@@ -13,7 +13,7 @@ from distflow_jax.rollout.decode_state import EngineConfig, result_tokens
 
 @struct.dataclass
 class RolloutTokens(engine_api.ResultTokens):
-    """ResultTokens whose data also carries log-probs, margins (as float bits) and what is left."""
+    """ResultTokens whose data also carries log-probs, margins (as float bits) and the counters."""
 
     logp_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
     margin_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))

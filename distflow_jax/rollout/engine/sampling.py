@@ -25,7 +25,7 @@ class SlotSampling(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What was drawn, each [B]."""
+    """One token of each slot, each field [B]."""
 
     token: jax.Array  # int32
     logp: jax.Array  # float32, under the distribution that was sampled (temperature, top-k, top-p)
@@ -33,7 +33,7 @@ class Draw(NamedTuple):
 
 
 def sample_key(seed: jax.Array, counter: jax.Array, sample: jax.Array) -> jax.Array:
-    """Key of one response: depends on (run seed, uid = (counter, sample)) and on nothing else."""
+    """Key of one response from scalars: run seed and uid = (counter, sample), nothing else."""
     return jax.random.fold_in(jax.random.fold_in(seed, counter), sample)
 
 

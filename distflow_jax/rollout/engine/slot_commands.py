@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,15 @@ class Given:
     emitted: int  # tokens of the response with these
 
 
+class Feeds(NamedTuple):
+    """`Given` of all slots as columns: int32 arrays, or their traced values."""
+
+    forced: Any  # [B, F]: the tokens, the last ones of their rows
+    given: Any  # [B]: how many of them; 0: the slot is not fed
+    limit: Any  # [B]: longest response allowed from now on
+    emitted: Any  # [B]: tokens of the response with these
+
+
 _DTYPES = {"temperature": np.float32, "top_p": np.float32, "kept": bool}  # others: int32
 
 
@@ -54,7 +63,7 @@ def insert_columns(
     requests: Sequence[SlotRequest],
     members: Sequence[int] | None = None,
 ) -> tuple[np.int32, dict[str, np.ndarray]]:
-    """(Data rank of the slots, columns of occupancy.insert and admit, [width] each).
+    """(Data rank of the slots, columns of slot_updates.insert and admit, [width] each).
 
     `members`: see RolloutEngine.start. ValueError unless the slots, a request each, can share a
     prompt.
@@ -86,11 +95,11 @@ def change_columns(
     drop: Sequence[int],
     unhold: Sequence[tuple[int, int]],
     give: Sequence[Given],
-) -> tuple[np.ndarray, ...]:
-    """The arguments of occupancy.change: which slots end, which prompts are let go, and of what
-    slots are given the tokens, their number, the limit and the response's length.
+) -> tuple[np.ndarray, np.ndarray, Feeds]:
+    """The arguments of slot_updates.change: slots that end, bool [B], prompts that are released,
+    bool [D, P], and the tokens that slots are fed.
 
-    ValueError for more tokens than a slot can be given.
+    ValueError for more tokens than a slot can be fed.
     """
     b, width = shapes.config.slots, shapes.config.max_forced
     ends, given, limit, emitted = np.zeros(b, bool), *np.zeros((3, b), np.int32)
@@ -105,4 +114,4 @@ def change_columns(
         forced[one.slot, width - len(one.tokens) :] = one.tokens
         given[one.slot], limit[one.slot] = len(one.tokens), one.limit
         emitted[one.slot] = one.emitted
-    return ends, free, forced, given, limit, emitted
+    return ends, free, Feeds(forced, given, limit, emitted)

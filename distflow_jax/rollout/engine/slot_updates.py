@@ -1,14 +1,17 @@
-"""Who is in the slots: prompts that become resident, responses that start, end and are fed.
+"""Updates of slots: prompts written into the cache, responses that start, end and are fed.
 
 B slots in all, D data ranks, P prompts of a rank, G prompts of a row, V vocabulary, F tokens that
 are fed at most. `columns`: arrays [n] by the name of the field of the decode state that they set,
 with "slot", out of range to leave one out.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
+from distflow_jax.rollout.engine.slot_commands import Feeds
 from distflow_jax.rollout.kv_cache import pages
 from distflow_jax.rollout.prefill.prefill import Prefix, whole
 
@@ -18,24 +21,23 @@ Columns = dict[str, jax.Array]
 def place_prompt(
     shapes: StateShapes, state: DecodeState, prefix: Prefix, data_rank: jax.Array, entry: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Makes a prompt resident as `entry` of a data rank, < 0: the lowest that is free.
+    """Writes a prompt into the cache as `entry` of a data rank, < 0: the lowest free one.
 
-    It is held until `admit` says otherwise. Returns the entry too.
+    The prompt is held until `admit` releases it. `data_rank` and `entry` are int32 scalars. Returns
+    the entry too.
     """
     state = shapes.released(state)
     used = shapes.alive(state)[data_rank, shapes.slots :]
     entry = jnp.where(entry < 0, jnp.argmin(used).astype(jnp.int32), entry)
-    (key, value, experts), offset = whole(prefix, shapes.config)
+    rows, offset = whole(prefix, shapes.config)
     cache = pages.write_prompt(
         state.cache,
-        key,
-        value,
+        pages.PromptRows(*rows),
         data_rank=data_rank,
         owner=shapes.slots + entry,
         owners=shapes.owners,
         offset=offset,
         count=pages_of(prefix.length, shapes.config.page_size),
-        experts=experts,
     )
     state = state.replace(
         cache=cache,
@@ -54,29 +56,40 @@ def insert(
     hold: jax.Array,
     columns: Columns,
 ) -> tuple[DecodeState, jax.Array]:
-    """`place_prompt`, then `admit`. Returns the entry too."""
+    """`place_prompt`, then `admit`. Returns the entry too, an int32 scalar."""
     state = _vacated(state, columns["slot"])
     state, entry = place_prompt(shapes, state, prefix, data_rank, entry)
-    read = prefix.logits, prefix.row, prefix.tokens
-    return admit(shapes, state, *read, data_rank, entry, hold, columns), entry
+    return admit(shapes, state, prompt_end(prefix), data_rank, entry, hold, columns), entry
+
+
+class PromptEnd(NamedTuple):
+    """The part of a prefix that is needed of a prompt whose keys and values are in the cache."""
+
+    logits: jax.Array  # float32 [G, V]: of the next token
+    row: jax.Array  # int32: which of them
+    tokens: jax.Array | None  # int32 [longest_read]; None where responses look nothing up
+
+
+def prompt_end(prefix: Prefix) -> PromptEnd:
+    """The last logits of a prefix, and its tokens."""
+    return PromptEnd(prefix.logits, prefix.row, prefix.tokens)
 
 
 def admit(
     shapes: StateShapes,
     state: DecodeState,
-    logits: jax.Array,
-    row: jax.Array,
-    tokens: jax.Array | None,
+    end: PromptEnd,
     data_rank: jax.Array,
     entry: jax.Array,
     hold: jax.Array,
     columns: Columns,
 ) -> DecodeState:
-    """Starts responses to a resident prompt.
+    """Starts responses to a prompt in the cache.
 
-    logits [G, V], of which `row` is the prompt's; `tokens` int32 [longest_read]: its own, None
-    where nothing is looked up in them. `hold` keeps the prompt though nobody answers it.
+    `data_rank` and `entry` int32 scalars: where it is. `hold`, a bool scalar, keeps the prompt
+    though no slot reads it.
     """
+    logits, row, tokens = end
     slot = columns["slot"]
     state = shapes.released(_vacated(state, slot))
 
@@ -113,15 +126,12 @@ def change(
     state: DecodeState,
     ends: jax.Array,
     free: jax.Array,
-    forced: jax.Array,
-    given: jax.Array,
-    limit: jax.Array,
-    emitted: jax.Array,
+    feeds: Feeds,
     exit_below: jax.Array,
 ) -> DecodeState:
-    """Ends the slots of `ends` bool [B], frees the prompts of `free` bool [D, P], and wakes those
-    that are `given` int32 [B] > 0 tokens, the last ones of their rows of `forced` int32 [B, F],
-    with a `limit` and tokens `emitted` of their own, int32 [B]."""
+    """Ends the slots of `ends` bool [B], releases the prompts of `free` bool [D, P], and activates
+    the slots that are fed. `exit_below`: an int32 scalar of the decode state."""
+    forced, given, limit, emitted = feeds
     wakes = given > 0
     return state.replace(
         active=(state.active | wakes) & ~ends,
@@ -136,7 +146,7 @@ def change(
 
 
 def _vacated(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """The state without who is in `slots`: their pages are free when they are next looked for."""
+    """The state with `slots` empty: their pages are free when they are next looked for."""
     return state.replace(
         active=state.active.at[slots].set(False, mode="drop"),
         kept=state.kept.at[slots].set(False, mode="drop"),

@@ -15,7 +15,7 @@ from distflow_jax.models.kernels.decode_attention import partial_attention
 from distflow_jax.models.kernels.merge_partial import PartialAttention, merge
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.pages import Cache
-from distflow_jax.rollout.kv_cache.shared_prompt_attention import Begins, OverCache, answering
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts, OverCache, answering
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -39,7 +39,6 @@ def over_table(
     *,
     mesh: Mesh,
     implementation: str,
-    interpret: bool = False,
 ) -> PartialAttention:
     """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
 
@@ -58,7 +57,6 @@ def over_table(
             table=table[0] + layer * number,
             length=length[0],
             implementation=implementation,
-            interpret=interpret,
             first=first[0][0] if first else None,
             **flat,
         )
@@ -91,10 +89,7 @@ def over_table(
 
 def over_cache(
     cache: Cache,
-    own: jax.Array,
-    prompts: jax.Array,
-    prompt: jax.Array,
-    member: jax.Array,
+    contexts: Contexts,
     *,
     members: int,
     longest: tuple[int, int],
@@ -103,13 +98,12 @@ def over_cache(
     sliding_window: int = 0,
     queries: int = 1,
 ) -> OverCache:
-    """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
-    int32 [D, P] tokens, at most `longest` pages each.
+    """Attention over slots' own pages and those of their prompts, at most `longest` of each.
 
-    Rows of the slots that answer a prompt are brought together: `prompt`, `member` int32 [D, S] as
-    prompt_attention.answering takes them, for each data rank. With a `sliding_window` what is given
-    back takes a layer's window too, for Q = `queries` new tokens of each slot.
+    Rows of the slots that read a prompt, at most `members`, are brought together. With a
+    `sliding_window` the result takes a layer's window too, for Q = `queries` new tokens of a slot.
     """
+    own, prompts, prompt, member = contexts
     slots, number = prompt.shape[1], prompts.shape[1]
     tables = (
         cache_lib.tables(cache, first=0, count=slots, longest=longest[0]),
@@ -131,15 +125,13 @@ def over_cache(
         return x.reshape(number * members, *x.shape[2:])[place]
 
     def firsts_of_prompts(first, table):  # [S, R] -> [P, M R]
-        # where nobody answers, beyond every token
+        # where no slot reads the prompt, beyond every token
         return first.at[table].get(mode="fill", fill_value=UNLIMITED).reshape(number, -1)
-
-    begins = Begins(own, prompts, prompt, queries)
 
     def attend(q, layer, seen, window=None):
         first_own = first_shared = None
         if sliding_window:
-            first_shared, first_own = begins.seen(window, q.shape[3])
+            first_shared, first_own = contexts.first_seen(window, q.shape[3], queries)
             first_shared = jax.vmap(firsts_of_prompts)(first_shared, table)
         rows = jax.vmap(to_prompts)(q, table)
         shared = over_table(rows, cache, layer, tables[1], prompts, first_shared, **options)

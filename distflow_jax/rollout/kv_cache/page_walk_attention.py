@@ -19,7 +19,7 @@ from distflow_jax.models.kernels.merge_partial import PartialAttention
 from distflow_jax.rollout.kv_cache.pages import Cache
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import (
     NEVER,
-    Begins,
+    Contexts,
     OverCache,
     answering,
     groups_of,
@@ -32,8 +32,8 @@ class Readers(NamedTuple):
     """Pages that are read, each by one slot."""
 
     page: jax.Array  # int32 [D, N]: those that are read, in their order, then any
-    slot: jax.Array  # int32 [D, N]: who reads each of these; S: nobody
-    count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where nobody reads it
+    slot: jax.Array  # int32 [D, N]: the slot that reads each of these; S: none
+    count: jax.Array  # int32 [D, N]: tokens of it that count, 0 where no slot reads it
     chunk: int  # pages that are read at a time
     chunks: jax.Array  # int32: how often, on the rank with the most
     # int32 [D, N]: place of its first token among those of its owner, where layers have windows
@@ -130,7 +130,7 @@ def over_pages(
         who = jnp.minimum(slot, slots - 1)
         nth = jnp.arange(width, dtype=jnp.int32)[None, None]
         valid = (nth < count[..., None])[:, :, None, None]  # [D, c, 1, 1, W]
-        if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
+        if not scaled:  # the page's last owner may have left nan there, and 0 * nan is nan
             v = jnp.where(valid.swapaxes(3, 4), v, 0)
 
         def to_pages(x):  # [D, S, ...] -> [D, c, ...]
@@ -166,26 +166,24 @@ def over_pages(
 
 def over_cache(
     cache: Cache,
-    own: jax.Array,
-    prompts: jax.Array,
-    prompt: jax.Array,
-    member: jax.Array,
+    contexts: Contexts,
     *,
     members: int,
     longest: int,
     sliding_window: int = 0,
     queries: int = 1,
 ) -> OverCache:
-    """Attention over slots' own pages and their prompts', of `own` int32 [D, S] and `prompts`
-    int32 [D, P] tokens; a prompt has at most `longest` pages.
+    """Attention over slots' own pages and those of their prompts, at most `longest` of a prompt.
 
-    `prompt`, `member` int32 [D, S]: see `answering`, for each data rank. With a `sliding_window`
-    what is given back takes a layer's window too, for Q = `queries` new tokens of each slot.
+    At most `members` slots read one prompt. With a `sliding_window` the result takes a layer's
+    window too, for Q = `queries` new tokens of a slot.
     """
-    begins = Begins(own, prompts, prompt, queries)
+    own, prompts, prompt, member = contexts
 
     def readers(window):  # of slots' own pages, and of prompts that no two slots share
-        of_prompt, of_own = (None, None) if window is None else begins.seen(window, 1)
+        of_prompt = of_own = None
+        if window is not None:
+            of_prompt, of_own = contexts.first_seen(window, 1, queries)
         of_prompt, of_own = jax.tree.map(lambda x: x[..., 0], (of_prompt, of_own))
         mine = slot_readers(cache, own, of_own)
         if members > 1:
@@ -201,7 +199,7 @@ def over_cache(
     def attend(q, layer, seen, window=None):
         (mine, alone), of_prompt, of_own = every, None, None
         if window is not None:
-            of_prompt, of_own = begins.seen(window, q.shape[3])
+            of_prompt, of_own = contexts.first_seen(window, q.shape[3], queries)
             mine, alone = either(window < UNLIMITED, near, every)
         if members == 1:
             seen = over_pages(q, cache, layer, alone, seen, of_prompt)
@@ -216,7 +214,7 @@ _Pair = tuple[Readers, Readers | None]
 
 
 def either(condition: jax.Array, near: _Pair, every: _Pair) -> _Pair:
-    """`near` where the bool `condition` holds, else `every`: readers of the same pages."""
+    """`near` where `condition`, a bool scalar, holds, else `every`: readers of the same pages."""
 
     def chosen(one, other):
         if one is None or other is None:

@@ -8,12 +8,12 @@ value: what is near is not made coarse by a token that is far larger.
 
 Pages have owners: a slot, for what its response adds, or a prompt, kept once for all slots that
 answer it. Slots take the lowest free pages and prompts the highest, so that attention can walk
-through the pages as they lie, from 0 and from N, and its cost follows what is used. An owner that
-is gone gives its pages back when somebody asks for new ones.
+through the pages as they lie, from 0 and from N, and its cost follows what is used. The
+pages of an owner that has ended are freed when new ones are taken.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ EXPERTS_AXES = ("layers", "batch", "blocks", "activation", "length")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
-    """Keys, values, and whose they are. Owners of a rank: slots 0..S-1, prompts S..S+P-1."""
+    """Keys, values, and pages' owners. Owners of a rank: slots 0..S-1, prompts S..S+P-1."""
 
     key: Any  # [layers, D, N, K, H, W]: head dim first, the score product is faster so on CPU
     value: Any  # [layers, D, N, K, W, H]
@@ -102,8 +102,8 @@ def take_low(
 ) -> tuple[Cache, jax.Array]:
     """The lowest free pages, one to each slot in `need`, bool [D, S], in the order of slots.
 
-    `which` int32 [D, S]: the number of that page among its slot's. Also returns who got one, bool
-    [D, S]: the last in order go without when there are not enough.
+    `which` int32 [D, S]: the number of that page among its slot's. Also returns the slots that got
+    one, bool [D, S]: the last in order go without when there are not enough.
     """
     slots, pages = need.shape[1], cache.owner.shape[1]
 
@@ -119,24 +119,31 @@ def take_low(
     return dataclasses.replace(cache, owner=owner, rank=rank), got
 
 
+class PromptRows(NamedTuple):
+    """A prompt's tokens in the row that they were read in."""
+
+    key: jax.Array  # [layers, T, K, H]
+    value: jax.Array  # [layers, T, K, H]
+    experts: jax.Array | None = None  # int8 or int16 [layers, T, X]
+
+
 def write_prompt(
     cache: Cache,
-    key: jax.Array,
-    value: jax.Array,
+    rows: PromptRows,
     *,
     data_rank: jax.Array,
     owner: jax.Array,
     owners: int,
     offset: jax.Array,
     count: jax.Array,
-    experts: jax.Array | None = None,
 ) -> Cache:
-    """Copies `count` pages of key, value [layers, T, K, H] from token `offset` on to the highest
-    free pages of a rank, as the pages 0, 1, ... of `owner`; and of experts [layers, T, X].
+    """Copies `count` pages of `rows` from token `offset` on to the highest free pages of a rank, as
+    the pages 0, 1, ... of `owner`. All but `rows` are int32 scalars.
 
     T is whole pages; what lies beyond it is filled with its last token's. There must be as many
     free pages: the caller counts them.
     """
+    key, value, experts = rows
     width, pages = cache.key.shape[-1], cache.owner.shape[1]
     layers, length, kv_heads, head_dim = key.shape
     most = length // width

@@ -27,21 +27,26 @@ _BLOCK_TOKENS = 128  # more would be wasted on short prompts, fewer on the loop
 OverCache = Callable[..., PartialAttention]
 
 
-class Begins(NamedTuple):
-    """From which tokens on new tokens see, where layers have windows."""
+class Contexts(NamedTuple):
+    """The tokens in the cache that each slot attends to: its prompt's and its own."""
 
     own: jax.Array  # int32 [D, S]: tokens that each slot has of its own
     prompts: jax.Array  # int32 [D, P]: tokens of each prompt
-    prompt: jax.Array  # int32 [D, S]: which of them each slot answers, out of range for none
-    queries: int  # Q: new tokens of a slot
+    prompt: jax.Array  # int32 [D, S]: which of them each slot reads, out of range for none
+    member: jax.Array  # int32 [D, S]: its number among the slots that read it
 
-    def seen(self, window: jax.Array | int, rows: int) -> tuple[jax.Array, jax.Array]:
-        """The first token of its prompt, and the first of its own, that each row sees, int32
-        [D, S, R]: below 1 for all, and for none at or beyond the end. Rows are [..., Q]."""
+    def first_seen(
+        self, window: jax.Array | int, rows: int, queries: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first token of its prompt, and the first of its own, that each row sees within a
+        window, int32 [D, S, R]: below 1 for all, and for none at or beyond the end.
+
+        `rows` R are [..., Q], Q = `queries` new tokens of a slot.
+        """
         number = self.prompts.shape[1]
         of_slot = jnp.take_along_axis(self.prompts, jnp.clip(self.prompt, 0, number - 1), axis=1)
         known = (self.prompt >= 0) & (self.prompt < number)
-        nth = jnp.arange(rows, dtype=jnp.int32) % self.queries
+        nth = jnp.arange(rows, dtype=jnp.int32) % queries
         own = self.own[..., None] + nth[None, None] + 1 - window
         return jnp.where(known, of_slot, 0)[..., None] + own, own
 
@@ -50,8 +55,8 @@ class Groups(NamedTuple):
     """Prompts that slots answer, then any."""
 
     page: jax.Array  # int32 [D, P, B, c]: their pages in order, N where there is none
-    slot: jax.Array  # int32 [D, P, M]: who answers each; S: nobody
-    length: jax.Array  # int32 [D, P]: tokens, 0 where nobody answers
+    slot: jax.Array  # int32 [D, P, M]: slots that read each; S: none
+    length: jax.Array  # int32 [D, P]: tokens, 0 where no slot reads it
     count: jax.Array  # int32: how many there are, on the rank with the most
 
 
@@ -76,8 +81,8 @@ def groups_of(
     members: int,
     longest: int,
 ) -> Groups:
-    """Prompts of `length` int32 [D, P] tokens and at most `longest` pages, and who answers them:
-    `prompt`, `member` int32 [D, S] as `answering` takes them."""
+    """Prompts of `length` int32 [D, P] tokens and at most `longest` pages, and slots that read
+    them: `prompt`, `member` int32 [D, S] as `answering` takes them."""
     slots, number, ranks = prompt.shape[1], length.shape[1], length.shape[0]
     pages = min(max(1, _BLOCK_TOKENS // cache.key.shape[-1]), longest)
     blocks = -(-longest // pages)
@@ -121,7 +126,7 @@ def over_prompts(
         begin = None
         if first is not None:
             begin = _members(first[:, :, None], slot)[:, 0]
-            # what nobody reads of is gathered from a slot that may answer another prompt
+            # a prompt without readers is gathered from a slot that may read another one
             there = jnp.repeat(slot < first.shape[1], first.shape[2], axis=1)
             begin = jnp.where(there & (length > 0)[:, None], begin, UNLIMITED)
         new = _over_blocks(*rows, cache, layer, page, length, begin)
@@ -171,7 +176,7 @@ def _over_blocks(
         v = v.reshape(ranks, heads, tokens, head_dim).astype(q.dtype)
         place = index * tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
         valid = (place < length[:, None])[:, None, None]
-        if not scaled:  # a page that was somebody else's may hold nan there, and 0 * nan is nan
+        if not scaled:  # the page's last owner may have left nan there, and 0 * nan is nan
             v = jnp.where(valid.swapaxes(2, 3), v, 0)
         if first is not None:
             valid = valid & (place[:, None] >= first[..., None])[:, None]

@@ -1,4 +1,4 @@
-"""Reading prompts: several short ones in one row, a long one in pieces, after a beginning or whole.
+"""Prefill: several short prompts in one row, a long one in chunks, after a shared prefix or whole.
 
 T tokens of a row, X tokens read before (and room), G prompts of a row at most, K key/value heads,
 H head dim, V vocabulary, E experts of a token. Experts are None where they are not recorded.
@@ -26,8 +26,8 @@ from distflow_jax.rollout.decode_state import (
 
 
 @struct.dataclass
-class Beginning:
-    """What all prompts of a row begin with, read before."""
+class SharedPrefix:
+    """The tokens that all prompts of a row begin with, read before."""
 
     key: Any  # [layers, X, K, H]
     value: Any  # [layers, X, K, H]
@@ -43,10 +43,10 @@ class Prefix:
     value: Any  # [layers, T, K, H]
     logits: Any  # float32 [G, V]: of the next token
     row: Any  # int32: which of them
-    offset: Any  # int32: where the prompt, or what follows its beginning, is in them, tokens
-    length: Any  # int32, tokens, the beginning's included
+    offset: Any  # int32: where the prompt, or what follows its shared prefix, is in them, tokens
+    length: Any  # int32, tokens, the shared prefix's included
     tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
-    beginning: Beginning | None = None  # where key, value, experts hold only what follows it
+    shared: SharedPrefix | None = None  # where key, value, experts hold only what follows it
     experts: Any = None  # int8 or int16 [layers, T, E]
 
 
@@ -82,7 +82,8 @@ def max_prompts(length: int, page_size: int) -> int:
 
 
 def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
-    """Lays prompts of one row out; together they fit the largest bucket, and `max_prompts`."""
+    """Lays out prompts, int32 [t] each, in one row. Together they must fit the largest bucket, and
+    number at most `max_prompts`."""
     size = config.page_size
     starts = np.cumsum([0, *map(len, prompts)])
     length = next(b for b in buckets(config) if b >= starts[-1])
@@ -105,8 +106,8 @@ def _attention(q, k, v, mask, position_T, key_position_S, *window):
 
 
 def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None):
-    """What the network makes of a row: (keys, values, experts) as `attend` and the route leave
-    them, hidden states [T, D]."""
+    """Runs the network on a row: (keys, values, experts) as `attend` and the route return them,
+    hidden states [T, D]."""
     hidden, kept = hidden_states(
         shapes.model,
         params,
@@ -144,20 +145,20 @@ def read_row_after(
     segment_T,
     position_T,
     last_G,
-    beginning: Beginning,
+    shared: SharedPrefix,
 ):
-    """`read_row` of what follows one beginning, which every prompt of the row sees.
+    """`read_row` of what follows one shared prefix, which every prompt of the row sees.
 
     position_T counts from its end on.
     """
     with use_mesh(shapes.mesh):
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         own = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
-        place = jnp.arange(beginning.key.shape[1], dtype=jnp.int32)
-        seen = place < beginning.length
+        place = jnp.arange(shared.key.shape[1], dtype=jnp.int32)
+        seen = place < shared.length
         seen = jnp.broadcast_to(seen[None], (len(here), len(seen)))
         mask = jnp.concatenate([seen, own], axis=1)
-        position = beginning.length + position_T
+        position = shared.length + position_T
         key_position = jnp.concatenate([place, position])
 
         def attend(q, k, v, before, *window):
@@ -168,16 +169,16 @@ def read_row_after(
             out = _attention(q, keys, values, mask, position, key_position, *window)
             return out, (k[0], v[0])
 
-        old = beginning.key, beginning.value
+        old = shared.key, shared.value
         kept, hidden = _read(shapes, params, tokens_T, position, attend, old)
         return kept, head_logits(shapes.model, params, hidden[last_G])
 
 
-def read_piece(shapes: StateShapes, params, tokens_T, length, kept, before):
+def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before):
     """Reads `length` tokens after the `before` that `kept` holds: (keys, values [layers, X, K, H],
     experts [layers, X, E]).
 
-    Returns these with the piece added, and logits [1, V]. X has room for T more.
+    Returns these with the chunk added, and logits [1, V]. X has room for T more.
     """
     with use_mesh(shapes.mesh):
         (key, value, experts), size = kept, tokens_T.shape[0]
@@ -201,7 +202,7 @@ def read_piece(shapes: StateShapes, params, tokens_T, length, kept, before):
 
 
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
-    """The prompt as `Prefix` carries it; None where nobody looks things up in it."""
+    """The prompt int32 [t] as `Prefix` carries it; None where responses look nothing up in it."""
     if not config.speculative_tokens:
         return None
     padded = np.zeros(longest_read(config), np.int32)
@@ -221,8 +222,8 @@ def no_tokens(shapes: StateShapes, room: int):
     return empty, empty + 0, experts
 
 
-def beginning_room(config: EngineConfig) -> int:
-    """X: room for the longest beginning that is kept, tokens in whole pages."""
+def shared_room(config: EngineConfig) -> int:
+    """X: room for the longest shared prefix that is kept, tokens in whole pages."""
     longest = min(config.prefix_tokens, config.max_prompt)
     return config.page_size * pages_of(longest, config.page_size)
 
@@ -232,35 +233,35 @@ def kept_of(prefix: Prefix):
     return prefix.key, prefix.value, prefix.experts
 
 
-def widen(kept, offset, beginning: Beginning | None, room: int):
+def widen(kept, offset, shared: SharedPrefix | None, room: int):
     """A prompt that was read, with room for what comes after: keys, values [layers, room, K, H] and
     experts [layers, room, E].
 
-    `kept`: these three [layers, T, ...] from token `offset` on, after the beginning if there is
+    `kept`: these three [layers, T, ...] from token `offset` on, after the shared prefix if there is
     one.
     """
     at = jnp.arange(room, dtype=jnp.int32)
     most = kept[0].shape[1] - 1
-    if beginning is None:
+    if shared is None:
         at = jnp.minimum(offset + at, most)
         return jax.tree.map(lambda x: x[:, at], kept)
-    before = at < beginning.length
-    first = jnp.minimum(at, beginning.key.shape[1] - 1)
-    rest = jnp.clip(offset + at - beginning.length, 0, most)
+    before = at < shared.length
+    first = jnp.minimum(at, shared.key.shape[1] - 1)
+    rest = jnp.clip(offset + at - shared.length, 0, most)
 
     def one(old, new):
         is_before = before.reshape(1, -1, *[1] * (old.ndim - 2))
         return jnp.where(is_before, old[:, first], new[:, rest].astype(old.dtype))
 
-    return jax.tree.map(one, (beginning.key, beginning.value, beginning.experts), kept)
+    return jax.tree.map(one, (shared.key, shared.value, shared.experts), kept)
 
 
 def whole(prefix: Prefix, config: EngineConfig):
     """(Keys, values [layers, whole pages, K, H], experts [layers, whole pages, E]) of a row in
     which the prompt lies, and where."""
-    if prefix.beginning is None:
+    if prefix.shared is None:
         return kept_of(prefix), prefix.offset
-    room = prefix.beginning.key.shape[1] + prefix.key.shape[1]
+    room = prefix.shared.key.shape[1] + prefix.key.shape[1]
     longest = config.page_size * pages_of(longest_read(config), config.page_size)
-    kept = widen(kept_of(prefix), prefix.offset, prefix.beginning, min(room, longest))
+    kept = widen(kept_of(prefix), prefix.offset, prefix.shared, min(room, longest))
     return kept, jnp.zeros((), jnp.int32)

@@ -1,7 +1,6 @@
-"""Beginnings that prompts share, a system prompt above all: read once, kept, gone on from.
+"""Shared prefixes of prompts, a system prompt above all: read once and cached.
 
-What is kept, and what is read for it, depends on tokens alone: all processes that share an engine
-decide alike.
+Which prefixes are cached depends on tokens alone: all processes that share an engine decide alike.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from distflow_jax.rollout.prefill.prefill import Prefix, buckets
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """A beginning whose keys and values are there."""
+    """A cached shared prefix."""
 
     version: int  # of the weights that read it
     tokens: np.ndarray  # int32 [n]
@@ -23,7 +22,7 @@ class Kept:
 
 
 class PrefixCache:
-    """Beginnings by weight version and tokens; the least recently used makes room.
+    """Shared prefixes by weight version and tokens; the least recently used makes room.
 
     `budget`: tokens of all their arrays together, padding included.
     """
@@ -55,10 +54,10 @@ class PrefixCache:
         return kept.prefix
 
     def add(self, version: int, tokens: np.ndarray, prefix: Prefix) -> Kept:
-        """Keeps one that has been read. ValueError where it alone is above the budget."""
+        """Caches the prefix of `tokens` int32 [n]. ValueError where it exceeds the budget alone."""
         if _room(prefix) > self.budget:
             raise ValueError(
-                f"a beginning that takes room for {_room(prefix)} tokens is above the cache's "
+                f"a shared prefix that takes room for {_room(prefix)} tokens is above the cache's "
                 f"{self.budget}"
             )
         self._kept = [
@@ -72,25 +71,25 @@ class PrefixCache:
         return self._kept[-1]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all shared prefixes."""
         self._kept.clear()
 
 
 def check_prefix_cache(config: EngineConfig) -> None:
-    """ValueError for a budget that no beginning fits into."""
+    """ValueError for a budget that no shared prefix fits into."""
     if config.prefix_tokens and config.prefix_tokens < config.page_size:
         raise ValueError(
             f"rollout.prefix_tokens {config.prefix_tokens} must be 0 (off) or at least the page "
-            f"size of {config.page_size} tokens: shorter beginnings are not kept"
+            f"size of {config.page_size} tokens: shorter shared prefixes are not kept"
         )
 
 
 def cache_budget(config: EngineConfig) -> int:
-    """Tokens that the cache of beginnings has room for: `prefix_tokens` in whole pages."""
+    """Tokens that the cache of shared prefixes has room for: `prefix_tokens` in whole pages."""
     return config.page_size * pages_of(config.prefix_tokens, config.page_size)
 
 
-def shared_beginning(
+def shared_length(
     prompt: np.ndarray, others: Sequence[np.ndarray], *, known: int, config: EngineConfig
 ) -> int:
     """How much of `prompt` [T] to read apart, for itself and the `others` that begin alike.
@@ -123,7 +122,7 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _row_tokens(count: int, config: EngineConfig) -> int:
-    """Tokens, padding included, of the rows or pieces that read so many."""
+    """Tokens, padding included, of the rows or chunks that read so many."""
     sizes = buckets(config)
     return next((size for size in sizes if size >= count), sizes[-1] * pages_of(count, sizes[-1]))
 

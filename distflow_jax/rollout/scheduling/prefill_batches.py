@@ -11,7 +11,7 @@ from distflow_jax.rollout.prefill.prefix_cache import (
     Kept,
     PrefixCache,
     cache_budget,
-    shared_beginning,
+    shared_length,
 )
 from distflow_jax.rollout.requests import RolloutStats
 
@@ -70,12 +70,12 @@ class PrefillBatches:
             return None
         kept = self._shared.find(self._version, prompts[0])
         known = 0 if kept is None else len(kept.tokens)
-        length = shared_beginning(prompts[0], prompts[1:], known=known, config=config)
+        length = shared_length(prompts[0], prompts[1:], known=known, config=config)
         if not length:
             return kept
         tokens = prompts[0][:length]
         self._stats.prefills += 1
-        prefix = self._engine.prompts.beginning(self._params, tokens)
+        prefix = self._engine.prompts.shared_prefix(self._params, tokens)
         return self._shared.add(self._version, tokens, prefix)
 
     def _read(self, prompts: Sequence[np.ndarray], kept: Kept | None) -> list[Prefix]:

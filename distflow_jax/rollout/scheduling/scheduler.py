@@ -80,7 +80,7 @@ class Scheduler:
         `on_response` is called as soon as a response has ended.
         """
         self._check(request)
-        samples = list(range(request.sampling.num_samples - 1, -1, -1))
+        samples = list(reversed(request.samples))
         group = self._new_group(request, samples, on_response)
         self._loop.waiting.push(group)
         return group.id

@@ -1,1 +1,1 @@
-"""What an optimizer step minimises: one file per kind of model or data."""
+"""Training objectives, one module per kind of model or data."""

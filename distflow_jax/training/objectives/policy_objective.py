@@ -24,24 +24,24 @@ from distflow_jax.training.objective import Metrics, Objective
 
 
 class PolicyBatch(NamedTuple):
-    """What the policy's loss reads; rows' fields are [R, L] and [R, S], the others [R, L]."""
+    """Fields of the policy's loss; those of rows are [R, L] and [R, S], the others [R, L]."""
 
     rows: Rows
     advantage: jax.Array
     rollout_logp: jax.Array | None
-    old_logp: jax.Array | None  # None: the policy itself, held fixed (one update per batch)
+    old_logp: jax.Array | None  # None: the policy's own, without a gradient (one update per batch)
     ref_logp: jax.Array | None  # None: no KL term
     prox_alpha: jax.Array | None = None  # of correction.a3po_alpha
-    selected: jax.Array | None = None  # bool, made by `prepare`: the loss's own choice of tokens
-    budgeted: jax.Array | None = None  # bool, made by `prepare`: tokens that fixed-budget counts
+    selected: jax.Array | None = None  # bool, set by `prepare`: tokens that the loss selects
+    budgeted: jax.Array | None = None  # bool, set by `prepare`: tokens that fixed-budget counts
 
 
 class Denominators(NamedTuple):
     """Global counts of one optimizer step, float32 scalars."""
 
-    loss: jax.Array  # what the aggregation divides by
+    loss: jax.Array  # of the aggregation
     tokens: jax.Array  # masked-in response tokens
-    sequences: jax.Array  # that have any
+    sequences: jax.Array  # with at least one such token
 
 
 def policy_objective(
@@ -51,7 +51,7 @@ def policy_objective(
     *,
     max_response: int,
 ) -> Objective:
-    """The objective that `algorithm` names; `max_response` is the longest response in tokens."""
+    """The objective that `algorithm` configures; `max_response` is in tokens."""
     return Objective(
         "actor",
         model,
@@ -63,10 +63,10 @@ def policy_objective(
 def prepare(
     batch: PolicyBatch, *, algorithm: AlgorithmConfig, max_response: int
 ) -> tuple[PolicyBatch, Denominators]:
-    """Counts over all rows of an optimizer step, and what is chosen among all of its tokens."""
+    """Denominators of an optimizer step, and selections among all of its tokens."""
     rows = batch.rows
     tokens = rows.response_mask.sum(dtype=jnp.int32)
-    sequences = (rows.length > 0).sum(dtype=jnp.int32)  # a fully masked one counts nowhere
+    sequences = (rows.length > 0).sum(dtype=jnp.int32)  # fully masked ones do not count
     mode, budget = algorithm.loss_aggregation, algorithm.token_budget
     total = denominator(mode, tokens, sequences, norm=float(max_response), budget=budget)
     if mode == "fixed-budget":
@@ -74,7 +74,7 @@ def prepare(
     select = POLICY_LOSSES[algorithm.policy_loss].select
     if select is not None:
         old_logp = batch.rollout_logp if algorithm.proximal == "rollout" else batch.old_logp
-        assert old_logp is not None, "AlgorithmConfig.update_reads names it"
+        assert old_logp is not None, "AlgorithmConfig.update_reads lists it"
         chosen = policy_tokens(old_logp, old_logp, batch.advantage, rows)
         batch = batch._replace(selected=select(chosen, **algorithm.select_options))
     counts = (jnp.maximum(x.astype(jnp.float32), 1.0) for x in (total, tokens, sequences))
@@ -91,7 +91,7 @@ def evaluate(
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Share of this micro-batch in the loss, and its share in the metrics."""
+    """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
     logp, entropy = response_logp(params, model, rows, temperature, forward)
     old_logp = proximal_logp(logp, batch, algorithm)
@@ -127,7 +127,7 @@ def evaluate(
 
 
 def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfig) -> jax.Array:
-    """Log-probs that the ratio is taken against, [R, L], without a gradient."""
+    """Log-probs of the proximal policy, the ratio's denominator, [R, L], without a gradient."""
     if algorithm.proximal == "rollout":
         return batch.rollout_logp
     if algorithm.proximal == "a3po":

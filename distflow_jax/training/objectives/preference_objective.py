@@ -1,6 +1,6 @@
-"""DPO and IPO: a policy against a frozen reference, over pairs of responses.
+"""DPO and IPO objectives: a policy against a frozen reference, over pairs of responses.
 
-A pair is a group whose sample 0 is the chosen and sample 1 the rejected response; both lie in one
+A pair is a group with sample 0 as the chosen and sample 1 as the rejected response, both in one
 row. R rows, L tokens per row, S sequences per row.
 """
 
@@ -20,14 +20,14 @@ from distflow_jax.training.objective import Metrics, Objective
 
 
 class PreferenceBatch(NamedTuple):
-    """What the loss reads; rows' fields are [R, L] and [R, S]."""
+    """Fields of the preference loss; those of rows are [R, L] and [R, S]."""
 
     rows: Rows
-    ref_logp: jax.Array  # [R, L], under the reference
+    ref_logp: jax.Array  # [R, L], of the reference model
 
 
 class PairCount(NamedTuple):
-    """Of one optimizer step, float32 scalars."""
+    """Counts of one optimizer step, float32 scalars."""
 
     pairs: jax.Array
     sequences: jax.Array
@@ -36,7 +36,7 @@ class PairCount(NamedTuple):
 def preference_objective(
     model: DecoderConfig, config: PreferenceConfig, forward: ForwardConfig
 ) -> Objective:
-    """The mean of the loss that `config` names over all pairs of a step."""
+    """The mean over all pairs of a step of the loss that `config` selects."""
     return Objective(
         "actor",
         model,
@@ -46,7 +46,7 @@ def preference_objective(
 
 
 def count_pairs(batch: Any) -> tuple[Any, PairCount]:
-    """The batch as it is, and how many pairs lie in its rows."""
+    """The unchanged batch, and the number of pairs and sequences in its rows."""
     found = pairs(batch.rows).sum(dtype=jnp.int32)
     sequences = batch.rows.valid.sum(dtype=jnp.int32)
     return batch, PairCount(*(jnp.maximum(x.astype(jnp.float32), 1.0) for x in (found, sequences)))
@@ -62,7 +62,7 @@ def evaluate(
     config: PreferenceConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Share of this micro-batch in the loss, and in the metrics (TRL's names)."""
+    """Contribution of a micro-batch to the loss, a scalar, and to the metrics, with TRL's names."""
     rows = batch.rows
     token_logp, _ = response_logp(params, model, rows, temperature, forward)
     logp = per_sequence(token_logp, rows)
@@ -89,6 +89,6 @@ def evaluate(
 
 
 def unpaired(paired: jax.Array, rows: Rows) -> jax.Array:
-    """Sequences that are no part of a pair, and so teach nothing; float32."""
-    lonely = rows.valid & ~(paired.any(axis=-1) | paired.any(axis=-2))
-    return lonely.sum(dtype=jnp.int32).astype(jnp.float32)
+    """Number of sequences outside all pairs [R, S, S], which do not train the model; float32."""
+    alone = rows.valid & ~(paired.any(axis=-1) | paired.any(axis=-2))
+    return alone.sum(dtype=jnp.int32).astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""A reward model's objective: the chosen response of a pair is to score above the rejected one.
+"""A reward model's objective: the chosen response of a pair should score above the rejected one.
 
-Pairs as in preference.py. R rows, L tokens per row, S sequences per row.
+Pairs as in preference_objective.py. R rows, L tokens per row, S sequences per row.
 """
 
 import functools
@@ -19,7 +19,7 @@ from distflow_jax.training.objectives.preference_objective import PairCount, cou
 
 
 class RewardModelBatch(NamedTuple):
-    """What the loss reads; rows' fields are [R, L] and [R, S]."""
+    """Fields of a reward model's loss; those of rows are [R, L] and [R, S]."""
 
     rows: Rows
 
@@ -46,7 +46,10 @@ def evaluate(
     config: RewardModelConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Share of this micro-batch in the loss, and in the metrics; a temperature plays no part."""
+    """Contribution of a micro-batch to the loss, a scalar, and to the metrics.
+
+    `temperature` is not used.
+    """
     rows = batch.rows
     score = sequence_scores(params, model, rows, forward)
     paired = pairs(rows)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of the response tokens.
+"""Supervised fine-tuning objective: the negative log-likelihood of the response tokens.
 
 R rows, L tokens per row, S sequences per row.
 """
@@ -17,20 +17,20 @@ from distflow_jax.training.objective import Metrics, Objective
 
 
 class SftBatch(NamedTuple):
-    """What the loss reads; rows' fields are [R, L] and [R, S]."""
+    """Fields of the loss; those of rows are [R, L] and [R, S]."""
 
     rows: Rows
 
 
 def sft_objective(model: DecoderConfig, forward: ForwardConfig) -> Objective:
-    """-logp, mean over all response tokens of a step."""
+    """The mean of -logp over all response tokens of a step."""
     return Objective(
         "actor", model, count_tokens, functools.partial(evaluate, model=model, forward=forward)
     )
 
 
 def count_tokens(batch: SftBatch) -> tuple[SftBatch, jax.Array]:
-    """The batch as it is, and its response tokens, float32."""
+    """The unchanged batch, and its number of response tokens, float32."""
     tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
     return batch, jnp.maximum(tokens.astype(jnp.float32), 1.0)
 
@@ -44,7 +44,7 @@ def evaluate(
     model: DecoderConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Share of this micro-batch in the loss, and in the metrics."""
+    """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     mask = batch.rows.response_mask
     logp, entropy = response_logp(params, model, batch.rows, temperature, forward)
     loss = -masked_sum(logp, mask) / num_tokens

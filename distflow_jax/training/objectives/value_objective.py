@@ -1,4 +1,7 @@
-"""The critic's objective. R rows, L tokens per row, S sequences per row."""
+"""The critic's objective: squared error to the returns, with clipped values.
+
+R rows, L tokens per row, S sequences per row.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,24 +20,24 @@ from distflow_jax.training.objective import Metrics, Objective
 
 
 class ValueBatch(NamedTuple):
-    """What the critic's loss reads; rows' fields are [R, L] and [R, S], the others [R, L]."""
+    """Fields of the critic's loss; those of rows are [R, L] and [R, S], the others [R, L]."""
 
     rows: Rows
-    returns: jax.Array  # what is to be predicted
+    returns: jax.Array  # the targets
     value: jax.Array  # the critic's prediction before the step's updates
 
 
 class Denominators(NamedTuple):
     """Global counts of one optimizer step, float32 scalars."""
 
-    loss: jax.Array  # what the aggregation divides by
+    loss: jax.Array  # of the aggregation
     tokens: jax.Array  # masked-in response tokens
 
 
 def value_objective(
     model: ScalarModel, config: ValueConfig, forward: ForwardConfig, *, max_response: int
 ) -> Objective:
-    """Squared error to the returns; `max_response` is the longest response in tokens."""
+    """The objective that `config` configures; `max_response` is in tokens."""
     return Objective(
         "critic",
         model,
@@ -46,7 +49,7 @@ def value_objective(
 def prepare(
     batch: ValueBatch, *, config: ValueConfig, max_response: int
 ) -> tuple[ValueBatch, Denominators]:
-    """Counts over all rows of an optimizer step."""
+    """The unchanged batch, and the denominators of an optimizer step."""
     tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
     sequences = (batch.rows.length > 0).sum(dtype=jnp.int32)
     norm = float(max_response)
@@ -65,7 +68,10 @@ def evaluate(
     config: ValueConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Share of this micro-batch in the loss, and in the metrics; a temperature plays no part."""
+    """Contribution of a micro-batch to the loss, a scalar, and to the metrics.
+
+    `temperature` is not used.
+    """
     rows, mask = batch.rows, batch.rows.response_mask
     value = response_values(params, model, rows, forward)
     per_token_loss = value_loss(value, batch.value, batch.returns, mask, clip=config.clip)

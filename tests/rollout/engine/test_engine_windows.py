@@ -45,8 +45,8 @@ def assert_trainers(responses, model=MODEL, atol=1e-4):
 
 SLOW = {
     "one response per prompt": dict(samples=1, group_size=1),
-    "pieces after a beginning": dict(prefill_tokens=16, prefix_tokens=16),
-    "the kernels, after a beginning": dict(attention="reference", prefix_tokens=16),
+    "pieces after a shared prefix": dict(prefill_tokens=16, prefix_tokens=16),
+    "the kernels, after a shared prefix": dict(attention="reference", prefix_tokens=16),
     "int8 cache": dict(cache_dtype="int8"),
     "data and tensor ranks": dict(axes=(2, 2), prefill_tokens=16),
     "few responses left": dict(slots=16, samples=1),

@@ -180,7 +180,7 @@ EVERYTHING = dict(
     ids=lambda changes: "all" if changes is EVERYTHING else " ".join(changes),
 )
 def test_however_tokens_come_into_the_cache(changes):
-    """In pieces, after a beginning, guessed, put back and read again, on several devices."""
+    """In pieces, after a shared prefix, guessed, put back and read again, on several devices."""
     sampler = Sampler(**changes)
     assert_recorded(sampler.run(REQUESTS))
     stats = sampler.stats

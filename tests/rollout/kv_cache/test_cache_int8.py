@@ -26,6 +26,7 @@ from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
@@ -106,8 +107,7 @@ def filled_cache(rng):
             key, value = (random_tokens(rng, TINY.num_layers, 3 * WIDTH) for _ in range(2))
             cache = cache_lib.write_prompt(
                 cache,
-                key,
-                value,
+                cache_lib.PromptRows(key, value),
                 data_rank=jnp.int32(rank),
                 owner=jnp.int32(SLOTS + entry),
                 owners=owners,
@@ -165,19 +165,16 @@ def test_attention_is_that_over_the_rounded_tokens(way):
     # as many entries for prompts as slots
     prompts = jnp.pad(prompts, ((0, 0), (0, SLOTS - prompts.shape[1])))
 
+    contexts = Contexts(own, prompts, prompt, member)
+
     @jax.jit
     def attend(cache, q, k, v, layer):
         if way == "pages":
-            over = page_walk_attention.over_cache(
-                cache, own, prompts, prompt, member, members=2, longest=2
-            )
+            over = page_walk_attention.over_cache(cache, contexts, members=2, longest=2)
         else:
             over = kernel_attention.over_cache(
                 cache,
-                own,
-                prompts,
-                prompt,
-                member,
+                contexts,
                 members=2,
                 longest=(2, 2),
                 mesh=mesh_of(2, 2, names=("data", "tensor")),

@@ -14,6 +14,7 @@ from distflow_jax.rollout.kv_cache.page_walk_attention import (
     slot_readers,
 )
 from distflow_jax.rollout.kv_cache.pages import Cache
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts
 
 SLOTS, PROMPTS, WIDTH, LONGEST, LAYERS = 6, 4, 16, 20, 2
 NOBODY = PROMPTS
@@ -114,8 +115,8 @@ def compare(name, queries, window=None, *, kernels=False):
             over_owners = kernel_attention.over_cache
         else:
             over_owners, ways = over_cache, {"longest": LONGEST}
-        owners = cache, own, prompts, prompt_of, member
-        over = over_owners(*owners, members=members, **ways, **windows)
+        contexts = Contexts(own, prompts, prompt_of, member)
+        over = over_owners(cache, contexts, members=members, **ways, **windows)
         return slot_attention(q, k, v, layer, over, *seen)
 
     for layer in range(LAYERS):

@@ -76,8 +76,7 @@ def test_prompts_take_the_highest_pages():
     cache, _ = take(make(), [[True] * 3] * 2, [[0] * 3] * 2)
     cache = pages.write_prompt(
         cache,
-        key,
-        value,
+        pages.PromptRows(key, value),
         data_rank=jnp.int32(1),
         owner=jnp.int32(PROMPT),
         owners=OWNERS,

@@ -1,4 +1,4 @@
-"""Beginnings that prompts share are read once, and nothing that is sampled shows it."""
+"""Shared prefixes of prompts are read once, and nothing that is sampled shows it."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
-from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_beginning
+from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_length
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
@@ -39,7 +39,7 @@ def tokens_of(seed, length):
 
 
 def make_requests(beginning, lengths, *, start=0, samples=2, limit=6):
-    """Prompts of one beginning and `lengths` tokens of their own; the second greedy."""
+    """Prompts of one shared prefix and `lengths` tokens of their own; the second greedy."""
     return [
         GroupRequest(
             prompt_of(start + i, np.concatenate([beginning, tokens_of(100 + start + i, length)])),
@@ -125,7 +125,7 @@ def test_the_least_recently_used_makes_room():
 
 
 def saved(prompts, n, known, config):
-    """Tokens that are not read where the beginning of length n is read apart, said plainly."""
+    """Tokens that are not read where the shared prefix of length n is read apart, said plainly."""
     able = [p for p in prompts if len(p) > n and np.array_equal(p[:n], prompts[0][:n])]
     row = next(size for size in (16, 32, 64, 128) if size >= n)
     return len(able) * (n - known) - row
@@ -143,7 +143,7 @@ def test_the_beginning_that_saves_most_is_read():
             prompt[rng.integers(0, 65) :] = 99
             prompts.append(prompt)
         known = int(rng.integers(0, 2)) * min(10, len(prompts[0]) - 1)
-        got = shared_beginning(prompts[0], prompts[1:], known=known, config=config)
+        got = shared_length(prompts[0], prompts[1:], known=known, config=config)
         able = range(known + 16, min(60, len(prompts[0]) - 1) + 1)
         # of one prompt alone nothing is saved: the formula says so too
         wanted = max((saved(prompts, n, known, config) for n in able), default=0)
@@ -175,7 +175,7 @@ def test_what_is_sampled_stays(scheduler, responses):
     "axes, changes",
     [
         ((2, 2), {"prefill_tokens": 32}),
-        # beginnings and what follows them in pieces; tokens are looked up in whole prompts
+        # shared prefixes and what follows them in pieces; tokens are looked up in whole prompts
         ((1, 1), {"prefill_tokens": 16, "speculative_tokens": 3, "speculative_ngram": 1}),
     ],
 )
@@ -191,7 +191,7 @@ def test_it_stays_everywhere(axes, changes, responses):
 def test_prompts_after_a_beginning_are_prompts(sampler, plain):
     """Keys, values and logits, of a row of several, are those of the prompts read whole."""
     engine, prompts = sampler.engine, [r.prompt.tokens for r in REQUESTS[:4]]
-    kept = engine.prompts.beginning(sampler.params, SYSTEM)
+    kept = engine.prompts.shared_prefix(sampler.params, SYSTEM)
     found = engine.prompts.row(sampler.params, prompts, after=kept)
     assert len({id(prefix.key) for prefix in found}) == 1
     for prompt, prefix in zip(prompts, found, strict=True):
@@ -199,7 +199,7 @@ def test_prompts_after_a_beginning_are_prompts(sampler, plain):
         assert int(prefix.length) == len(prompt)
         np.testing.assert_allclose(prefix.logits[prefix.row], whole.logits[0], atol=1e-4)
         arrays = kept_of(prefix)
-        wide = widen(arrays, prefix.offset, prefix.beginning, 64)[:2]
+        wide = widen(arrays, prefix.offset, prefix.shared, 64)[:2]
         for got, wanted in zip(wide, (whole.key, whole.value), strict=True):
             count = len(prompt)
             np.testing.assert_allclose(got[:, :count], wanted[:, :count], atol=1e-5)
@@ -259,7 +259,7 @@ def test_the_version_alone_keeps_weights_apart(sampler, scheduler, plain):
 
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_weights_that_come_while_responses_run(scheduler, sampler, plain, cache):
-    """As without beginnings: which version reads what does not depend on them."""
+    """As without shared prefixes: which version reads what does not depend on them."""
     found = []
     for each in (scheduler, Scheduler(plain.engine, plain.params, version=3, state=plain.state)):
         submit_all(each, [changed(r, limit=20) for r in REQUESTS[:2]])
@@ -287,17 +287,17 @@ def test_prompts_that_are_given_up(scheduler, responses):
 
 @pytest.mark.parametrize("room, most", [(48, 9), (96, 2)])
 def test_two_kinds_of_prompts_have_their_rows(scheduler, plain, room, most):
-    """Room for both beginnings: each is read once. For one: they take turns."""
+    """Room for both shared prefixes: each is read once. For one: they take turns."""
     requests = REQUESTS + make_requests(tokens_of(9, 40), (5, 12, 3), start=40)
     mixed = [requests[i] for i in (0, 6, 1, 2, 7, 3, 8, 4, 5)]
     scheduler._loop.prefill._shared.budget = room
-    read, prefill = [], scheduler.engine.prompts.beginning
-    scheduler.engine.prompts.beginning = lambda params, tokens: (
+    read, prefill = [], scheduler.engine.prompts.shared_prefix
+    scheduler.engine.prompts.shared_prefix = lambda params, tokens: (
         read.append(tokens.tolist()) or prefill(params, tokens)
     )
     submit_all(scheduler, mixed)
     got = drive(scheduler)
-    del scheduler.engine.prompts.beginning
+    del scheduler.engine.prompts.shared_prefix
     assert_same(got, by_uid(plain.run(mixed)))
     assert scheduler._loop.prefill._shared.tokens <= room
     assert 2 <= len(read) <= most and len(set(map(tuple, read))) == 2

@@ -1,0 +1,68 @@
+"""Every logged response is sampled again from its uid alone."""
+
+import json
+
+import pytest
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.planning.plan_run import prepare
+from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.runtime.standalone_sampler import open_answerer
+
+SETTINGS = [
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+    "training.steps=1",
+    "rollout.num_slots=16",
+    "eval.dataset=",
+]
+
+
+def sampled_again(config, records):
+    """Text and number of tokens of each record's response, each from a request of its own."""
+    setup = prepare(config)
+    setup.rewards.close()
+    answerer, rollout = open_answerer(config, setup.source), config.rollout
+    requests = [
+        GroupRequest(
+            setup.loader.prompt(counter),
+            1,
+            rollout.max_response_length,
+            rollout.temperature,
+            first_sample=sample,
+        )
+        for counter, sample in (record["uid"] for record in records)
+    ]
+    state = answerer.state
+    _, responses, _ = run_requests(answerer.engine, state.params, state.decode, requests)
+    decode = setup.source.tokenizer.decode
+    return [(decode(r.tokens, skip_special=False), len(r.tokens)) for r in responses]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["dag=grpo", "rollout.num_samples=4"],
+        pytest.param(["dag=dapo", "rollout.num_samples=2"], marks=pytest.mark.slow),
+        ["dag=online_dpo", "rollout.num_samples=4"],
+    ],
+    ids=["grpo", "dapo", "online_dpo"],
+)
+def test_a_logged_response_is_sampled_again_from_its_uid(settings, tmp_path):
+    config = from_config_dict(Config, override(tiny.get_config(), [*SETTINGS, *settings]))
+    assert run.train_here(config, tmp_path) == run.EXIT_DONE
+    lines = (tmp_path / "samples" / "1.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    (metrics,) = [m for m in read_metrics(tmp_path / "metrics.jsonl") if m["step"] == 1]
+    uids = [tuple(record["uid"]) for record in records]
+    assert len(set(uids)) == len(uids) > 0
+    if config.dag == "dapo":
+        assert metrics["training/sampling_rounds"] > 1
+    if config.dag == "online_dpo":  # the better one of a pair comes first, whatever its number
+        assert any(sample > 1 for _, sample in uids)
+    logged = [(record["response"], record["response_length"]) for record in records]
+    assert sampled_again(config, records[::-1]) == logged[::-1]
