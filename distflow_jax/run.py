@@ -120,8 +120,11 @@ def _train(
 
 
 class Run:
-    """The loop over steps. `prepared` is all that was checked before, `runtime` lives on the
-    devices, `state` changes from step to step, `instruments` only watch."""
+    """The loop over steps.
+
+    `prepared` was checked before any device worked, `runtime` lives on the devices, `state` changes
+    from step to step, `instruments` observe without effect on any number.
+    """
 
     def __init__(
         self,

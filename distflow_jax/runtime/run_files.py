@@ -1,4 +1,4 @@
-"""What a run asks of its folder before step 1, and the records of its samples/STEP.jsonl."""
+"""Files of a run: the check of its folder before step 1, and the records of samples/STEP.jsonl."""
 
 import json
 import logging

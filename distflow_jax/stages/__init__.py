@@ -1,1 +1,1 @@
-"""What one node of a graph does."""
+"""Stages: the functions of nodes, and the contexts that they are built from."""
