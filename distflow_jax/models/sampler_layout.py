@@ -20,7 +20,7 @@ from distflow_jax.parallel.rules import sharding
 _TURNED = {"head", *(f"layers/{name}" for name in ("query", "gate", "up"))}
 
 
-class HeldWeights:
+class SamplerLayout:
     """Conversion of trained parameters to a sampler's layout and number format.
 
     `weights` is one of matmul_layouts.WEIGHTS, for a sampler on `platform`. `dtype` is "auto" (the
@@ -42,16 +42,16 @@ class HeldWeights:
             for path, spec in param_specs(model).items()
         }
 
-    def hold(self, params: dict[str, Any]) -> dict[str, Any]:
+    def convert(self, params: dict[str, Any]) -> dict[str, Any]:
         """Converts all or some of the parameters; traceable.
 
         `params` has stacked layers, any number of them; "apart" makes them a list of dicts.
         """
         return _collected(
-            {p: self._forms[p].hold(x) for p, x in flatten_dict(params, sep="/").items()}
+            {p: self._forms[p].convert(x) for p, x in flatten_dict(params, sep="/").items()}
         )
 
-    def hold_placed(self, params: dict[str, Any]) -> dict[str, Any]:
+    def convert_placed(self, params: dict[str, Any]) -> dict[str, Any]:
         """Converts parameters on their own mesh, one at a time, removing each from `params`."""
         mesh, converted = params["final_norm"].sharding.mesh, {}
         for path, form in self._forms.items():
@@ -86,7 +86,7 @@ class _Form:
     marked: bool
     by_layer: bool
 
-    def hold(self, x: jax.Array) -> Any:
+    def convert(self, x: jax.Array) -> Any:
         if self.int8:
             x = Int8(*quantise(x, self.param.inputs))
         if not self.by_layer:
@@ -140,7 +140,7 @@ class _Form:
 @functools.cache
 def _program(form: _Form, mesh: Mesh) -> Callable[[jax.Array], Any]:
     layouts = jax.tree.map(lambda spec: spec.sharding, form.spec(mesh, "float32"))
-    return jax.jit(form.hold, out_shardings=layouts)
+    return jax.jit(form.convert, out_shardings=layouts)
 
 
 def _collected(flat: dict[str, Any]) -> dict[str, Any]:

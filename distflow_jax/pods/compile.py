@@ -15,7 +15,7 @@ from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
-from distflow_jax.rollout.engine.engine import held_weights
+from distflow_jax.rollout.engine.engine import weight_layout
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.training.state import TrainState
 
@@ -66,7 +66,7 @@ def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
     hosts = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, pod.devices)
     pod = pod.slice_of(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
-    weights = held_weights(engine.model, engine.config, engine.mesh)
+    weights = weight_layout(engine.model, engine.config, engine.mesh)
     traced = engine.programs.traced(weights.specs(engine.mesh, engine.config.dtype))[name]
     with reporting_size(name):
         compiled = traced.lower().compile()

@@ -36,7 +36,7 @@ _FIRST = np.int32(0)
 class SamplerForm(Protocol):
     """The form in which samplers hold weights."""
 
-    def hold(self, params: Any) -> Any:
+    def convert(self, params: Any) -> Any:
         """Converts some of the parameters, by their first keys; traceable.
 
         "layers" are stacked, any number of them, and stay stacked or become a list.
@@ -52,7 +52,7 @@ class TrainedForm:
 
     shardings: Any
 
-    def hold(self, params: Any) -> Any:
+    def convert(self, params: Any) -> Any:
         """Returns `params` unchanged."""
         return params
 
@@ -142,7 +142,7 @@ class WeightSync:
         tables = {
             keys: route.step(
                 lambda params, start: self._cast(params),
-                lambda out, params, start: self._form.hold(params),
+                lambda out, params, start: self._form.convert(params),
                 layouts.of(lambda tree, keys=keys: _some(tree, keys)),
             )
             for keys in groups
@@ -157,7 +157,7 @@ class WeightSync:
                 LayerChunks.of_at_most(count, count // of_rank, most),
                 params[_LAYERS],
                 lambda layers: self._cast({_LAYERS: layers})[_LAYERS],
-                lambda layers: self._form.hold({_LAYERS: layers})[_LAYERS],
+                lambda layers: self._form.convert({_LAYERS: layers})[_LAYERS],
                 layouts.of(lambda tree: tree[_LAYERS]),
             )
         return _SyncPlan(route.view, tables, layers)

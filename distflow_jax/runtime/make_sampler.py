@@ -12,7 +12,7 @@ from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.rollout.engine.engine import RolloutEngine, held_weights
+from distflow_jax.rollout.engine.engine import RolloutEngine, weight_layout
 
 
 def make_engine(
@@ -48,6 +48,6 @@ def make_sync(
         param_shardings(source.config, replica_mesh),
         local_mesh,
         sizes.engine.dtype,
-        held_weights(source.config, sizes.engine, local_mesh),
+        weight_layout(source.config, sizes.engine, local_mesh),
         functools.partial(lora.merged, scale=config.lora.scale),
     )

@@ -23,7 +23,7 @@ from distflow_jax.models.parameters import (
     param_specs,
     place_params,
 )
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
@@ -75,7 +75,7 @@ def test_layers_and_devices_do_not_matter(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2)
     params = place_params(config, drawn_params(config), param_shardings(config, mesh))
     assert_golden(
-        case, logits_of(config, HeldWeights(config, "cpu", weights).hold_placed(params), mesh)
+        case, logits_of(config, SamplerLayout(config, "cpu", weights).convert_placed(params), mesh)
     )
 
 
@@ -260,7 +260,7 @@ def test_int8_leaves_vectors_alone(case, weights):
     config, mesh = CASES[case], mesh_of(2, 2, names=("data", "tensor"))
     given = dict(drawn_params(config))
     params = place_params(config, given.items(), param_shardings(config, mesh))
-    kept = HeldWeights(config, "cpu", weights, "int8").hold_placed(params)
+    kept = SamplerLayout(config, "cpu", weights, "int8").convert_placed(params)
     for path, spec in param_specs(config).items():
         if not path.startswith("layers/"):
             continue

@@ -10,7 +10,7 @@ from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.matmul_layouts import Turned, by_input, by_output, by_row, resolve_layout
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.transformer import head_weight, hidden_states
 
 UNTIED = DecoderConfig(**{**TINY.__dict__, "tie_embeddings": False})
@@ -38,7 +38,7 @@ def test_the_network_is_the_same(config, axes):
     mesh = mesh_of(*axes, names=("data", "tensor"))
     given = random_params(config)
     placed = jax.device_put(given, param_shardings(config, mesh))
-    turned = HeldWeights(config, "tpu", "auto").hold_placed(jax.tree.map(jnp.copy, placed))
+    turned = SamplerLayout(config, "tpu", "auto").convert_placed(jax.tree.map(jnp.copy, placed))
     for name in ("query", "gate", "up"):
         (matrix,) = turned["layers"][name]
         assert matrix.shape[-1] == config.hidden_size
@@ -46,7 +46,7 @@ def test_the_network_is_the_same(config, axes):
         np.testing.assert_array_equal(np.moveaxis(matrix, -1, 1), given["layers"][name])
     assert isinstance(turned.get("head", Turned(None)), Turned)
     assert turned["layers"]["down"].shape == given["layers"]["down"].shape
-    apart = HeldWeights(config, "cpu", "apart").hold_placed(jax.tree.map(jnp.copy, placed))
+    apart = SamplerLayout(config, "cpu", "apart").convert_placed(jax.tree.map(jnp.copy, placed))
     assert len(apart["layers"]) == config.num_layers
     for number, layer in enumerate(apart["layers"]):
         query, output = given["layers"]["query"], given["layers"]["output"]

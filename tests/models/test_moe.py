@@ -20,7 +20,7 @@ from distflow_jax.models.grouped_matmul import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
 from distflow_jax.models.moe import best, chosen_probability, mixture
 from distflow_jax.models.parameters import num_active_params, num_params, param_shardings
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import FAMILIES, open_model
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.machine import Machine
@@ -181,7 +181,7 @@ def test_a_samplers_layers_apart(dtype):
     params = random_params(MIXTURE)
     mesh = mesh_of(2, 2, names=("data", "tensor"))
     placed = jax.device_put(params, param_shardings(MIXTURE, mesh))
-    kept = HeldWeights(MIXTURE, "cpu", "apart", dtype).hold_placed(placed)["layers"][1]
+    kept = SamplerLayout(MIXTURE, "cpu", "apart", dtype).convert_placed(placed)["layers"][1]
     np.testing.assert_array_equal(kept["router"], params["layers"]["router"][1])
     own = layer_of(params, 1)
     if dtype == "int8":

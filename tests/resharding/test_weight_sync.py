@@ -13,7 +13,7 @@ from support.tiny_model import MIXTURE, TINY, random_params
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import LoraConfig, adapted, without_adapters
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.host_memory import buffers
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
@@ -34,7 +34,7 @@ def sync_of(model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), chun
         param_shardings(model, replica_mesh(tensor)),
         sampler_mesh(tensor),
         dtype,
-        HeldWeights(model, "cpu", *form),
+        SamplerLayout(model, "cpu", *form),
         functools.partial(lora.merged, scale=LORA.scale),
         chunk_bytes=chunk_bytes,
     )
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     local = sampler_mesh(2)
     layouts = param_shardings(model, local)
     cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), random_params(model, 1))
-    want = HeldWeights(model, "cpu", *form).hold_placed(jax.device_put(cast, layouts))
+    want = SamplerLayout(model, "cpu", *form).convert_placed(jax.device_put(cast, layouts))
     given = placed(model, sizes)
     assert_same(sync(given), want)
     assert [n for _, n in sync.programs(given)][-1] == model.num_layers // sizes.pipeline
@@ -81,7 +81,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     counter.close()
     cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), random_params(model, 2))
     placed_again = jax.device_put(cast, layouts)
-    assert_same(weights, HeldWeights(model, "cpu", *form).hold_placed(placed_again))
+    assert_same(weights, SamplerLayout(model, "cpu", *form).convert_placed(placed_again))
 
 
 @pytest.mark.parametrize("sizes", [MeshSizes(2, 2, pipeline=2), MeshSizes(2, 1, (5, 7))], ids=str)

@@ -23,7 +23,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
 from distflow_jax.models.parameters import param_shardings, param_specs
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.mesh import replica_mesh, sampler_mesh
@@ -57,7 +57,7 @@ def kept(model, params, axes=(1, 1), layers="stacked"):
     """Parameters as int8 on a mesh of ("data", "tensor")."""
     mesh = mesh_of(*axes, names=("data", "tensor"))
     placed = jax.device_put(params, param_shardings(model, mesh))
-    return HeldWeights(model, "cpu", layers, "int8").hold_placed(placed)
+    return SamplerLayout(model, "cpu", layers, "int8").convert_placed(placed)
 
 
 def restored(model, params):
@@ -231,7 +231,7 @@ def test_a_sync_brings_the_trainers_weights_and_compiles_nothing(part):
         param_shardings(TINY, replica_mesh(2)),
         sampler_mesh(2),
         "float32",
-        HeldWeights(TINY, "cpu", "auto", "int8"),
+        SamplerLayout(TINY, "cpu", "auto", "int8"),
     )
     layout = param_shardings(TINY, mesh_of(part, 1))
     first, second = (jax.device_put(random_params(TINY, seed), layout) for seed in (7, 2))

@@ -21,7 +21,7 @@ from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.standalone_sampler import open_answerer
@@ -205,7 +205,7 @@ def test_the_weights_of_a_run_on_parts_answer(together):
         for name, x in trained.items()
         if name.startswith("actor.params.")
     }
-    wanted = HeldWeights(source.config, "cpu", "auto").hold(unflatten_dict(params, sep="/"))
+    wanted = SamplerLayout(source.config, "cpu", "auto").convert(unflatten_dict(params, sep="/"))
     assert jax.tree.structure(answerer.state.params) == jax.tree.structure(wanted)
     for got, x in zip(*map(jax.tree.leaves, (answerer.state.params, wanted)), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float64), x)

@@ -41,9 +41,9 @@ def reference_attention(
 ) -> PartialAttention:
     """`decode_attention.partial_attention` by a loop over page indices, a page per owner at a time.
 
-    Shapes are those of partial_attention. The loop runs from the first page that any query row
-    attends to up to the longest length, so the cost depends on these and not on C. Owners past
-    their length read page 0 and discard it.
+    Shapes are those of partial_attention, with q [O, K, R, H]. The loop runs from the first page
+    that any query row attends to up to the longest length, so the cost depends on these and not on
+    C. Owners past their length read page 0 and discard it.
     """
     owners, kv_heads, rows, head_dim = q_OKRH.shape
     width = key_pages.shape[-1]

@@ -14,7 +14,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.models.sampler_layout import HeldWeights
+from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import (
     DecodeState,
@@ -40,10 +40,10 @@ from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.requests import SamplingParams
 
 
-def held_weights(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> HeldWeights:
-    """The form in which an engine on `mesh` holds its weights."""
+def weight_layout(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> SamplerLayout:
+    """Layout and number format of the weights of an engine on `mesh`."""
     platform = mesh.devices.flat[0].platform
-    return HeldWeights(model, platform, config.weights, config.weights_dtype)
+    return SamplerLayout(model, platform, config.weights, config.weights_dtype)
 
 
 class RolloutEngine(engine_api.Engine):
@@ -96,7 +96,7 @@ class RolloutEngine(engine_api.Engine):
         dtype = jnp.dtype(self.config.dtype)
         layout = param_shardings(self.model, self._mesh)
         placed = jax.tree.map(lambda x, s: jax.device_put(x.astype(dtype), s), params, layout)
-        return held_weights(self.model, self.config, self._mesh).hold_placed(placed)
+        return weight_layout(self.model, self.config, self._mesh).convert_placed(placed)
 
     def prefill(
         self,
