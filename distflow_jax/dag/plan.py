@@ -95,12 +95,12 @@ class Unit:
 class Plan:
     """Tasks in the order in which every process runs them.
 
-    `segments` are the runs of device tasks that are one program each. `given` are the loader's
-    fields with their layouts. The tasks of `region`, if there is one, come first.
+    `segments` are the runs of device tasks that are one program each. `loader_fields` have the
+    loader's fields with their layouts. The tasks of `region`, if there is one, come first.
     """
 
     name: str
-    given: tuple[tuple[str, Layout], ...]
+    loader_fields: tuple[tuple[str, Layout], ...]
     tasks: tuple[Task, ...]
     segments: tuple[tuple[Task, ...], ...]
     region: Region | None = None
@@ -125,7 +125,7 @@ class Plan:
         """Canonical JSON: equal plans give equal text, on every process."""
         tree = {
             "name": self.name,
-            "given": [[name, layout.to_tree()] for name, layout in self.given],
+            "given": [[name, layout.to_tree()] for name, layout in self.loader_fields],
             "tasks": [task.to_tree() for task in self.tasks],
             "segments": [[task.node.id for task in segment] for segment in self.segments],
             "region": dataclasses.asdict(self.region) if self.region else None,

@@ -28,7 +28,7 @@ HOST = Layout("host")
 def plan(
     graph: Graph,
     layouts: Mapping[str, Layout],
-    given_fields: Mapping[str, Layout] | Collection[str],
+    loader_fields: Mapping[str, Layout] | Collection[str],
     *,
     fuse: bool = True,
 ) -> Plan:
@@ -38,15 +38,15 @@ def plan(
       graph: the graph.
       layouts: keyed by role, by "role type" or by model instance; the instance has precedence, then
         the type (a REWARD may be a function on the host, or a model).
-      given_fields: the loader's fields, with their layouts; on the host if none are given.
+      loader_fields: the loader's fields, with their layouts; on the host if none are given.
       fuse: whether adjacent device nodes form one segment. Without, each is a segment of its own.
 
     Raises:
       ValueError: the order of two nodes, or the value of a field, is ambiguous, or a layout is
         missing or impossible. The message names the node and the change to make.
     """
-    if not isinstance(given_fields, Mapping):
-        given_fields = dict.fromkeys(given_fields, HOST)
+    if not isinstance(loader_fields, Mapping):
+        loader_fields = dict.fromkeys(loader_fields, HOST)
     graph = graph.settle()
     region = graph.regions[0] if graph.regions else None
     placed = {node.id: _layout_of(node, layouts) for node in graph.nodes}
@@ -73,16 +73,16 @@ def plan(
         edges_in[node.id] = []
         for field in sorted(set(node.reads.values())):
             if field == ROWS:
-                source = _source_of_rows(node, users, ancestors, given_fields, placed)
+                source = _source_of_rows(node, users, ancestors, loader_fields, placed)
             else:
-                source = _source_of(node, field, users, ancestors, given_fields)
+                source = _source_of(node, field, users, ancestors, loader_fields)
             written = "response" if field == ROWS else field
-            start = given_fields[written] if source is None else placed[source]
+            start = loader_fields[written] if source is None else placed[source]
             move = move_between(start, placed[node.id])
             edge = Edge(field, source, node.id, start, placed[node.id], move)
             edges_in[node.id].append(edge)
             edges_out[source].append(edge)
-    frees = _last_uses(order, edges_in, given_fields)
+    frees = _last_uses(order, edges_in, loader_fields)
     tasks = tuple(
         Task(
             node=node,
@@ -95,8 +95,8 @@ def plan(
         )
         for node in order
     )
-    given = tuple(sorted(given_fields.items()))
-    return Plan(graph.name, given, tasks, _segments(tasks, fuse), region)
+    loader = tuple(sorted(loader_fields.items()))
+    return Plan(graph.name, loader, tasks, _segments(tasks, fuse), region)
 
 
 # -- order ------------------------------------------------------------------------------------
@@ -305,12 +305,12 @@ def _source_of(
     field: str,
     users: _Users,
     ancestors: Mapping[str, set[str]],
-    given_fields: Collection[str],
+    loader_fields: Collection[str],
 ) -> str | None:
     """The last node upstream that writes the field; None for the loader."""
     above = ancestors[node.id]
     writers = [other for other in users.writers.get(field, ()) if other.id in above]
-    if not writers and field in given_fields:
+    if not writers and field in loader_fields:
         return None
     if not writers:
         later = users.writers.get(field)
@@ -318,7 +318,7 @@ def _source_of(
             fix = f"it is written only later, by {later[0].id!r}"
         else:
             written = {f for f, by in users.writers.items() if any(n.id in above for n in by)}
-            fix = hint(field, written.union(given_fields))
+            fix = hint(field, written.union(loader_fields))
         raise ValueError(
             f"node {node.id!r}: reads {field!r}, which neither the loader nor a node upstream "
             f"writes ({fix})"
@@ -336,7 +336,7 @@ def _source_of_rows(
     node: Node,
     users: _Users,
     ancestors: Mapping[str, set[str]],
-    given_fields: Collection[str],
+    loader_fields: Collection[str],
     placed: Mapping[str, Layout],
 ) -> str | None:
     """The last node upstream that writes `response`; None if the loader gives it.
@@ -345,7 +345,7 @@ def _source_of_rows(
     """
     sources = {}
     for column in ROWS_COLUMNS:
-        source = sources[column] = _source_of(node, column, users, ancestors, given_fields)
+        source = sources[column] = _source_of(node, column, users, ancestors, loader_fields)
         if source is not None and placed[source].kind == "mesh":
             raise ValueError(
                 f"node {source!r}: writes {column!r} on {placed[source]}, and {ROWS} are packed of "
@@ -355,10 +355,10 @@ def _source_of_rows(
 
 
 def _last_uses(
-    order: list[Node], edges_in: Mapping[str, list[Edge]], given_fields: Collection[str]
+    order: list[Node], edges_in: Mapping[str, list[Edge]], loader_fields: Collection[str]
 ) -> dict[str, tuple[tuple[str | None, str], ...]]:
     """Per node, the values whose last use it is; unread values are freed by their writer."""
-    last: dict[tuple[str | None, str], str] = {(None, f): order[0].id for f in given_fields}
+    last: dict[tuple[str | None, str], str] = {(None, f): order[0].id for f in loader_fields}
     last |= {(node.id, field): node.id for node in order for field in node.writes.values()}
     for node in order:
         last |= {(edge.source, edge.field): node.id for edge in edges_in[node.id]}

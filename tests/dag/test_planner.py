@@ -103,7 +103,7 @@ def test_units_are_all_tasks_in_order_and_only_what_others_read_leaves_them(seed
     assert [task for unit in result.units for task in unit.tasks] == list(result.tasks)
     assert len({unit.name for unit in result.units}) == len(result.units)
     assert fuse or all(len(unit.tasks) == 1 for unit in result.units)
-    there = {(None, field) for field, _ in result.given}
+    there = {(None, field) for field, _ in result.loader_fields}
     for unit in result.units:
         inside = {task.node.id for task in unit.tasks}
         reads = {(e.source, e.field) for t in unit.tasks for e in t.edges_in}

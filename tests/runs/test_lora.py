@@ -313,7 +313,7 @@ def test_a_checkpoint_without_its_config_is_refused(workdir, tmp_path):
     alone = tmp_path / "run"
     alone.mkdir()
     (alone / "checkpoints").symlink_to(workdir / "checkpoints")
-    with pytest.raises(FileNotFoundError, match="has adapters, and .*config.json, which says how"):
+    with pytest.raises(FileNotFoundError, match="has adapters, but .*config.json, which holds"):
         run_export(alone, source=SPEC)
     (alone / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not describe the adapters of 'actor'"):

@@ -120,10 +120,10 @@ def segment_title(number: int) -> str:
 
 def role_of(plan: Plan) -> dict[str, str]:
     """{node: role}, with {LOADER: LOADER} if the loader has fields."""
-    loader = {LOADER: LOADER} if plan.given else {}
+    loader = {LOADER: LOADER} if plan.loader_fields else {}
     return loader | {task.node.id: task.node.role for task in plan.tasks}
 
 
-def given_lines(plan: Plan) -> list[str]:
+def loader_lines(plan: Plan) -> list[str]:
     """Lines of the loader's box: its fields and their layouts."""
-    return [f"{field} on {layout}" for field, layout in plan.given]
+    return [f"{field} on {layout}" for field, layout in plan.loader_fields]

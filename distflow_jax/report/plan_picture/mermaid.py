@@ -7,8 +7,8 @@ from distflow_jax.report.plan_picture.captions import (
     AFTER,
     LOADER,
     Bytes,
-    given_lines,
     is_region_title,
+    loader_lines,
     node_lines,
     outlines,
     role_of,
@@ -30,8 +30,8 @@ def to_mermaid(
     # generated ids: a node named "end" or "default" would be a key word
     ids = {LOADER: "loader"} | {t.node.id: f"n{i}" for i, t in enumerate(plan.tasks, 1)}
     lines = [f"%% plan {_comment(plan.name)}, digest {plan.digest[:12]}", "flowchart LR"]
-    if plan.given:
-        lines.append("  " + _node("loader", ["loader", *given_lines(plan)]))
+    if plan.loader_fields:
+        lines.append("  " + _node("loader", ["loader", *loader_lines(plan)]))
     boxes = {
         task.node.id: _node(ids[task.node.id], [title, *rest])
         for place, task in enumerate(plan.tasks, 1)

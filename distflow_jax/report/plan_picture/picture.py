@@ -19,7 +19,7 @@ from distflow_jax.report.plan_picture.captions import (
     LOADER,
     Bytes,
     Caption,
-    given_lines,
+    loader_lines,
     node_lines,
     outlines,
     role_of,
@@ -108,7 +108,7 @@ def _key(caption: Caption) -> tuple[str, str, str]:
 
 def _contents(plan: Plan, wires: Iterable[Wire]) -> list[_Content]:
     """The loader's box if it has fields, then the nodes' in the order of the plan."""
-    words = [(LOADER, 0, "loader", given_lines(plan))] if plan.given else []
+    words = [(LOADER, 0, "loader", loader_lines(plan))] if plan.loader_fields else []
     first = len(words)  # column of depth 0
     for place, task in enumerate(plan.tasks, 1):
         words.append((task.node.id, first + task.depth, *node_lines(task, place)))
