@@ -16,7 +16,7 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.residency import residency
+from distflow_jax.dag.residency import plan_residency
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
@@ -60,8 +60,8 @@ class Compiled:
         self.programs = trace(self.planned)
         self.costs = {n: costs_of(p.traced, p.compile()) for n, p in self.programs.items()}
 
-    def memory(self, stays=None):
-        return plan_memory(self.planned, self.programs, self.costs, stays)
+    def memory(self, residencies=None):
+        return plan_memory(self.planned, self.programs, self.costs, residencies)
 
     def with_devices_of(self, size):
         machine = dataclasses.replace(self.planned.machine, memory=int(size))
@@ -130,8 +130,8 @@ def test_gradients_and_moments_are_of_adapters_alone():
 
 def test_what_waits_on_the_host_is_not_there(compiled):
     planned = compiled.planned
-    stays = residency(planned.plan, planned.samplers)
-    segments = {s.name: s for s in compiled.memory(stays).segments}
+    residencies = plan_residency(planned.plan, planned.samplers)
+    segments = {s.name: s for s in compiled.memory(residencies).segments}
     with_all = {s.name: s for s in compiled.memory().segments}
     rollout, update = segments["rollout"], segments["actor_train"]
     assert rollout.optimizer == 0 and rollout.cache == with_all["rollout"].cache
