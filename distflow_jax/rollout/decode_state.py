@@ -41,7 +41,7 @@ class EngineConfig:
     weights_dtype: str = "auto"  # of matrices and tables: `dtype`, "int8": with a scale per output
     cache_dtype: str = "auto"  # of keys and values: "auto": `dtype`, "int8": with a scale per token
     attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
-    weights: str = "auto"  # of layers, one of layer_weights.WEIGHTS
+    weights: str = "auto"  # of layers, one of matmul_layouts.WEIGHTS
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
     record_experts: bool = False  # of a mixture: Response.routed_experts, see recording.py

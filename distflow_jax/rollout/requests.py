@@ -128,8 +128,8 @@ class Partial:
     def response(self, stops: frozenset[int], routed_experts: np.ndarray | None = None) -> Response:
         """The tokens sampled since the sequence was last resumed.
 
-        `stops`: ids that end a response. `routed_experts`: as Response has them, [n, layers,
-        experts of a token], with any number of rows behind the response's own.
+        `stops`: ids that end a response. `routed_experts`: as Response has them, of n tokens,
+        [n, layers, experts of a token], with any number of rows behind the response's own.
         """
         columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
         tokens, logp, margin, version = (

@@ -116,7 +116,7 @@ def test_flags_come_first():
         (
             KUBERNETES | {"JOB_COMPLETION_INDEX": "3"},
             "job: one process, as DISTFLOW_COORDINATOR and DISTFLOW_NUM_PROCESSES are not set "
-            "beside JOB_COMPLETION_INDEX",
+            "with JOB_COMPLETION_INDEX",
         ),
         (
             SLURM_STEP,

@@ -29,7 +29,7 @@ from distflow_jax.rollout.engine.engine_programs import EnginePrograms
 from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_commands import (
-    Given,
+    Injection,
     SlotRequest,
     change_columns,
     insert_columns,
@@ -244,15 +244,15 @@ class RolloutEngine(engine_api.Engine):
         *,
         drop: Sequence[int] = (),
         unhold: Sequence[tuple[int, int]] = (),
-        give: Sequence[Given] = (),
+        inject: Sequence[Injection] = (),
         exit_below: int = 0,
     ) -> DecodeState:
-        """Ends slots, frees their pages, and feeds other slots. Donates the state.
+        """Ends slots, frees their pages, and injects tokens into others. Donates the state.
 
         `unhold`: (data rank, entry) of prompts that no sequence waits for; `exit_below`: when
         `generate` comes back early.
         """
-        columns = change_columns(self.shapes, drop, unhold, give)
+        columns = change_columns(self.shapes, drop, unhold, inject)
         return self.programs.change(state, *columns, np.int32(exit_below))
 
     def collect(

@@ -21,7 +21,7 @@ class RolloutTokens(engine_api.ResultTokens):
 
     @classmethod
     def of(cls, data: jax.Array, config: EngineConfig) -> "RolloutTokens":
-        """The columns of what decode.generate gives."""
+        """The columns of `data`, int32 [B, columns] as decode.generate returns it, B slots."""
         r = result_tokens(config)
         counted = 2 if config.speculative_tokens else 0
         return cls(

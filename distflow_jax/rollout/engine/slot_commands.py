@@ -36,7 +36,7 @@ class SlotRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Injection:
     """Tokens that a slot is fed before it draws the next."""
 
     slot: int
@@ -45,8 +45,8 @@ class Given:
     emitted: int  # tokens of the response with these
 
 
-class Feeds(NamedTuple):
-    """`Given` of all slots as columns: int32 arrays, or their traced values."""
+class Injections(NamedTuple):
+    """`Injection` of all slots as columns: int32 arrays, or their traced values."""
 
     forced: Any  # [B, F]: the tokens, the last ones of their rows
     given: Any  # [B]: how many of them; 0: the slot is not fed
@@ -94,12 +94,12 @@ def change_columns(
     shapes: StateShapes,
     drop: Sequence[int],
     unhold: Sequence[tuple[int, int]],
-    give: Sequence[Given],
-) -> tuple[np.ndarray, np.ndarray, Feeds]:
+    inject: Sequence[Injection],
+) -> tuple[np.ndarray, np.ndarray, Injections]:
     """The arguments of slot_updates.change: slots that end, bool [B], prompts that are released,
     bool [D, P], and the tokens that slots are fed.
 
-    ValueError for more tokens than a slot can be fed.
+    ValueError for more tokens than can be injected into a slot.
     """
     b, width = shapes.config.slots, shapes.config.max_forced
     ends, given, limit, emitted = np.zeros(b, bool), *np.zeros((3, b), np.int32)
@@ -108,10 +108,12 @@ def change_columns(
     ends[list(drop)] = True
     for rank, entry in unhold:
         free[rank, entry] = True
-    for one in give:
+    for one in inject:
         if not 0 < len(one.tokens) <= width:
-            raise ValueError(f"a slot can be given 1 to {width} tokens, got {len(one.tokens)}")
+            raise ValueError(
+                f"1 to {width} tokens can be injected into a slot, got {len(one.tokens)}"
+            )
         forced[one.slot, width - len(one.tokens) :] = one.tokens
         given[one.slot], limit[one.slot] = len(one.tokens), one.limit
         emitted[one.slot] = one.emitted
-    return ends, free, Feeds(forced, given, limit, emitted)
+    return ends, free, Injections(forced, given, limit, emitted)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.rollout.decode_state import DecodeState, StateShapes, pages_of
-from distflow_jax.rollout.engine.slot_commands import Feeds
+from distflow_jax.rollout.engine.slot_commands import Injections
 from distflow_jax.rollout.kv_cache import pages
 from distflow_jax.rollout.prefill.prefill import Prefix, whole
 
@@ -126,12 +126,12 @@ def change(
     state: DecodeState,
     ends: jax.Array,
     free: jax.Array,
-    feeds: Feeds,
+    injections: Injections,
     exit_below: jax.Array,
 ) -> DecodeState:
     """Ends the slots of `ends` bool [B], releases the prompts of `free` bool [D, P], and activates
     the slots that are fed. `exit_below`: an int32 scalar of the decode state."""
-    forced, given, limit, emitted = feeds
+    forced, given, limit, emitted = injections
     wakes = given > 0
     return state.replace(
         active=(state.active | wakes) & ~ends,

@@ -8,7 +8,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Given, SlotRequest
+from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.scheduling.sequences import CachedPrompt, Call, SlotSequence
 
@@ -27,7 +27,7 @@ class DecodeCalls:
         self._state = state
         self._drop: list[int] = []
         self._unhold: list[tuple[int, int]] = []
-        self._give: list[Given] = []
+        self._inject: list[Injection] = []
         self._exit_below = 0
 
     @property
@@ -43,26 +43,26 @@ class DecodeCalls:
         """Frees a prompt that no slot reads with the next flush."""
         self._unhold.append((rank, entry))
 
-    def feed(self, given: Given) -> None:
-        """Feeds a slot with the next flush."""
-        self._give.append(given)
+    def inject(self, injection: Injection) -> None:
+        """Injects tokens into a slot with the next flush."""
+        self._inject.append(injection)
 
-    def cancel_feed(self, slot: int) -> None:
-        """Removes what a slot would have been fed."""
-        self._give = [given for given in self._give if given.slot != slot]
+    def cancel_injection(self, slot: int) -> None:
+        """Drops the pending injection of a slot."""
+        self._inject = [one for one in self._inject if one.slot != slot]
 
     def flush(self, exit_below: int | None = None) -> None:
         """Runs the pending commands. `exit_below`: see RolloutEngine.change."""
         exit_below = self._exit_below if exit_below is None else exit_below
-        if self._drop or self._unhold or self._give or exit_below != self._exit_below:
+        if self._drop or self._unhold or self._inject or exit_below != self._exit_below:
             self._state = self.engine.change(
                 self._state,
                 drop=self._drop,
                 unhold=self._unhold,
-                give=self._give,
+                inject=self._inject,
                 exit_below=exit_below,
             )
-            self._drop, self._unhold, self._give = [], [], []
+            self._drop, self._unhold, self._inject = [], [], []
             self._exit_below = exit_below
 
     def flush_unpinned(self) -> None:

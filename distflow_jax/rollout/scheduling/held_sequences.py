@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distflow_jax.rollout.decode_state import check_length, longest_read
-from distflow_jax.rollout.engine.slot_commands import Given
+from distflow_jax.rollout.engine.slot_commands import Injection
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.rollout.scheduling.sequences import SlotSequence
 from distflow_jax.rollout.scheduling.step_loop import StepLoop
@@ -35,15 +35,15 @@ class HeldSequences:
             )
         # the last token sampled has not been fed yet
         queue = [*map(int, before[-1:]), *map(int, tokens)]
-        feeds = 0 < len(queue) <= config.max_forced
-        if not feeds:
+        fits = 0 < len(queue) <= config.max_forced
+        if not fits:
             whole = len(sequence.partial.request.prompt.tokens) + len(fed)
             check_length(whole, longest_read(config))
         request = sequence.partial.request.with_limit(limit)
         sequence.partial, sequence.logits_by = Partial(request, sample, fed), None
         sequence.tokens = len(fed)
-        if feeds:
-            self._loop.slots.feed(Given(slot, queue, limit, len(fed)))
+        if fits:
+            self._loop.slots.inject(Injection(slot, queue, limit, len(fed)))
         else:
             self._loop.preempt(slot)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Given, SlotRequest
+from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial
 from distflow_jax.rollout.scheduling.cached_prompts import CachedPrompts
@@ -146,15 +146,15 @@ class Slots:
                 }
         if running:
             self.calls.end_slot(slot)
-        self.calls.cancel_feed(slot)
+        self.calls.cancel_injection(slot)
         self.free[cached.rank].append(slot)
         self.free[cached.rank].sort(reverse=True)
         return sequence
 
-    def feed(self, given: Given) -> None:
-        """Feeds the slot of a held sequence, which runs again then."""
-        self.sequences[given.slot].ended = False
-        self.calls.feed(given)
+    def inject(self, injection: Injection) -> None:
+        """Injects tokens into the slot of a held sequence, which runs again then."""
+        self.sequences[injection.slot].ended = False
+        self.calls.inject(injection)
 
     # -- the call in flight -----------------------------------------------------------------------
 
