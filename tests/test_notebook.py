@@ -81,8 +81,8 @@ WRONG = {
     "a section": ({"training": {}}, "training is a section of the config"),
     "a text": ({"training.steps": "5"}, "training.steps must be an integer, got '5'"),
     "a size": ({"training.steps": 0}, "training.steps must be at least 1, got 0"),
-    "no text": ({5: 1}, "keys are texts such as 'training.steps', got 5"),
-    "a lambda": ({"dag": lambda: None}, "has no name"),
+    "no text": ({5: 1}, "keys must be strings such as 'training.steps', got 5"),
+    "a lambda": ({"dag": lambda: None}, "cannot be imported by name"),
     "a cell's reward": ({"reward.function": reward_of_a_cell}, "%%writefile rewards.py"),
 }
 
@@ -148,7 +148,7 @@ def test_a_reward_is_tried_as_a_run_would_call_it(tmp_path):
     "example, says",
     [
         ({"answer": "4"}, "example 0: unknown key 'answer'"),
-        ({"ground_truth": "4"}, "example 0: 'response' must be a text, got None"),
+        ({"ground_truth": "4"}, "example 0: 'response' must be a string, got None"),
     ],
 )
 def test_wrong_examples_are_refused(example, says):
@@ -241,7 +241,7 @@ def test_runs_are_compared(folder, tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no run .no config.json."):
+    with pytest.raises(ValueError, match="has no config.json; give the workdir"):
         df.load_run(tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_no_watchdog_looks_after_a_kernel(tmp_path, monkeypatch):
 
 def test_a_stop_by_sigterm_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "train_here", lambda *_, **__: run.EXIT_PREEMPTED)
-    with pytest.raises(RuntimeError, match="stopped by SIGTERM; train again"):
+    with pytest.raises(RuntimeError, match="stopped by SIGTERM; call train with workdir"):
         df.train(df.load_config("tiny"), tmp_path)
 
 

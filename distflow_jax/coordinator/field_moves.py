@@ -293,6 +293,6 @@ def _exchange(
 ) -> dict[int, bytes]:
     """Sends blobs to processes, and receives one from each of `sources`."""
     with processes.communicating():
-        came, traffic = processes.peers().exchange(blobs, sources)
+        came, traffic = processes.host_exchange().exchange(blobs, sources)
     store.add_traffic(what, traffic)
     return came

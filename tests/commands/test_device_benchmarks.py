@@ -54,7 +54,7 @@ def test_a_folder_of_shapes_gives_random_weights(name, count):
 @pytest.mark.parametrize(
     ("spec", "error", "says"),
     [
-        (f"random:{SHAPES}/llama32_1b?layers=2", ValueError, "leave .layers=2 out"),
+        (f"random:{SHAPES}/llama32_1b?layers=2", ValueError, "remove .layers=2"),
         (f"random:{SHAPES}/none", FileNotFoundError, "shapes/none has no config.json"),
     ],
 )

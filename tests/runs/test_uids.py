@@ -1,5 +1,6 @@
 """Every logged response is sampled again from its uid alone."""
 
+import dataclasses
 import json
 
 import pytest
@@ -24,22 +25,17 @@ SETTINGS = [
 
 def sampled_again(config, records):
     """Text and number of tokens of each record's response, each from a request of its own."""
-    setup = prepare(config)
-    setup.rewards.close()
-    answerer, rollout = open_answerer(config, setup.source), config.rollout
+    prepared = prepare(config)
+    prepared.rewards.close()
+    answerer = open_answerer(config, prepared.source)
+    sampling = dataclasses.replace(config.rollout.sampling_params(), num_samples=1)
     requests = [
-        GroupRequest(
-            setup.loader.prompt(counter),
-            1,
-            rollout.max_response_length,
-            rollout.temperature,
-            first_sample=sample,
-        )
+        GroupRequest(prepared.loader.prompt(counter), sampling, first_sample=sample)
         for counter, sample in (record["uid"] for record in records)
     ]
     state = answerer.state
     _, responses, _ = run_requests(answerer.engine, state.params, state.decode, requests)
-    decode = setup.source.tokenizer.decode
+    decode = prepared.source.tokenizer.decode
     return [(decode(r.tokens, skip_special=False), len(r.tokens)) for r in responses]
 
 

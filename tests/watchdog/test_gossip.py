@@ -172,8 +172,8 @@ def test_deaths_at_the_same_time_are_both_named():
     assert order_of_deaths(table) == ([1, 0], [2])
     text = words("died", [1, 0], table, 112.0)
     assert text == (
-        "process 1 died at step 7 in node 'rollout', 11:59:58 (reason not known; host b, pid 9); "
-        "process 0 died at step 7 in node 'rollout', 11:59:58 (reason not known; host b, pid 9); "
+        "process 1 died at step 7 in node 'rollout', 11:59:58 (reason unknown; host b, pid 9); "
+        "process 0 died at step 7 in node 'rollout', 11:59:58 (reason unknown; host b, pid 9); "
         "within 0.02 s, so the order is not certain; after that ended 2 (+0.20 s); nothing was "
         "heard of process 3 for some time before"
     )
