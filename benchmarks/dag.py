@@ -36,7 +36,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.unit_programs import Program, trace_plan
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.runtime.build import trace
 from distflow_jax.training.training_config import TrainingConfig
 

@@ -31,7 +31,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
 from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
-from distflow_jax.dag.plan_walker import Runner, make_runner, run_step
+from distflow_jax.dag.plan_walker import Runner, Stage, make_runner, run_step
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.models.weights.source import open_model
@@ -41,9 +41,9 @@ from distflow_jax.planning import plan_run
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import States, models_of
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.rollout.sampler import RolloutConfig, SamplerState, update_weights
+from distflow_jax.rollout.rollout_config import RolloutConfig
+from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime import build as runtime_lib
-from distflow_jax.stages.stage_context import Stage
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig
 

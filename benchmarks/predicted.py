@@ -26,7 +26,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.training_config import TrainingConfig
 
 MODEL = (

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +41,25 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{what} {spec!r} is {found!r}, which cannot be called")
     return found
+
+
+def load_named(
+    spec: str, known: Mapping[str, Callable[..., Any]], what: str, *, setting: str, example: str
+) -> Callable[..., Any]:
+    """The function of `known` that has the name `spec`, or else a user's own, by load_function.
+
+    `setting` (a config key, or the same as `what`) and `example` (how a function of the user's own
+    is named) are for the message. Raises what load_function does, and ValueError for a name that
+    is not known; the message has the nearest.
+    """
+    if ":" in spec:
+        return load_function(spec, what)
+    if spec not in known:
+        near = nearest(spec, known) or ", ".join(known)
+        raise ValueError(
+            f"unknown {setting} {spec!r}; did you mean {near}? One of your own is named {example}"
+        )
+    return known[spec]
 
 
 def _nearest(name: str, place: Any) -> str:

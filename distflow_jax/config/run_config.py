@@ -18,7 +18,7 @@ from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig

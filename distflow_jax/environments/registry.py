@@ -16,7 +16,6 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
-from distflow_jax.did_you_mean import nearest
 from distflow_jax.environments.environment import Environment, Turn
 from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.models.tokenizer import Tokenizer
@@ -260,15 +259,13 @@ def _failure(error: BaseException) -> Failure:
 def load_environment(name: str) -> Callable[..., Environment]:
     """The class or function that `rollout.environment` names. ValueError or FileNotFoundError where
     there is none."""
-    if ":" in name:
-        return user_functions.load_function(name, "environment")
-    if name not in ENVIRONMENTS:
-        near = nearest(name, ENVIRONMENTS) or ", ".join(ENVIRONMENTS)
-        raise ValueError(
-            f"unknown rollout.environment {name!r}; did you mean {near}? An environment "
-            "of your own is named my_module:MyClass or path/to/file.py:MyClass"
-        )
-    return ENVIRONMENTS[name]
+    return user_functions.load_named(
+        name,
+        ENVIRONMENTS,
+        "environment",
+        setting="rollout.environment",
+        example="my_module:MyClass or path/to/file.py:MyClass",
+    )
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
-from distflow_jax.did_you_mean import nearest
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.environment import Turn
 from distflow_jax.models.tokenizer import Tokenizer
@@ -93,12 +92,6 @@ def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:
 
 
 def _load_tool(where: str) -> Callable[[str], str]:
-    if ":" in where:
-        return user_functions.load_function(where, "tool")
-    if where not in TOOLS:
-        near = nearest(where, TOOLS) or ", ".join(TOOLS)
-        raise ValueError(
-            f"unknown tool {where!r}; did you mean {near}? A tool of your own is "
-            "path/to/file.py:function"
-        )
-    return TOOLS[where]
+    return user_functions.load_named(
+        where, TOOLS, "tool", setting="tool", example="path/to/file.py:function"
+    )

@@ -24,9 +24,9 @@ from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (
-    check_rounds_of_stages,
-    check_stages_are_filled,
-    microbatches_of_stages,
+    check_pipeline_is_filled,
+    check_pipeline_repeats,
+    pipeline_microbatches,
 )
 from distflow_jax.training.training_config import TrainingConfig
 
@@ -102,8 +102,8 @@ def derive_sizes(
         {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
     stages = [m.pipeline for m in meshes]
-    together = microbatches_of_stages(training.pipeline_microbatches, stages)
-    check_rounds_of_stages(training.pipeline_repeats, stages, model.num_layers)
+    together = pipeline_microbatches(training.pipeline_microbatches, stages)
+    check_pipeline_repeats(training.pipeline_repeats, stages, model.num_layers)
     hosts = _sampler_hosts(config, machine)
     dtype = training.compute_dtype
     if dtype == "auto":
@@ -375,7 +375,7 @@ def _packing(
     else:
         needed = rows_bound(mini_prompts * size, prompt + response, limits)
     for sizes in (mesh, *roles.values()):
-        check_stages_are_filled(sizes, needed, *micro)
+        check_pipeline_is_filled(sizes, needed, *micro)
     most = room(needed, actor.ranks)
     # other layouts take the same rows unchanged, even where some of these are not well filled
     rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}

@@ -14,7 +14,7 @@ from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.training_config import TrainingConfig
 
 CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response

@@ -20,15 +20,13 @@ def load_function(name: str) -> Callable[..., Any]:
       ValueError, FileNotFoundError: no such function (the message names the nearest), or importing
         its module raised.
     """
-    if ":" in name:
-        return user_functions.load_function(name, "reward function")
-    if name not in REWARDS:
-        near = nearest(name, REWARDS) or ", ".join(REWARDS)
-        raise ValueError(
-            f"unknown reward function {name!r}; did you mean {near}? Name a function of your own "
-            "as my_module:my_function or path/to/file.py:my_function"
-        )
-    return REWARDS[name]
+    return user_functions.load_named(
+        name,
+        REWARDS,
+        "reward function",
+        setting="reward function",
+        example="my_module:my_function or path/to/file.py:my_function",
+    )
 
 
 def is_batch(function: Callable[..., Any]) -> bool:

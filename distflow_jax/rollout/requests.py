@@ -117,13 +117,14 @@ class Partial:
 
     request: GroupRequest
     sample: int
-    fed: np.ndarray  # int32 [t]: tokens before `parts`: earlier turns, tools' answers
-    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    fed: np.ndarray  # int32 [t]: tokens before `chunks`: earlier turns, tools' answers
+    # tokens, log-probs, margins and weight versions of each decode call, each [tokens of the call]
+    chunks: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
 
     @property
     def tokens(self) -> np.ndarray:
         """The response so far, int32 [T]."""
-        return np.concatenate([self.fed, *(part[0] for part in self.parts)])
+        return np.concatenate([self.fed, *(chunk[0] for chunk in self.chunks)])
 
     def response(self, stops: frozenset[int], routed_experts: np.ndarray | None = None) -> Response:
         """The tokens sampled since the sequence was last resumed.
@@ -133,7 +134,7 @@ class Partial:
         """
         columns = [np.zeros(0, t) for t in (np.int32, np.float32, np.float32, np.int32)]
         tokens, logp, margin, version = (
-            np.concatenate([empty, *(part[i] for part in self.parts)])
+            np.concatenate([empty, *(chunk[i] for chunk in self.chunks)])
             for i, empty in enumerate(columns)
         )
         finished = len(tokens) > 0 and int(tokens[-1]) in stops

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.dag.plan_walker import Runner, make_runner
+from distflow_jax.dag.plan_walker import Runner, Stage, make_runner
 from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
@@ -25,7 +25,6 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import Contexts
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
-from distflow_jax.stages.stage_context import Stage
 
 Span = Callable[[str], AbstractContextManager]
 

@@ -47,7 +47,7 @@ class _Sample:
     text: TextStream
     stop: StopText
     given: int = 0  # tokens that have been turned into events
-    seen: int = 0  # parts of the scheduler's that these were
+    seen: int = 0  # chunks of Partial that these were
     pending: list[Event] = dataclasses.field(default_factory=list)  # where it is not streamed
     done: bool = False
 
@@ -176,9 +176,9 @@ class SamplerService:
             if call is None:  # ended by an event of this round
                 continue
             sample = call.samples[partial.sample]
-            for part in partial.parts[sample.seen :]:
+            for chunk in partial.chunks[sample.seen :]:
                 sample.seen += 1
-                self._on_tokens(call, partial.sample, *part, end=None)
+                self._on_tokens(call, partial.sample, *chunk, end=None)
                 if sample.done:
                     self.scheduler.abort_sample(group_id, partial.sample)
                     break

@@ -20,7 +20,8 @@ from distflow_jax.algorithms.token_reward import (
 )
 from distflow_jax.algorithms.value import explained_variance
 from distflow_jax.batch import Rows
-from distflow_jax.stages.stage_context import RewardContext, Stage, require
+from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.stages.stage_context import RewardContext, require
 
 
 def build_advantage(context: RewardContext) -> Stage:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
-from distflow_jax.stages.stage_context import RewardContext, Stage
+from distflow_jax.stages.stage_context import RewardContext
 
 
 def build_weighted_sum(context: RewardContext) -> Stage:

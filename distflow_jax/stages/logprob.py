@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from distflow_jax.stages.stage_context import ModelContext, Stage, routed_rows
+from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.stages.stage_context import ModelContext, routed_rows
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.state import TrainState
 

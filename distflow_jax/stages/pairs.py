@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from distflow_jax.stages.stage_context import RewardContext, Stage
+from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.stages.stage_context import RewardContext
 
 
 def build_choose_pairs(context: RewardContext) -> Stage:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.observe.metrics import merge
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.pool import error_counts
@@ -17,7 +18,7 @@ from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.rollout.requests import Response
-from distflow_jax.stages.stage_context import RewardContext, Stage
+from distflow_jax.stages.stage_context import RewardContext
 
 
 def build_reward(context: RewardContext) -> Stage:

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.parallel import processes
-from distflow_jax.stages.stage_context import SamplingContext, Stage
+from distflow_jax.stages.stage_context import SamplingContext
 
 
 def build_rollout(context: SamplingContext) -> Stage:

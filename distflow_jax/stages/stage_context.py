@@ -18,12 +18,9 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import Response
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape
-
-# (state, fields by their name inside the stage, options) -> state, fields, metrics
-Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any], dict[str, Any]]]
 
 
 class ResponseListener:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
-from distflow_jax.stages.stage_context import Stage, TrainContext, require, routed_rows
+from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

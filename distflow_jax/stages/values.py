@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.models.decoder_config import scalar_model
-from distflow_jax.stages.stage_context import ModelContext, Stage
+from distflow_jax.stages.stage_context import ModelContext
 from distflow_jax.training.batch_forward import make_scores, make_values
 from distflow_jax.training.state import TrainState
 

@@ -19,7 +19,7 @@ from distflow_jax.parallel.pipeline import check_repeats
 from distflow_jax.parallel.rules import constrain
 
 
-def microbatches_of_stages(setting: int, stages: Sequence[int]) -> int:
+def pipeline_microbatches(setting: int, stages: Sequence[int]) -> int:
     """Resolves training.pipeline_microbatches to the micro-batches in the pipeline at once.
 
     `stages` are the numbers of pipeline stages of all training meshes; each divides the result,
@@ -40,7 +40,7 @@ def microbatches_of_stages(setting: int, stages: Sequence[int]) -> int:
     return setting or unit
 
 
-def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> None:
+def check_pipeline_repeats(repeats: int, stages: Sequence[int], layers: int) -> None:
     """Raises ValueError unless training.pipeline_repeats fits the stages of all training meshes."""
     if repeats > 1 and max(stages) == 1:
         raise ValueError(
@@ -52,7 +52,7 @@ def check_rounds_of_stages(repeats: int, stages: Sequence[int], layers: int) -> 
             check_repeats(repeats, count, layers)
 
 
-def check_stages_are_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:
+def check_pipeline_is_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:
     """Raises ValueError if an optimizer step of at most `rows` rows cannot fill the pipeline.
 
     `micro` is the rows of a micro-batch per data rank; `microbatches` of them are in the pipeline

@@ -13,7 +13,7 @@ from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rollout.cache_sizing import cache_bytes, fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
 

@@ -35,7 +35,7 @@ from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.runtime.standalone_sampler import read_weights
 

@@ -22,7 +22,7 @@ from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs import hlo
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.state import sharded_params

@@ -181,8 +181,8 @@ class StepLoop:
                 if sequence.logits_by is not None:
                     version[0], sequence.logits_by = sequence.logits_by, None
                 tokens = host.get_result_at_slot(slot).tokens[0, :count]
-                part = (tokens, logp[slot, :count], margin[slot, :count], version)
-                sequence.partial.parts.append(part)
+                chunk = (tokens, logp[slot, :count], margin[slot, :count], version)
+                sequence.partial.chunks.append(chunk)
             if sequence.ended:
                 recorded, sequence.recorded = sequence.recorded, None
                 experts = None if recorded is None else recorded.read()

@@ -28,7 +28,7 @@ from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 PARAMS = random_params(TINY, 2)

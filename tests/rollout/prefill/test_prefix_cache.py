@@ -27,7 +27,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_length
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.sampler import RolloutConfig
+from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}

@@ -1,0 +1,207 @@
+"""Speed of one checkout of this repository relative to another: step, update, decoding, start.
+
+git worktree add /tmp/before main
+python benchmarks/checkouts.py /tmp/before . --rounds=12
+
+Both checkouts run in this interpreter's environment, as processes that stay resident and alternate,
+one at a time. "grpo_step" and "update" are a step each of the benchmarks of that name, "decode"
+rounds of 16 responses of 96 tokens. "start" runs one step of configs/tiny.py from a new
+process and compares its CPU-seconds and its compilations.
+
+A ratio is NEW over OLD, the median over rounds of neighbouring measurements: above 1, NEW is
+slower. The order within a round alternates. The exit code is 1 if a median is above --most, or if
+NEW compiles more.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+from peers import decode_turns, paced
+
+PARTS = ("grpo_step", "update", "decode", "start")
+CASE = decode_turns.Case("fixed-16", 16, 1, 32, 16, (96,) * 16)
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "num_layers": 6,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "mlp_size": 768,
+}
+Record = dict[str, float]
+# One measurement of a checkout; its argument is the round, and 0 is the warm-up.
+Turn = Callable[[int], Record]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=pathlib.Path, help="checkout before the change")
+    parser.add_argument("new", type=pathlib.Path, help="checkout with the change")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=12, help="measurements of each checkout")
+    parser.add_argument("--most", type=float, default=1.02, help="largest ratio that passes")
+    parser.add_argument("--json", default="", help="file for all records")
+    args = parser.parse_args()
+    if unknown := set(args.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    for checkout in (args.old, args.new):
+        if not (checkout / "scripts" / "train.py").is_file():
+            parser.error(f"{checkout} is not a checkout: it has no scripts/train.py")
+    return args
+
+
+def environment(checkout: pathlib.Path) -> dict[str, str]:
+    """Environment variables under which a process imports the checkout's package."""
+    return os.environ | {"PYTHONPATH": str(checkout.resolve()), "JAX_PLATFORMS": "cpu"}
+
+
+# -- one turn of each part -----------------------------------------------------------------------
+
+
+def paced_turn(
+    stack: contextlib.ExitStack, checkout: pathlib.Path, flags: list[str], seconds: str
+) -> Turn:
+    """Turns of a benchmark with `--paced` steps; `seconds` is the name in its records."""
+    command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
+    side = paced.Side([*command, str(checkout / "benchmarks" / flags[0]), *flags[1:]])
+    stack.callback(side.close)
+
+    def turn(number: int) -> Record:
+        for _ in range(1 if number else 2):
+            side.step()
+            record = side.result()
+        return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record[seconds]}
+
+    return turn
+
+
+def decode_turn(stack: contextlib.ExitStack, checkout: pathlib.Path) -> Turn:
+    """Turns of decoding by the checkout's engine, with random weights."""
+    command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
+    options = {"shape": SHAPE, "model": "", "platform": "cpu", "dtype": "float32"}
+    options |= {"tokens_per_call": 16, "page_size": 32}
+    side = decode_turns.Side([*command, str(checkout / "benchmarks" / "decode_ours.py")], options)
+    stack.callback(side.close)
+    side.begin(CASE)
+
+    def turn(number: int) -> Record:
+        record = side.play(number)
+        return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record["seconds"]}
+
+    return turn
+
+
+def start_turn(checkout: pathlib.Path) -> Turn:
+    """Turns of a whole run of one step. CPU time is compared: its wall time is mostly compiling."""
+
+    def turn(number: int) -> Record:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "scripts/train.py", "--config=configs/tiny.py"]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(
+                [*command, f"--workdir={folder}/run", "--config.training.steps=1"],
+                cwd=checkout,
+                env=environment(checkout),
+                capture_output=True,
+                check=True,
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            rows = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        compiled = sum(json.loads(row).get("perf/compilations", 0) for row in rows)
+        return {"s": cpu, "cpu_s": cpu, "compilations": compiled}
+
+    return turn
+
+
+def make_turn(stack: contextlib.ExitStack, part: str, checkout: pathlib.Path, rounds: int) -> Turn:
+    """The turns of a part by a checkout, with its process started."""
+    if part == "grpo_step":
+        flags = ["grpo_step.py", "--paced", "--beta=0.04", f"--steps={rounds + 3}"]
+        return paced_turn(stack, checkout, flags, "step_s")
+    if part == "update":
+        return paced_turn(stack, checkout, ["update.py", "--side=ours"], "seconds")
+    if part == "decode":
+        return decode_turn(stack, checkout)
+    return start_turn(checkout)
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Records of a part by both checkouts, round by round."""
+
+    old: list[Record]
+    new: list[Record]
+
+    def median(self, side: str, name: str) -> float:
+        """Median of a value of one side."""
+        return statistics.median(record[name] for record in getattr(self, side))
+
+    def ratios(self, name: str) -> list[float]:
+        """NEW over OLD of each round."""
+        return [b[name] / a[name] for a, b in zip(self.old, self.new, strict=True)]
+
+    def ratio(self, name: str) -> float:
+        """Median ratio over the rounds."""
+        return statistics.median(self.ratios(name))
+
+    def compilations(self, side: str) -> int:
+        """Compilations of all rounds."""
+        return round(sum(record["compilations"] for record in getattr(self, side)))
+
+
+def run_part(part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: int) -> Result:
+    """Alternating turns of both checkouts, after a warm-up of each."""
+    with contextlib.ExitStack() as stack:
+        turns = [make_turn(stack, part, checkout, rounds) for checkout in checkouts]
+        records: tuple[list[Record], list[Record]] = ([], [])
+        if part != "start":
+            for turn in turns:
+                turn(0)
+        for number in range(1, rounds + 1):
+            for side in (0, 1) if number % 2 else (1, 0):
+                records[side].append(turns[side](number))
+    return Result(*records)
+
+
+def main() -> int:
+    args = parse_arguments()
+    checkouts = args.old.resolve(), args.new.resolve()
+    print("| part | rounds | OLD s | NEW s | NEW/OLD s (quartiles) | CPU-s | compilations |")
+    print("|---|---|---|---|---|---|---|")
+    good, records = True, {}
+    for part in args.parts.split(","):
+        rounds = min(args.rounds, 5) if part == "start" else args.rounds
+        result = run_part(part, checkouts, rounds)
+        low, _, high = statistics.quantiles(result.ratios("s"), n=4)
+        compiled = result.compilations("old"), result.compilations("new")
+        cells = [part, str(rounds), f"{result.median('old', 's'):.3f}"]
+        cells += [f"{result.median('new', 's'):.3f}", f"{result.ratio('s'):.3f} ({low:.3f} to "]
+        cells[-1] += f"{high:.3f})"
+        cells += [f"{result.ratio('cpu_s'):.3f}", f"{compiled[0]} -> {compiled[1]}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        good &= result.ratio("s") <= args.most and compiled[1] <= compiled[0]
+        records[part] = dataclasses.asdict(result)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Settings of sampling and of the samplers: the section `rollout` of a config."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from distflow_jax.rollout.decode_state import (
+    check_attention,
+    check_cache_dtype,
+    check_weights_dtype,
+)
+from distflow_jax.rollout.requests import SamplingParams, check_sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Settings of sampling and of the samplers. Sizes are global."""
+
+    num_samples: int = 8  # responses per prompt (n of a group)
+    max_response_length: int = 16  # tokens, the end token included
+    temperature: float = 1.0  # the trainer's log-probs use the same one
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
+    cache_fraction: float = 0.3  # of a device's memory for the cache, where num_slots is 0
+    tokens_per_call: int = 16  # decode steps between two looks from the host
+    speculative_tokens: int = 0  # guessed in a step from what a slot's text repeats; 0: off
+    speculative_ngram: int = 2  # tokens that must have stood before for a guess
+    attention: str = "auto"  # the platform's: "pages" on CPU, the kernels "gpu" and "tpu" there
+    page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
+    # keys and values: auto (the compute dtype), or int8 with a float32 per token and head, which
+    # takes about half the room of bfloat16 and makes log-probs less exact
+    # (docs/decisions/014-int8-kv-cache.md)
+    cache_dtype: str = "auto"
+    # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
+    # output: half of bfloat16's bytes, and log-probs less exact
+    # (docs/decisions/015-int8-sampler-weights.md)
+    weights_dtype: str = "auto"
+    cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
+    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in chunks
+    # of cached shared prefixes (a system prompt), read once in a rollout; in each sampler, at least
+    # a page; 0: off
+    prefix_tokens: int = 0
+    # called between the turns of a response: calculator, tools, my_module:MyClass,
+    # file.py:MyClass; "": a response is one turn
+    environment: str = ""
+    environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for it
+    environment_seconds: float = 10.0  # one call of it; the response ends above that
+    max_turns: int = 4  # of the model in one response
+    turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
+
+    def __post_init__(self):
+        for name in (
+            "max_response_length",
+            "tokens_per_call",
+            "max_turns",
+            "prefill_tokens",
+            "speculative_ngram",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "num_slots",
+            "cache_tokens",
+            "page_size",
+            "prefix_tokens",
+            "speculative_tokens",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        check_attention(self.attention)
+        check_cache_dtype(self.cache_dtype)
+        check_weights_dtype(self.weights_dtype)
+        if not 0 < self.cache_fraction < 1:
+            raise ValueError(
+                f"rollout.cache_fraction must be between 0 and 1, got {self.cache_fraction}"
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                f"rollout.temperature must be positive, got {self.temperature}: a policy gradient "
+                "needs samples (eval.temperature may be 0)"
+            )
+        check_sampling(
+            num_samples=self.num_samples, top_k=self.top_k, top_p=self.top_p, section="rollout."
+        )
+        if self.environment_seconds <= 0:
+            raise ValueError(
+                f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
+            )
+        if not 0 <= self.turn_length <= self.max_response_length:
+            raise ValueError(
+                f"rollout.turn_length={self.turn_length} must be from 0 to "
+                f"rollout.max_response_length={self.max_response_length}, which holds all turns"
+            )
+        if not self.environment and (self.environment_kwargs or self.turn_length):
+            raise ValueError(
+                f"rollout.environment_kwargs={dict(self.environment_kwargs)} and "
+                f"rollout.turn_length={self.turn_length} have no effect without an environment: "
+                "name one in rollout.environment, or leave them"
+            )
+
+    def sampling_params(self) -> SamplingParams:
+        """How the responses that a policy is trained on are sampled."""
+        return SamplingParams(
+            self.num_samples, self.max_response_length, self.temperature, self.top_k, self.top_p
+        )
