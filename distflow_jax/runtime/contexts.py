@@ -8,6 +8,7 @@ import jax
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
@@ -22,13 +23,12 @@ from distflow_jax.stages.stage_context import (
     ResponseListener,
     RewardContext,
     SamplingContext,
-    Stage,
     TrainContext,
 )
 from distflow_jax.training.update import UpdateShape
 
 
-class Contexts:
+class ContextFactory:
     """Makes each node's context: on the mesh of its role, with the optimizer of its model.
 
     `meshes` are keyed by layout. Nodes on the host need what follows it, nodes on meshes do not.
