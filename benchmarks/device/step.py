@@ -42,7 +42,7 @@ def time_step(
         },
         "step_seconds": [step["timing_s/step"] for step in steps],
         "peak_gb_so_far": steps[-1]["perf/max_memory_allocated_gb"],
-        "planned_gb": run.memory.fullest.total / 2**30,
+        "planned_gb": run.runtime.compiled.memory.fullest.total / 2**30,
         "compilations": sum(step["perf/compilations"] for step in steps),
         "segments": beside_prediction(run, times, steps, chip),
     }

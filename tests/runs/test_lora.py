@@ -215,7 +215,7 @@ def test_a_run_with_adapters(workdir):
         # the sampler had the trainer's weights: merged or not, the same log-probs
         assert row["training/rollout_probs_diff_max"] < 1e-5
     # the reference is what adapters are added to, and stays what it was
-    assert rows[0]["actor/kl_loss"] < 1e-6 < 1e-4 < rows[1]["actor/kl_loss"]
+    assert rows[0]["actor/kl_loss"] < 1e-6 < 1e-5 < rows[1]["actor/kl_loss"]
 
 
 @pytest.mark.slow
