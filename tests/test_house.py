@@ -48,7 +48,7 @@ INNER_FLOORS = {
         {"prefill"},
         {"sampler_program", "rollout_config", "cache_sizing"},
         {"decode_state"},
-        {"kv_cache", "requests"},
+        {"kv_cache", "requests", "jetstream_api"},
     ],
 }
 OWNERS = {  # which rooms may import a package
