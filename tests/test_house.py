@@ -315,6 +315,18 @@ def dead_paths() -> set[str]:
     return found
 
 
+def dead_modules() -> set[str]:
+    """Modules that a docstring, comment or message of the package names and that do not exist."""
+    examples = {"file.py", "rewards.py"}  # a user's
+    known = {path.name for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts} | examples
+    return {
+        f"{name(path)}: {named}"
+        for path in files()
+        for named in re.findall(r"[\w/]+\.py\b", path.read_text())
+        if named.split("/")[-1] not in known
+    }
+
+
 RULES = {
     "root modules": root_modules,
     "full folders": full_folders,
@@ -327,6 +339,7 @@ RULES = {
     "functions without shapes": shapeless,
     "words that the glossary replaces": glossary_breaches,
     "paths that do not exist": dead_paths,
+    "modules that do not exist": dead_modules,
 }
 COUNTS = {
     "broad excepts": broad_excepts,

@@ -1,14 +1,10 @@
-"""Flags of the subcommands as data, for absl, for --help and for the reference.
+"""Flags of the subcommands as data, for the parser, for --help and for the reference.
 
-Nothing here imports jax: --help must be quick.
+Only the standard library is imported: --help must be quick.
 """
 
 import dataclasses
 from typing import Any
-
-from absl import flags
-
-from distflow_jax.config.command_line import define_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,29 +19,6 @@ class Flag:
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()  # of an enum
-
-    def define(self, module: str) -> None:
-        """Defines the flag for absl, as one of `module`."""
-        of = {"module_name": module}
-        match self.kind:
-            case "config":
-                define_config(self.meaning)
-            case "enum":
-                flags.DEFINE_enum(self.name, self.default, list(self.choices), self.meaning, **of)
-            case "integer":
-                bounds = self.least, self.most
-                flags.DEFINE_integer(self.name, self.default, self.meaning, *bounds, **of)
-            case "float":
-                bounds = self.least, self.most
-                flags.DEFINE_float(self.name, self.default, self.meaning, *bounds, **of)
-            case "boolean":
-                flags.DEFINE_boolean(self.name, self.default, self.meaning, **of)
-            case "list":
-                flags.DEFINE_list(self.name, self.default, self.meaning, **of)
-            case _:
-                flags.DEFINE_string(self.name, self.default, self.meaning, **of)
-        if self.required:
-            flags.mark_flag_as_required(self.name)
 
 
 def string(name: str, default: str | None, meaning: str, *, required: bool = False) -> Flag:

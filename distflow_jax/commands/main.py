@@ -11,9 +11,16 @@ import types
 from absl import flags
 
 import distflow_jax
+from distflow_jax.commands.command_flags import Flag
 from distflow_jax.commands.command_help import help_text, launch_overview, overview
 from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
-from distflow_jax.config.command_line import EXIT_USAGE, chosen_keys, run_main, user_error
+from distflow_jax.config.command_line import (
+    EXIT_USAGE,
+    chosen_keys,
+    define_config,
+    run_main,
+    user_error,
+)
 from distflow_jax.config.shipped import config_file
 from distflow_jax.did_you_mean import hint
 
@@ -65,7 +72,7 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
         _show(help_text(command, program))
         sys.exit(0)
     for flag in command.flags:
-        flag.define(program)
+        _define(flag, program)
     try:
         module = importlib.import_module(f"{MODULE}.{command.module}")
         argv = [program, *_with_config_files(arguments)]
@@ -80,6 +87,28 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
         argv,
         takes_arguments=bool(command.arguments),
     )
+
+
+def _define(flag: Flag, module: str) -> None:
+    """Defines a flag for absl, as one of `module`."""
+    name, default, meaning, of = flag.name, flag.default, flag.meaning, {"module_name": module}
+    match flag.kind:
+        case "config":
+            define_config(meaning)
+        case "enum":
+            flags.DEFINE_enum(name, default, list(flag.choices), meaning, **of)
+        case "integer":
+            flags.DEFINE_integer(name, default, meaning, flag.least, flag.most, **of)
+        case "float":
+            flags.DEFINE_float(name, default, meaning, flag.least, flag.most, **of)
+        case "boolean":
+            flags.DEFINE_boolean(name, default, meaning, **of)
+        case "list":
+            flags.DEFINE_list(name, default, meaning, **of)
+        case _:
+            flags.DEFINE_string(name, default, meaning, **of)
+    if flag.required:
+        flags.mark_flag_as_required(name)
 
 
 def _options(command: Subcommand, rest: list[str]) -> types.SimpleNamespace:

@@ -16,10 +16,9 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import plan_memory
 from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
@@ -31,7 +30,6 @@ from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
-from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
@@ -71,13 +69,10 @@ def main(options: SimpleNamespace) -> int:
     else:
         programs = trace(planned)
         fields = fields_on_meshes(planned.plan, programs)
-        for name, program in programs.items():
-            compiled = program.compile(for_costs=True) if options.compile else None
-            costs[name] = costs_of(program.traced, compiled)
-        text += f"\n{describe(fields, costs)}"
-        memory = plan_memory(planned, programs, costs)
-        text += f"\n{memory.describe()}"
-        missing = shortage(planned, memory, programs, costs)
+        how = "costs" if options.compile else "none"
+        compiled = compile_plan(planned, programs, compiles_for=how)
+        costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
+        text += f"\n{describe(fields, costs)}\n{memory.describe()}"
     print(text)
     if options.mermaid:
         print(to_mermaid(planned.plan))

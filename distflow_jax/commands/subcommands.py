@@ -1,7 +1,8 @@
 """The subcommands of `distflow`: what they do, their flags and examples.
 
-Nothing here imports jax: `distflow --help` and the reference of flags are made from this table. The
-function of a subcommand stands in the module that the table names, and takes the parsed flags.
+Only the standard library is imported: `distflow --help` and the reference of flags are made from
+this table. The function of a subcommand stands in the module that the table names, and takes the
+parsed flags.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ def shipped_configs() -> dict[str, pathlib.Path]:
 
 
 def config_file(source: str | os.PathLike) -> str:
-    """The path of a config, with its argument: "tiny" -> ".../tiny.py", "a.py:x" as it is.
+    """The path of a config, with its argument: "tiny" -> ".../tiny.py", "file.py:x" as it is.
 
     Raises ValueError, with the nearest name, for a name that no shipped config has.
     """
