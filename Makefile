@@ -11,9 +11,11 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile
 DURATIONS := --durations=40 --durations-min=5
-INPUTS := requirements.txt pyproject.toml $(wildcard third_party/seqio/*.toml third_party/seqio/seqio/*.py)
+INPUTS := requirements.txt pyproject.toml
+# without its dependencies: it asks for seqio, and seqio for TensorFlow
+JETSTREAM := google-jetstream==0.2.2
 
-.PHONY: train test test-nightly test-soak lint clean setup setup-dev
+.PHONY: train test test-nightly test-soak lint dist clean setup setup-dev
 
 # large pages: an update's temporaries are mapped anew each time, 4 KiB a time a tenth of it on a CPU
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -35,6 +37,11 @@ test-soak: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# the wheel and the source distribution
+dist: $(VENV)/installed-dev
+	$(BIN)/python -m hatchling build -d dist
 
 setup: $(VENV)/installed
 
@@ -45,6 +52,7 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: $(VENV)/bin/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps $(JETSTREAM)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
@@ -52,5 +60,5 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
