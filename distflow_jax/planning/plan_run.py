@@ -24,7 +24,7 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
-from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
@@ -204,6 +204,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
         config.data.train,
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,
+        columns=config.data.columns,
     )
     loader = Loader(
         dataset,
@@ -308,6 +309,13 @@ def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
     return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
 
 
+def eval_columns(config: Config) -> dict[str, str]:
+    """The columns of the evaluation set: its own, or those of the training data."""
+    if config.eval.columns is not None:
+        return config.eval.columns
+    return {} if is_generated(config.eval.dataset) else config.data.columns
+
+
 def load_eval_prompts(
     config: Config, source: ModelSource, sizes: Sizes, machine: Machine
 ) -> list[Prompt]:
@@ -319,6 +327,7 @@ def load_eval_prompts(
         config.eval.dataset,
         system_prompt=data.system_prompt,
         prompt_suffix=data.prompt_suffix,
+        columns=eval_columns(config),
     )
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))
