@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -42,12 +43,20 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
-from distflow_jax.report import progress
+from distflow_jax.report import log_lines
+from distflow_jax.report.progress import Progress
 from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.run_description import describe_run, planned_metrics
+from distflow_jax.runtime.run_description import (
+    describe_end,
+    describe_run,
+    describe_start,
+    introduce,
+    planned_metrics,
+)
 from distflow_jax.runtime.run_files import check_writable, sample_records
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import first_or_restored_state, loader_position, save_state
@@ -78,7 +87,9 @@ def train(
     Raises ValueError or FileNotFoundError for user errors, before any device works.
     """
     with stop_on_sigterm() as stop, watched(config.health, job) as watchdog:
-        code = _train(config, pathlib.Path(workdir), watchdog, stop, chosen)
+        if processes.process_index():
+            log_lines.only_errors()
+        code = _train(config, pathlib.Path(workdir), watchdog, stop, chosen, argv=sys.argv)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
@@ -100,21 +111,34 @@ def _train(
     watchdog: Watchdog,
     stop: threading.Event,
     chosen: Collection[str],
+    *,
+    argv: Sequence[str] = (),
 ) -> int:
     check_writable(folder)
-    with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
+    terminal = Terminal(enabled=processes.process_index() == 0)
+    with contextlib.ExitStack() as files:
+        files.callback(terminal.close)
+        saved = Checkpointer(folder / "checkpoints", config.checkpoint)
+        files.callback(_close, saved, terminal)
         done = saved.latest()
         if done is not None and done >= config.training.steps:
-            if processes.process_index() == 0:
-                print(
-                    f"{folder} is finished: step {done} of {config.training.steps}. Choose "
-                    "another --workdir, or raise training.steps to go on"
-                )
+            terminal.print(f"{folder} is finished: step {done} of {config.training.steps}.")
+            terminal.print("Choose another --workdir, or raise training.steps to go on")
             return EXIT_DONE
-        with kept_programs(config.compilation_cache):
-            prepared = prepare(config, chosen)
-            with contextlib.closing(prepared.rewards):
-                return Run(prepared, folder, saved, watchdog).loop(stop)
+        files.enter_context(kept_programs(config.compilation_cache))
+        prepared = prepare(config, chosen, terminal.activity)
+        files.enter_context(contextlib.closing(prepared.rewards))
+        run = Run(prepared, folder, saved, watchdog, terminal)
+        code = run.loop(stop)
+    if code == EXIT_DONE:
+        describe_end(prepared, terminal, folder, run.state.step, argv)
+    return code
+
+
+def _close(saved: Checkpointer, terminal: Terminal) -> None:
+    """Waits for the last checkpoint, which is saved beside the steps."""
+    with terminal.activity("close"):
+        saved.close()
 
 
 class Run:
@@ -130,20 +154,26 @@ class Run:
         folder: pathlib.Path,
         checkpointer: Checkpointer,
         watchdog: Watchdog,
+        terminal: Terminal,
     ):
         self.prepared, self.config, self.folder = prepared, prepared.config, folder
-        self.checkpointer = checkpointer
+        self.checkpointer, self.terminal = checkpointer, terminal
         self.is_first = processes.process_index() == 0
-        self.instruments = open_instruments(self.config.observe, folder, watchdog)
+        introduce(prepared, terminal)
+        self.instruments = open_instruments(
+            self.config.observe, folder, watchdog, terminal.activity
+        )
         self.phases = self.instruments.phases
-        self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+        with terminal.activity("build"):
+            self.runtime = build(prepared, self.instruments.spans, self.phases.span)
         if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
             raise ValueError(missing)
         self.utilization = Utilization(prepared, self.runtime.programs)
         self.runners = self.utilization.following(self.runtime.runners)
         self.times = StepTimes(prepared.plan, self.instruments)
-        self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
+        with terminal.activity("first_state"):
+            self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self.writer = RunWriter(
             folder,
             enabled=self.is_first,
@@ -158,8 +188,10 @@ class Run:
             for resource in (self.writer, self.instruments, self.utilization):
                 files.callback(resource.close)
             self._start()
-            line = progress.Progress(steps, done_steps=state.step, enabled=self.is_first)
-            files.callback(line.close)
+            self.line = Progress(
+                steps, terminal=self.terminal, done_steps=state.step, is_due=self._is_due
+            )
+            files.callback(self.line.close)
             buffered = self.config.coordinator.double_buffer
             batches = _read(self.prepared.loader, self.instruments.spans)
             prompts = files.enter_context(Prefetch(batches, enabled=buffered))
@@ -179,10 +211,10 @@ class Run:
                 metrics |= measured
                 self.writer.stragglers(state.step, stragglers)
                 self.writer.metrics(state.step, metrics)
-                line.update(state.step, metrics)
+                self.line.update(state.step, metrics)
                 last = state.step == steps
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
-                if last or stopping or _due(state.step, self.config.checkpoint.every):
+                if stopping or self._is_due(state.step)[1]:
                     self.save()
                 self._check_finite()
                 if stopping and not last:
@@ -190,7 +222,6 @@ class Run:
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
                     return EXIT_PREEMPTED
-            line.print(f"done: {steps} steps in {self.folder}")
         return EXIT_DONE
 
     def run_step(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any]:
@@ -246,11 +277,12 @@ class Run:
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
         prepared, runtime, state = self.prepared, self.runtime, self.state
-        describe_run(prepared, runtime, self.writer, self.folder, state.step)
+        describe_run(prepared, runtime, self.writer, self.terminal, self.folder, state.step)
         runtime.compiled = start_samplers(prepared, runtime, state, self.phases)
         if missing := runtime.compiled.shortage:
             raise ValueError(missing)
         self.writer.memory(runtime.compiled.memory.to_tree())
+        describe_start(runtime, self.terminal, self.folder, state.step)
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -307,11 +339,22 @@ class Run:
         if step == 1:
             # the sampler still holds the untrained weights: their evaluation need not come before
             # the first update
-            self.writer.metrics(0, self.evaluate(0))
-        if step == config.training.steps or _due(step, config.eval.every):
+            untrained = self.evaluate(0)
+            self.writer.metrics(0, untrained)
+            self.line.evaluation(untrained)
+        if self._is_due(step)[0]:
             self.sync_weights(step)
             metrics |= self.evaluate(step)
         return metrics
+
+    def _is_due(self, step: int) -> tuple[bool, bool]:
+        """Whether an evaluation and a checkpoint follow a step that ends as planned."""
+        config, last = self.config, step == self.config.training.steps
+        evaluated = bool(config.eval.dataset and self.prepared.samplers)
+        return (
+            evaluated and (last or _due(step, config.eval.every)),
+            last or _due(step, config.checkpoint.every),
+        )
 
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""

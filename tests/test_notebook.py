@@ -16,6 +16,7 @@ from distflow_jax.report import cells, progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.page import is_plain_svg
 from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.watchdog.controller import Watchdog
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[2J'\""
@@ -289,14 +290,15 @@ class Output:
 def test_progress_in_a_cell_is_one_output_with_the_reward(monkeypatch, capsys):
     monkeypatch.setattr(cells, "LiveOutput", Output)
     monkeypatch.setattr(Output, "shown", [])
-    line = progress.Progress(3, console=rich.console.Console(force_jupyter=True))
+    terminal = Terminal(console=rich.console.Console(force_jupyter=True))
+    line = progress.Progress(3, terminal=terminal)
     for step in (1, 2, 3):
         line.update(step, {"critic/score/mean": step / 10})
     line.close()
     html, text = Output.shown[-1]
     assert text.startswith("step 3/3  reward 0.300")
     assert "<progress value='3' max='3'" in html and "<svg" in html
-    line.print("done")
+    terminal.print("done")
     assert capsys.readouterr().out == "done\n"
 
 
@@ -304,7 +306,8 @@ def test_what_a_run_says_first_is_folded_up_in_a_cell(monkeypatch, capsys):
     monkeypatch.setattr(cells, "LiveOutput", Output)
     monkeypatch.setattr(Output, "shown", [])
     console = rich.console.Console(force_jupyter=True)
-    progress.introduce("a <run>", [("row", 256, "tokens")], "1 rollout", console=console)
+    rows = [("row", 256, "tokens")]
+    progress.introduce_in_cell("a <run>", rows, "1 rollout", Terminal(console=console))
     ((html, text),) = Output.shown
     assert html.startswith("<details") and "a &lt;run&gt;" in html and "1 rollout" in html
     assert text == "a <run>" and not capsys.readouterr().out

@@ -6,7 +6,6 @@ from typing import Any
 
 from device.segments import SegmentTimes
 
-from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.chips import Chip
 from distflow_jax.pods.compile import compile_program, compile_sync
@@ -14,6 +13,7 @@ from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_gene
 from distflow_jax.pods.roofline import Estimate, estimate
 from distflow_jax.pods.topology import Pod, present_pod
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.text_table import text_table
 from distflow_jax.run import Run
 
 
@@ -99,4 +99,4 @@ def describe(segments: Sequence[Mapping[str, Any]]) -> str:
                 f"{s['ratio']:.2f}",
             )
         )
-    return aligned(rows)
+    return text_table(rows)

@@ -15,6 +15,7 @@ from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.run import Run
 from distflow_jax.watchdog.controller import Watchdog
 
@@ -82,7 +83,8 @@ def run_timed(
     folder.mkdir(parents=True)
     said = (folder / "stdout.txt").open("w", encoding="utf-8")
     with contextlib.closing(prepared.rewards), said, contextlib.redirect_stdout(said):
-        run = Run(prepared, folder, Nowhere(), Watchdog(config.health, 1))
+        quiet = Terminal(enabled=False)
+        run = Run(prepared, folder, Nowhere(), Watchdog(config.health, 1), quiet)
         times = SegmentTimes(run)
         run.loop(threading.Event())
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 1]

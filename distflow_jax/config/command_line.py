@@ -13,6 +13,7 @@ from ml_collections import config_flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.report import log_lines
 
 EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 
@@ -117,6 +118,7 @@ def _near_file(path: pathlib.Path) -> str:
 
 
 def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | None:
+    log_lines.use_lines()
     try:
         return main(argv)
     except _USER_ERRORS as error:

@@ -254,6 +254,8 @@ def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
     for i, key in enumerate(keys):
         if not isinstance(section, ml_collections.ConfigDict):
             return f"unknown key config.{path}: {where} is {section!r} and has no keys"
+        if not section:
+            return f"unknown key config.{path}: {where} has no keys; set it whole, as a dict"
         if key not in section:
             near = nearest(key, section, 0.5)
             if near:

@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow_jax.dag.graph import Node, Region, When
 from distflow_jax.layout import Edge, Layout
+from distflow_jax.programs.text_table import fill_lines, text_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +160,9 @@ class Plan:
                 f"{self.region.max_rounds} times: {names}\n"
             )
         return (
-            f"plan {self.name}, digest {self.digest[:12]}\n\n{aligned(nodes)}\n\n"
-            f"{aligned(reads)}\n\n"
-            f"{loop}device segments: {segments or 'none'}\n"
+            f"plan {self.name}, digest {self.digest[:12]}\n\n{text_table(nodes)}\n\n"
+            f"{text_table(reads)}\n\n"
+            + fill_lines(f"{loop}device segments: {segments or 'none'}\n")
         )
 
 
@@ -169,14 +170,3 @@ def _describe_move(edge: Edge) -> str:
     if edge.move == "stay":
         return f"stay on {edge.source_layout}"
     return f"{edge.move}: {edge.source_layout} -> {edge.target_layout}"
-
-
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Formats rows of words as a table; the first row is the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)

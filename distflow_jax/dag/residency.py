@@ -7,8 +7,9 @@ sampler weights ("params") and its cache. Nodes on disjoint devices do not affec
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from distflow_jax.dag.plan import Plan, Task, aligned
+from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.layout import Layout, overlaps
+from distflow_jax.programs.text_table import text_table
 
 Item = tuple[str, str]  # (state key of a model, "params", "moments" or "cache")
 
@@ -94,4 +95,4 @@ def describe(residencies: Mapping[str, Residency]) -> str:
     for name, own in residencies.items():
         sets = (own.uses | own.replaces, own.evict, own.prefetch)
         rows.append((name, *(", ".join(" ".join(i) for i in sorted(s)) or "-" for s in sets)))
-    return f"other models wait on the host\n\n{aligned(rows)}\n"
+    return f"other models wait on the host\n\n{text_table(rows)}\n"

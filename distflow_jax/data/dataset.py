@@ -1,26 +1,34 @@
 """Data sets by their name in the config."""
 
-from distflow_jax.data import (
-    files,
-    generated_tasks,
-    huggingface,
-    reasoning_gym_tasks,
-)
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from distflow_jax.data import files, generated_tasks, huggingface, reasoning_gym_tasks
 from distflow_jax.data.example import Dataset
 from distflow_jax.did_you_mean import nearest
 
 SCHEMES = ("hf", "task", "reasoning_gym")
 
 
-def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:
+GENERATED = ("task", "reasoning_gym")
+
+
+def open_dataset(
+    spec: str,
+    *,
+    system_prompt: str = "",
+    prompt_suffix: str = "",
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> Dataset:
     """Opens and checks a whole data set.
 
     Args:
-      spec: a `.jsonl`, `.json` (lines), `.parquet`, `.arrow` or `.feather` file; a folder or glob
-        pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
+      spec: a `.jsonl`, `.json` (lines or one array), `.parquet`, `.arrow` or `.feather` file; a
+        folder or glob pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
         `task:arithmetic?digits=2&...`; `reasoning_gym:NAME?...`.
       system_prompt: system message before every question of question/answer rows and tasks.
       prompt_suffix: text after every such question, e.g. " Answer with just the number."
+      columns: {column that this package reads: its name in the file}, see column_choice.py.
 
     Raises:
       FileNotFoundError: there is no such file or data set.
@@ -31,14 +39,24 @@ def open_dataset(spec: str, *, system_prompt: str = "", prompt_suffix: str = "")
     kind, colon, _ = spec.partition(":")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")
+    if columns and is_generated(spec):
+        raise ValueError(
+            f"data.columns names columns of files, and {spec!r} has none: leave it empty"
+        )
     if colon and kind == "task":
         return generated_tasks.open_task(spec, **wording)
     if colon and kind == "reasoning_gym":
         return reasoning_gym_tasks.ReasoningGym(spec, **wording)
     if colon and kind == "hf":
         repo, paths = huggingface.download(spec)
-        return files.FileDataset(paths, spec, data_source=repo, **wording)
+        return files.FileDataset(paths, spec, data_source=repo, columns=columns, **wording)
     near = nearest(kind, SCHEMES)
     if near and colon:
         raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near}:?")
-    return files.FileDataset(files.find_files(spec), spec, **wording)
+    return files.FileDataset(files.find_files(spec), spec, columns=columns, **wording)
+
+
+def is_generated(spec: str) -> bool:
+    """Whether a data set is computed rather than read from files."""
+    kind, colon, _ = spec.partition(":")
+    return bool(colon) and kind in GENERATED

@@ -39,6 +39,9 @@ class Dataset(Protocol):
 
     def __getitem__(self, row: int) -> Example: ...
 
+    def place(self, row: int) -> str:
+        """The place of a row in messages: file or name, and the row's number there from 1."""
+
 
 def instruction(text: str, *, system_prompt: str = "", prompt_suffix: str = "") -> list[Message]:
     """Chat messages with `text` as the user's question, after the system prompt if there is one."""

@@ -9,15 +9,30 @@
 | messages                    | all but the last turn, if  | as above, else that turn, which is  |
 |                             | that is the assistant's    | `chosen` too                        |
 | question, answer            | a user's chat message      | the answer; after its `####` if any |
+| question, chosen [, rej..]  | a user's chat message      | as above                            |
+| chosen, rejected            | their common beginning     | as above                            |
 
-All other columns go to `extra_info`, where reward functions find them.
+`data.columns` reads columns of other names as these (column_choice.py). All other columns go to
+`extra_info`, where reward functions find them.
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from distflow_jax.data.column_choice import chosen_columns
 from distflow_jax.data.example import Example, Message, instruction
+from distflow_jax.data.implicit_prompts import is_conversation, split_pair
+from distflow_jax.data.row_checks import (
+    bad_value,
+    checked_prompt,
+    checked_text,
+    column_hint,
+    shown,
+)
 
+PROMPT_COLUMNS = ("prompt", "messages", "question", "chosen", "rejected")
 GROUND_TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 # They have a field of their own in Example and are not repeated in extra_info.
 CLAIMED_COLUMNS = {
@@ -43,6 +58,7 @@ def example_from_row(
     data_source: str,
     system_prompt: str = "",
     prompt_suffix: str = "",
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Example:
     """Converts and checks one row.
 
@@ -52,56 +68,73 @@ def example_from_row(
       data_source: value for rows without that column.
       system_prompt, prompt_suffix: added to question/answer rows; an error for other rows, whose
         prompts are complete.
+      columns: {name that this module knows: name in the file}, `data.columns`.
 
     Raises:
       ValueError: the row does not fit the schema.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected an object with columns, got {_shown(row)}")
+        raise ValueError(f"{place}: expected an object with columns, got {shown(row)}")
+    row = chosen_columns(row, columns, place)
     row = {column: value for column, value in row.items() if value is not None}
     if row.get("images"):
-        raise _bad(place, "images", "image prompts are not supported by the text models")
-
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    fallback_truth, written_out = None, True
-    if "prompt" in row:
-        prompt = _prompt(row["prompt"], place, "prompt")
-        chosen = row.get("completion", chosen)
-    elif "messages" in row:
-        prompt, chosen = _split_messages(row["messages"], place)
-        if chosen is not None:
-            fallback_truth = chosen
-    elif "question" in row:
-        question = _text(row["question"], place, "question")
-        if "answer" not in row:
-            raise _bad(place, "answer", "missing, although there is a question")
-        prompt = instruction(question, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
-        row.setdefault("ground_truth", final_answer(row["answer"], place))
-        written_out = False
-    else:
-        raise ValueError(
-            f"{place}: none of the columns 'prompt', 'messages' and 'question' has a value; "
-            f"found {', '.join(map(repr, row)) or 'no columns'}"
-        )
-    if written_out and (system_prompt or prompt_suffix):
+        raise bad_value(place, "images", "image prompts are not supported by the text models")
+    if "rejected" in row and "chosen" not in row:
+        hint = column_hint(["chosen"], row)
+        raise bad_value(place, "chosen", f"missing, although there is a 'rejected'; {hint}")
+    asked = "question" in row and not {"prompt", "messages"} & set(row)
+    if (system_prompt or prompt_suffix) and not asked:
         raise ValueError(
             f"{place}: data.system_prompt and data.prompt_suffix apply to question/answer rows "
             "and tasks; these prompts are complete, so leave both empty"
         )
-    if "rejected" in row and "chosen" not in row:
-        raise _bad(place, "chosen", "missing, although there is a 'rejected'")
+    prompt, chosen, rejected, fallback_truth = _prompt_and_answers(row, place)
+    if asked:
+        prompt = instruction(prompt, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
     for column, value in (("chosen", chosen), ("rejected", rejected)):
-        if value is not None:
-            _prompt(value, place, column)
+        if value is not None and value != "":  # an empty answer is an end token
+            checked_prompt(value, place, column)
 
     return Example(
         prompt=prompt,
-        data_source=_text(row.get("data_source", data_source), place, "data_source"),
+        data_source=checked_text(row.get("data_source", data_source), place, "data_source"),
         ground_truth=_ground_truth(row, place, fallback_truth),
         extra_info=_extra_info(row, place),
-        ability=_text(row["ability"], place, "ability") if row.get("ability") else "",
+        ability=checked_text(row["ability"], place, "ability") if row.get("ability") else "",
         chosen=chosen,
         rejected=rejected,
+    )
+
+
+def _prompt_and_answers(row: dict[str, Any], place: str) -> tuple[Any, Any, Any, Any]:
+    """(prompt or question, chosen, rejected, ground truth without a column of its own).
+
+    Adds the final answer of a question/answer row to it as `ground_truth`.
+    """
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if "prompt" in row:
+        prompt = checked_prompt(row["prompt"], place, "prompt")
+        if isinstance(prompt, str) and is_conversation(chosen) and is_conversation(rejected):
+            # the conversations begin with the prompt, as text that lacks its roles
+            return *split_pair(chosen, rejected, place), None
+        return prompt, row.get("completion", chosen), rejected, None
+    if "messages" in row:
+        prompt, last = _split_messages(row["messages"], place)
+        return prompt, last, rejected, last
+    if "question" in row:
+        question = checked_text(row["question"], place, "question")
+        if "answer" in row:
+            row.setdefault("ground_truth", final_answer(row["answer"], place))
+        elif chosen is None:
+            others = [column for column in row if column != "question"]
+            problem = f"missing, although there is a question; {column_hint(['answer'], others)}"
+            raise bad_value(place, "answer", problem)
+        return question, chosen, rejected, None
+    if rejected is not None:
+        return *split_pair(chosen, rejected, place), None
+    raise ValueError(
+        f"{place}: none of the columns 'prompt', 'messages' and 'question' has a value, nor have "
+        f"'chosen' and 'rejected'; {column_hint(PROMPT_COLUMNS, row)}"
     )
 
 
@@ -109,10 +142,10 @@ def final_answer(answer: Any, place: str) -> str:
     """The final answer after GSM8K's `####`, `#### 1,234` -> "1234"; other answers unchanged."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return str(answer)
-    answer = _text(answer, place, "answer")
+    answer = checked_text(answer, place, "answer")
     final = answer.rsplit("####", 1)[-1].strip()
     if not final:
-        raise _bad(place, "answer", "nothing follows its '####'")
+        raise bad_value(place, "answer", "nothing follows its '####'")
     if "####" in answer and NUMBER_WITH_COMMAS.fullmatch(final):
         final = final.replace(",", "")
     return final
@@ -122,15 +155,15 @@ def _ground_truth(row: dict[str, Any], place: str, fallback: Any) -> Any:
     reward_model = row.get("reward_model")
     if reward_model is not None:
         if not isinstance(reward_model, dict):
-            raise _bad(
+            raise bad_value(
                 place,
                 "reward_model",
-                f"expected an object with 'ground_truth', got {_shown(reward_model)}",
+                f"expected an object with 'ground_truth', got {shown(reward_model)}",
             )
         if reward_model.get("ground_truth") is not None:
             return reward_model["ground_truth"]
         if reward_model.get("style", "rule") == "rule":
-            raise _bad(place, "reward_model", "has no 'ground_truth'")
+            raise bad_value(place, "reward_model", "has no 'ground_truth'")
     for column in GROUND_TRUTH_COLUMNS:
         if column in row:
             return row[column]
@@ -140,50 +173,17 @@ def _ground_truth(row: dict[str, Any], place: str, fallback: Any) -> Any:
 def _extra_info(row: dict[str, Any], place: str) -> dict[str, Any]:
     info = row.get("extra_info", {})
     if not isinstance(info, dict):
-        raise _bad(place, "extra_info", f"expected an object, got {_shown(info)}")
+        raise bad_value(place, "extra_info", f"expected an object, got {shown(info)}")
     return {column: row[column] for column in row if column not in CLAIMED_COLUMNS} | info
 
 
 def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | None]:
     """(messages before the last assistant turn, that turn's text or None) of a conversation."""
-    _prompt(messages, place, "messages")
+    checked_prompt(messages, place, "messages")
     if isinstance(messages, str):
-        raise _bad(place, "messages", "expected a list of messages, got text")
+        raise bad_value(place, "messages", "expected a list of messages, got text")
     if messages[-1]["role"] != "assistant":
         return messages, None
     if len(messages) == 1:
-        raise _bad(place, "messages", "an assistant's turn with no question before it")
+        raise bad_value(place, "messages", "an assistant's turn with no question before it")
     return messages[:-1], messages[-1]["content"]
-
-
-def _prompt(value: Any, place: str, column: str) -> str | list[Message]:
-    if isinstance(value, str):
-        return _text(value, place, column)
-    if not isinstance(value, list):
-        raise _bad(place, column, f"expected text or a list of messages, got {_shown(value)}")
-    if not value:
-        raise _bad(place, column, "an empty list of messages")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise _bad(place, column, f"message {i} is {_shown(message)}, not an object")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise _bad(
-                    place, column, f"message {i} needs text in {key!r}, got {_shown(message)}"
-                )
-    return value
-
-
-def _text(value: Any, place: str, column: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _bad(place, column, f"expected text, got {_shown(value)}")
-    return value
-
-
-def _bad(place: str, column: str, problem: str) -> ValueError:
-    return ValueError(f"{place}, column {column!r}: {problem}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

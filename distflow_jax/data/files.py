@@ -1,11 +1,12 @@
-"""Data files with random access to their rows: JSON lines, Parquet, Arrow."""
+"""Data files with random access to their rows: JSON lines and arrays, Parquet, Arrow."""
 
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
+from distflow_jax.data.json_files import JsonLinesReader, json_reader
 from distflow_jax.did_you_mean import nearest
 
 CHECK_ROWS = 1024  # rows of a table that the schema check converts at a time
@@ -32,54 +34,6 @@ class Reader(Protocol):
 
     def place(self, row: int) -> str:
         """File and row number from 1: the start of an error message."""
-
-
-class JsonLinesReader:
-    """A file with one JSON object per line; blank lines are skipped, but count in messages."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        offsets, lines = [], []
-        with open(path, "rb") as file:
-            offset = 0
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    offsets.append(offset)
-                    lines.append(line)
-                offset += len(text)
-        # only the lines' offsets are kept: the text of a large file stays on disk
-        self._offsets = np.array(offsets, np.int64)
-        self._lines = np.array(lines, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def row(self, row: int) -> Any:
-        """Reads and parses one line."""
-        with open(self._path, "rb") as file:
-            file.seek(self._offsets[row])
-            return self._parse(row, file.readline())
-
-    def rows(self) -> Iterator[Any]:
-        """All lines, parsed."""
-        with open(self._path, "rb") as file:
-            texts = (text for text in file if text.strip())
-            for row, text in enumerate(texts):
-                yield self._parse(row, text)
-
-    def place(self, row: int) -> str:
-        """Path and line number."""
-        return f"{self._path}, row {self._lines[row]}"
-
-    def _parse(self, row: int, text: bytes) -> Any:
-        try:
-            return json.loads(text.decode("utf-8-sig"))  # loads(bytes) would guess the encoding
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.place(row)}: not UTF-8 text: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{self.place(row)}: not valid JSON at character {error.colno}: {error.msg}"
-            ) from error
 
 
 class TableReader:
@@ -109,9 +63,9 @@ class TableReader:
         return f"{self._path}, row {row + 1}"
 
 
-READERS: dict[str, type[JsonLinesReader] | type[TableReader]] = {
+READERS: dict[str, Callable[[Path], Reader]] = {
     ".jsonl": JsonLinesReader,
-    ".json": JsonLinesReader,
+    ".json": json_reader,
     ".parquet": TableReader,
     ".arrow": TableReader,
     ".feather": TableReader,
@@ -122,7 +76,7 @@ class FileDataset:
     """Rows of one or more files in order; all rows are checked when the data set is opened.
 
     The fingerprint hashes the bytes of all files in order, which the check reads anyway, and the
-    prompt options, which are part of the rows; not the files' names.
+    prompt options and the chosen columns, which are part of the rows; not the files' names.
     """
 
     def __init__(
@@ -133,11 +87,15 @@ class FileDataset:
         data_source: str | None = None,
         system_prompt: str = "",
         prompt_suffix: str = "",
+        columns: Mapping[str, str] = MappingProxyType({}),
     ):
         self.name = name
-        self._wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+        wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+        self._options = wording | {"columns": dict(columns)}
         self._data_sources = [data_source or path.stem for path in paths]
-        digest = hashlib.blake2b(json.dumps(self._wording).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(wording).encode(), digest_size=16)
+        if columns:
+            digest.update(json.dumps(dict(columns), sort_keys=True).encode())
         for path in paths:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
@@ -157,16 +115,25 @@ class FileDataset:
     def __getitem__(self, row: int) -> Example:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        i = int(np.searchsorted(self._starts, row, side="right")) - 1
-        row -= int(self._starts[i])
+        i, row = self._find(row)
         return self._example(i, row, self._readers[i].row(row))
+
+    def place(self, row: int) -> str:
+        """File and row number of a row, counted in its file from 1."""
+        i, row = self._find(row)
+        return self._readers[i].place(row)
+
+    def _find(self, row: int) -> tuple[int, int]:
+        """(number of the file, row in it)."""
+        i = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return i, row - int(self._starts[i])
 
     def _example(self, i: int, row: int, columns: Any) -> Example:
         return example_from_row(
             columns,
             self._readers[i].place(row),
             data_source=self._data_sources[i],
-            **self._wording,
+            **self._options,
         )
 
 

@@ -80,6 +80,10 @@ class Arithmetic:
             rejected=str(value_of(problem) + self._mistake(row)),
         )
 
+    def place(self, row: int) -> str:
+        """Name and number of a row."""
+        return f"{self.name}, row {row + 1}"
+
     def _mistake(self, row: int) -> int:
         """Error of the rejected answer: -9 to 9, not 0."""
         word = next(_random_words(f"{self.seed}/{row}/mistake", 1)) % 18

@@ -9,8 +9,10 @@ import grain
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.data.column_choice import check_choice
 from distflow_jax.data.example import Dataset, Message
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
+from distflow_jax.did_you_mean import nearest
 
 OVERLONG = ("error", "drop", "truncate_left")
 
@@ -21,6 +23,9 @@ class DataConfig:
 
     # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
+    # columns of files by the name that they are read as: {'prompt': 'instruction', 'answer':
+    # 'output'}; {}: the files have the names of docs/data_formats.md
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
     prompts_per_step: int = 16  # prompts of a step, over all processes
     max_prompt_length: int = 128  # longest prompt in tokens, chat template included
     # prompts above max_prompt_length: error, drop, or truncate_left (keep the end). Likewise
@@ -37,6 +42,7 @@ class DataConfig:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"data.{name} must be at least {least}, got {value}")
+        check_choice(self.columns, "data.columns")
         if self.overlong not in OVERLONG:
             raise ValueError(
                 f"data.overlong must be one of {', '.join(OVERLONG)}, got {self.overlong!r}"
@@ -217,10 +223,12 @@ class Loader:
         encoded = []
         for column, answer in list(named.items())[: self._answers]:
             if answer is None:
+                near = nearest(column, example.extra_info)
                 raise ValueError(
-                    f"{self._dataset.name}, row {row + 1}: has no {column!r} answer, which this "
-                    "dag trains on; give rows with prompt and completion or messages (one answer), "
-                    "or with prompt, chosen and rejected (a pair)"
+                    f"{self._dataset.place(row)}: has no {column!r} answer, which this dag trains "
+                    "on; give rows with prompt and completion or messages (one answer), or with "
+                    "prompt, chosen and rejected (a pair)"
+                    + (f"; did you mean data.columns={{{column!r}: {near!r}}}?" if near else "")
                 )
             encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
         return encoded
@@ -244,7 +252,7 @@ class Loader:
             if config.overlong == "error" and overlong.any():
                 row = int(overlong.argmax())
                 raise ValueError(
-                    f"{dataset.name}, row {row + 1}: the {what} has {lengths[row]} tokens, more "
+                    f"{dataset.place(row)}: the {what} has {lengths[row]} tokens, more "
                     f"than {name} {limit} ({overlong.sum()} of {len(dataset)} rows do, the longest "
                     f"{lengths.max()}); raise that, or set data.overlong to drop or truncate_left"
                 )

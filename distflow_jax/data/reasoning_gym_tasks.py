@@ -53,6 +53,10 @@ class ReasoningGym:
             ability="reasoning",
         )
 
+    def place(self, row: int) -> str:
+        """Name and number of a row."""
+        return f"{self.name}, row {row + 1}"
+
 
 def _package(spec: str) -> ModuleType:
     try:

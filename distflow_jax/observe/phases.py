@@ -18,9 +18,18 @@ class Phases:
     watchdogs compare the processes' counts of phases.
     """
 
-    def __init__(self, spans: Spans, watchdog: Watchdog, waited: Callable[[], float]):
-        """`waited()`: seconds spent so far in collectives among hosts, waiting included."""
-        self._spans, self._watchdog, self._waited = spans, watchdog, waited
+    def __init__(
+        self,
+        spans: Spans,
+        watchdog: Watchdog,
+        waited: Callable[[], float],
+        shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        """`waited()`: seconds spent so far in collectives among hosts, waiting included.
+
+        `shown(name)`: a block in which a terminal shows that the phase runs.
+        """
+        self._spans, self._watchdog, self._waited, self._shown = spans, watchdog, waited, shown
         self._work: dict[str, float] = {}
         self.step = 0  # the running step
 
@@ -30,7 +39,7 @@ class Phases:
         self._watchdog.progress(self.step, name)
         start, waited = time.perf_counter(), self._waited()
         try:
-            with self._spans.span(name, step=self.step, **args):
+            with self._spans.span(name, step=self.step, **args), self._shown(name):
                 yield
         finally:
             work = time.perf_counter() - start - (self._waited() - waited)

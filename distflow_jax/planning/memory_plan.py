@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from distflow_jax.dag.plan import Unit, aligned
+from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Residency
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
@@ -22,7 +22,8 @@ from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.run_models import bases_of, network_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.units import format_bytes
+from distflow_jax.programs.text_table import text_table
+from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.training.state import TrainState
@@ -96,12 +97,13 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan as a table of text."""
         rows = [(*_TITLES.values(), "sum")]
+        unit, write = in_unit_of(self.fullest.total)
         for segment in self.segments:
             sizes = (getattr(segment, name) for name in _TITLES if name != "name")
-            cells = ["-" if size is None else format_bytes(size) for size in sizes]
-            rows.append((segment.name, *cells, format_bytes(segment.total)))
+            cells = ["-" if size is None else write(size) for size in sizes]
+            rows.append((segment.name, *cells, write(segment.total)))
         has = f"which has {format_bytes(self.device)}" if self.device else "whose memory is unknown"
-        return f"memory of a device, {has}\n\n{aligned(rows)}\n"
+        return f"memory of a device, {has}; in {unit}\n\n{text_table(rows)}\n"
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as plain JSON values, in bytes."""
@@ -116,11 +118,11 @@ class MemoryPlan:
 
 _TITLES = {
     "name": "node",
-    "parameters": "parameters",
+    "parameters": "params",
     "optimizer": "optimizer",
-    "gradients": "gradients",
-    "temporaries": "temporaries",
-    "sampler_weights": "sampler's weights",
+    "gradients": "grads",
+    "temporaries": "temps",
+    "sampler_weights": "sampler",
     "cache": "cache",
     "batch": "batch",
 }

@@ -24,7 +24,7 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
-from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
@@ -140,11 +140,15 @@ class RunPlan:
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
-        keys = samplers_of(self.plan)
-        policies = [m.key for m in self.models.values() if m.trained and m.is_policy]
+        keys, policies = samplers_of(self.plan), self.policies
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
         return keys
+
+    @property
+    def policies(self) -> list[str]:
+        """State keys of the policies that are trained."""
+        return [m.key for m in self.models.values() if m.trained and m.is_policy]
 
     @property
     def residencies(self) -> dict[str, Residency]:
@@ -190,27 +194,68 @@ def plan_run(
     return RunPlan(config, graph, machine, source, sizes, made, models, until)
 
 
-def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
+def prepare(
+    config: Config,
+    chosen: Collection[str] = (),
+    shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
-    `chosen` are the config keys that the command line gives; see `settle`.
+    `chosen` are the config keys that the command line gives; see `settle`. `shown(phase)`: a block
+    in which a terminal shows what a run waits for.
     """
     machine = Machine.current()
-    run = plan_run(config, machine, chosen)
+    with shown("open_model"):
+        run = plan_run(config, machine, chosen)
     config, source, sizes = run.config, run.source, run.sizes
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
+    with shown("open_data"):
+        loader = open_loader(run)
+        eval_prompts = load_eval_prompts(config, source, sizes, machine)
+    with shown("start_rewards"):
+        environments = open_environments(config, source, loader.prompt(0))
+        rewards = RewardPool(config.reward)
+        try:
+            rewards.check(trial_request(loader.prompt(0)))
+            processes.check_agreement(
+                {
+                    "config": config_table(config),
+                    "plan": plan_table(run.plan),
+                    "code": processes.code_table(),
+                    "versions": processes.version_table(),
+                }
+            )
+        except BaseException:
+            rewards.close()
+            raise
+    return PreparedRun(
+        **vars(run),
+        loader=loader,
+        eval_prompts=eval_prompts,
+        rewards=rewards,
+        environments=environments,
+    )
+
+
+def open_loader(run: RunPlan) -> Loader:
+    """The loader of a run's training data, all rows checked.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    config, source = run.config, run.source
     dataset = open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,
+        columns=config.data.columns,
     )
     loader = Loader(
         dataset,
         source.tokenizer,
         config.data,
         seed=config.seed,
-        share=sampler_share(sizes, machine),
+        share=sampler_share(run.sizes, run.machine),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
     )
@@ -220,29 +265,7 @@ def prepare(config: Config, chosen: Collection[str] = ()) -> PreparedRun:
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
-    eval_prompts = load_eval_prompts(config, source, sizes, machine)
-    environments = open_environments(config, source, loader.prompt(0))
-    rewards = RewardPool(config.reward)
-    try:
-        rewards.check(trial_request(loader.prompt(0)))
-        processes.check_agreement(
-            {
-                "config": config_table(config),
-                "plan": plan_table(run.plan),
-                "code": processes.code_table(),
-                "versions": processes.version_table(),
-            }
-        )
-    except BaseException:
-        rewards.close()
-        raise
-    return PreparedRun(
-        **vars(run),
-        loader=loader,
-        eval_prompts=eval_prompts,
-        rewards=rewards,
-        environments=environments,
-    )
+    return loader
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:
@@ -308,6 +331,13 @@ def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
     return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
 
 
+def eval_columns(config: Config) -> dict[str, str]:
+    """The columns of the evaluation set: its own, or those of the training data."""
+    if config.eval.columns is not None:
+        return config.eval.columns
+    return {} if is_generated(config.eval.dataset) else config.data.columns
+
+
 def load_eval_prompts(
     config: Config, source: ModelSource, sizes: Sizes, machine: Machine
 ) -> list[Prompt]:
@@ -319,6 +349,7 @@ def load_eval_prompts(
         config.eval.dataset,
         system_prompt=data.system_prompt,
         prompt_suffix=data.prompt_suffix,
+        columns=eval_columns(config),
     )
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))

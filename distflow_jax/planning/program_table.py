@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from distflow_jax.dag.plan import Plan, aligned
+from distflow_jax.dag.plan import Plan
 from distflow_jax.layout import Layout
 from distflow_jax.planning.field_specs import Value, num_bytes
 from distflow_jax.planning.unit_programs import Program, field_specs
 from distflow_jax.programs import xla_options
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.units import format_decimal
+from distflow_jax.programs.text_table import fill_lines, text_table
+from distflow_jax.programs.units import format_bytes, format_decimal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,9 @@ def describe_options(programs: Iterable[Program], sampler: Mesh | None) -> str:
     if sampler is not None:
         text = xla_options.describe(xla_options.compiler_options(sampler, sampler=True))
         lines[f"{_devices(sampler)}, sampler"] = text
-    return "".join(f"XLA options, {devices}: {text}\n" for devices, text in lines.items())
+    return "".join(
+        fill_lines(f"XLA options, {devices}: {text}") + "\n" for devices, text in lines.items()
+    )
 
 
 def _devices(mesh: Mesh) -> str:
@@ -81,19 +84,19 @@ def describe(fields: Iterable[FieldOnMesh], costs: Mapping[str, Costs]) -> str:
     for name, cost in costs.items():
         moved = sum((cost.collective_bytes or {}).values())
         sizes = (cost.bytes_accessed, cost.peak_bytes, cost.argument_bytes)
-        known = [format_decimal(size) if size is not None else "-" for size in sizes]
+        known = [format_bytes(size) if size is not None else "-" for size in sizes]
         programs.append(
-            (name, format_decimal(cost.flops, ""), *known, format_decimal(moved) if moved else "-")
+            (name, format_decimal(cost.flops, ""), *known, format_bytes(moved) if moved else "-")
         )
     shown = [("field", "from", "layout", "shape and dtype", "bytes", "to")]
     for f in fields:
         to = ", ".join(f.ways) or "-"
         shown.append(
-            (f.field, f.source or "(loader)", str(f.layout), f.text, format_decimal(f.bytes), to)
+            (f.field, f.source or "(loader)", str(f.layout), f.text, format_bytes(f.bytes), to)
         )
     return (
         f"programs, if all rows are filled; FLOPs over all devices, the rest on each\n\n"
-        f"{aligned(programs)}\n\nfields on the devices\n\n{aligned(shown)}\n"
+        f"{text_table(programs)}\n\nfields on the devices\n\n{text_table(shown)}\n"
     )
 
 

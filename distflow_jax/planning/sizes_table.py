@@ -6,6 +6,7 @@ from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import num_pages
 
@@ -69,7 +70,7 @@ def _weights(sizes: Sizes, model: DecoderConfig) -> tuple[str, str]:
     engine = sizes.engine
     kept = engine.dtype if engine.weights_dtype == "auto" else engine.weights_dtype
     size = weight_bytes(model, engine, sizes.rollout_tensor)
-    return kept, f"{size / 2**20:,.1f} MiB of a device"
+    return kept, f"{format_bytes(size)} of a device"
 
 
 def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine) -> str:
@@ -78,11 +79,11 @@ def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine)
     pages = num_pages(sizes.engine, ranks)
     chosen = ""
     if not config.rollout.num_slots:
-        share = f"{config.rollout.cache_fraction:.0%} of {machine.memory / 2**30:.4g} GiB"
+        share = f"{config.rollout.cache_fraction:.0%} of {format_bytes(machine.memory)}"
         chosen = f", as many as are of use and fit into {share}"
     kept = "" if sizes.engine.cache_dtype == "auto" else f" of {sizes.engine.cache_dtype}"
     return (
-        f"over all samplers; cache of a device {size / 2**20:,.0f} MiB{kept}: {pages} pages of "
+        f"over all samplers; cache of a device {format_bytes(size)}{kept}: {pages} pages of "
         f"{sizes.engine.page_size} tokens{chosen}"
     )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from distflow_jax.dag.plan import aligned
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.field_specs import num_bytes
 from distflow_jax.planning.memory_advice import shortage
@@ -26,6 +25,7 @@ from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_gene
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
+from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.traffic import Traffic
 from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.runtime.build import trace
@@ -122,15 +122,16 @@ class PodPlan:
         )
         parts = [
             self.pod.describe(),
-            f"memory of a chip, {how}\n\n{aligned(self._memory_rows())}\n",
+            f"memory of a chip, {how}\n\n{text_table(self._memory_rows(), None)}\n",
             f"{self.memory.describe()}\n{self._describe_spare()}",
-            f"traffic of a chip, over all trips of loops\n\n{aligned(self._traffic_rows())}\n",
+            "traffic of a chip, over all trips of loops\n\n"
+            f"{text_table(self._traffic_rows(), None)}\n",
         ]
         if self.reshards:
-            parts.append(f"reshards between layouts\n\n{aligned(self._reshard_rows())}\n")
+            parts.append(f"reshards between layouts\n\n{text_table(self._reshard_rows(), None)}\n")
         parts.append(
             "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
-            f"nothing of this was measured\n\n{aligned(self._seconds_rows())}\n\n"
+            f"nothing of this was measured\n\n{text_table(self._seconds_rows(), None)}\n\n"
             f"a step: {self.seconds:.3g} s, without rewards and other work of the hosts"
             f"{', without programs that are too large' if self.refused else ''}"
             f"{', without programs that were not compiled' if self.left_out else ''}\n"
@@ -194,14 +195,14 @@ class PodPlan:
             for t in cost.traffic:
                 seconds = collective_seconds(self.pod.interconnect, t)
                 overlapped = "overlapped" if t.overlapped else ""
-                sizes = format_decimal(t.bytes), f"{t.times:,}", overlapped, f"{seconds:.2g}"
+                sizes = format_bytes(t.bytes), f"{t.times:,}", overlapped, f"{seconds:.2g}"
                 rows.append((name, "*".join(t.axes), t.kind, *sizes))
         return rows
 
     def _reshard_rows(self) -> list[tuple[str, ...]]:
         rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
         for r in self.reshards:
-            sizes = format_decimal(r.bytes), format_decimal(r.chip_bytes)
+            sizes = format_bytes(r.bytes), format_bytes(r.chip_bytes)
             rows.append((r.field, r.source, r.target, r.layouts, *sizes))
         return rows
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.plan import aligned
 from distflow_jax.models.weights.source import ModelSource, open_shapes
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
+from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.runtime.build import trace
 
@@ -126,7 +126,7 @@ class Sweep:
         parts = [
             self.pod.describe(),
             f"layouts by ESTIMATED seconds of a step, by formulas; nothing of this was measured\n\n"
-            f"{aligned(self._rows(shown))}\n",
+            f"{text_table(self._rows(shown), None)}\n",
             f"{len(self.candidates)} layouts in all, of which {large} hold more than "
             f"{1 - SPARE:.0%} of a chip's memory without temporaries\n",
         ]

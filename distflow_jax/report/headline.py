@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from distflow_jax.programs.units import format_seconds
 from distflow_jax.report.charts import format_value
-from distflow_jax.report.progress import format_seconds
 from distflow_jax.report.read_run import RunFolder
 
 # {metric that should be 0: label}
@@ -49,7 +49,7 @@ def tiles(run: RunFolder) -> list[Tile]:
     ):
         points = series(rows, name)
         if points:
-            first, last = _edges(list(points.values()))
+            first, last = edges(list(points.values()))
             found.append(Tile(label, format_value(last), f"from {format_value(first)}"))
     for name in sorted({key for row in rows.values() for key in row}):
         points = series(rows, name) if name.startswith("val-core/") else {}
@@ -91,7 +91,7 @@ def series(rows: Mapping[int, Mapping[str, float]], name: str) -> dict[int, floa
     }
 
 
-def _edges(values: list[float]) -> tuple[float, float]:
+def edges(values: list[float]) -> tuple[float, float]:
     """Means of the first and of the last tenth."""
     count = max(1, int(len(values) * _EDGE))
     return sum(values[:count]) / count, sum(values[-count:]) / count

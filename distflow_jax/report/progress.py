@@ -1,148 +1,217 @@
-"""Progress of a run on a terminal or in a notebook, and tables at its start."""
+"""Progress of a run: the numbers of its graph after each step, and the time that is left."""
 
+import re
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import rich.console
-import rich.progress
-import rich.table
-import rich.text
-
+from distflow_jax.programs.text_table import text_table
+from distflow_jax.programs.units import format_seconds
 from distflow_jax.report import cells
+from distflow_jax.report.terminal import Terminal, cut
 
 REWARD = "critic/score/mean"
 CELL_SECONDS = 0.3  # between two updates of a cell's output
+RECENT = 20  # steps whose mean is the time of a coming step
 
-# metric -> (label, format)
-SHOWN = {
-    REWARD: ("reward", "{:.3f}"),
-    "response_length/mean": ("length", "{:.1f}"),
-    "perf/throughput": ("tokens/s", "{:.0f}"),
-}
+_LOSS = re.compile(r"(?!critic/)(\w+)/loss")
+_EVALUATION = re.compile(r"val-core/(.+)/reward/mean@\d+")
+_BAR = 10  # columns of a terminal's bar
+
+
+class TimeLeft:
+    """The time that a run still takes: coming steps, evaluations and checkpoints.
+
+    `is_due` says for a step whether (an evaluation, a checkpoint) follows it. All times are means
+    of what this process has seen; its first step, which compiles, counts only until there is a
+    second.
+    """
+
+    def __init__(self, total_steps: int, is_due: Callable[[int], tuple[bool, bool]]):
+        self._total = total_steps
+        self._is_due = is_due
+        self._first: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._extra: tuple[list[float], list[float]] = ([], [])  # evaluations, checkpoints
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Takes the times of one step from its metrics."""
+        seconds = metrics.get("perf/time_per_step")
+        if seconds is not None and self._first is None:
+            self._first = seconds
+        elif seconds is not None:
+            self._steps.append(seconds)
+        for name, times in zip(("testing", "save_checkpoint"), self._extra, strict=True):
+            if seconds := metrics.get(f"timing_s/{name}", 0.0):
+                times.append(seconds)
+
+    def after(self, step: int) -> float | None:
+        """Seconds after step `step`; None before a second step was seen."""
+        if not self._steps:
+            return None
+        coming = range(step + 1, self._total + 1)
+        # a checkpoint of this step is saved after its metrics
+        due = [self._is_due(s)[0] for s in coming], [self._is_due(s)[1] for s in (step, *coming)]
+        extra = (
+            sum(which) * statistics.fmean(times)
+            for which, times in zip(due, self._extra, strict=True)
+            if times
+        )
+        return len(coming) * statistics.fmean(self._steps) + sum(extra)
 
 
 class Progress:
-    """The progress line of one run: step, reward, response length, tokens/s and time left.
+    """The progress of one run: step, the numbers of its graph, speed and time left.
 
-    A terminal has one line at the bottom that is redrawn, a notebook one output of the cell with
-    the curve of the reward; elsewhere each step prints a line. tokens/s are per device, as
-    `perf/throughput` is. The time left is estimated from the steps of this process without the
-    first, which compiles. Only one process is `enabled`.
+    The metrics of a step decide which numbers these are: reward where something was scored, losses
+    where nothing was, the accuracy of pairs, and the critic's loss. A terminal has one line that is
+    redrawn, a notebook one output of the cell with the curve of the reward; elsewhere each step
+    prints a line. tokens/s are per device, as `perf/throughput` is.
     """
 
     def __init__(
         self,
         total_steps: int,
         *,
+        terminal: Terminal | None = None,
         done_steps: int = 0,
-        enabled: bool = True,
-        console: rich.console.Console | None = None,
+        is_due: Callable[[int], tuple[bool, bool]] = lambda step: (False, False),
     ):
-        self._console = rich.console.Console() if console is None else console
+        self._terminal = Terminal() if terminal is None else terminal
         self._total = total_steps
-        self._enabled = enabled
-        self._first: tuple[int, float] | None = None
-        self._bar = None
-        self._cell = cells.LiveOutput() if enabled and self._console.is_jupyter else None
+        self._left = TimeLeft(total_steps, is_due)
+        self._evaluated: list[tuple[str, str]] = []
+        self._cell = None
+        if self._terminal.enabled and self._terminal.in_cell:
+            self._cell = cells.LiveOutput()
         self._rewards: list[tuple[int, float]] = []
         self._state: tuple[str, int] | None = None  # the cell's text, and its step
         self._shown = 0.0  # time of the cell's last update
-        if enabled and self._console.is_terminal:
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("step {task.completed}/{task.total}"),
-                rich.progress.BarColumn(bar_width=20),
-                rich.progress.TextColumn("{task.description}"),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=total_steps, completed=done_steps)
-            self._bar.start()
+        self._terminal.show(self._line(done_steps, [], self._terminal.width))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows step `step` of 1..total_steps, which has ended, with its metrics."""
-        if not self._enabled:
+        terminal = self._terminal
+        if not terminal.enabled:
             return
-        words = [
-            f"{label} {style.format(metrics[name])}"
-            for name, (label, style) in SHOWN.items()
-            if name in metrics
-        ]
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-        elif step > self._first[0]:
-            first_step, first_time = self._first
-            left = (now - first_time) / (step - first_step) * (self._total - step)
-            words.append(f"left {format_seconds(left)}")
-        text = "  ".join(words)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
-        elif self._cell is not None:
-            self._rewards += [(step, metrics[REWARD])] if REWARD in metrics else []
-            self._state = (f"step {step}/{self._total}  {text}", step)
-            if now - self._shown >= CELL_SECONDS:
-                self._shown = now
-                self._show_cell()
-        else:
-            self.print(f"step {step}/{self._total}  {text}")
-
-    def print(self, text: str) -> None:
-        """Prints a line above the progress line."""
+        self._left.observe(metrics)
+        words = numbers(metrics)
+        if terminal.is_live:
+            # the last evaluation stays until the next
+            self._evaluated = evaluation_numbers(metrics) or self._evaluated
+            words += [pair for pair in self._evaluated if pair not in words]
+        left = self._left.after(step)
+        if left is not None:
+            words.append(("left", format_seconds(left)))
         if self._cell is not None:
-            print(text)
-        elif self._enabled:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._rewards += [(step, metrics[REWARD])] if REWARD in metrics else []
+            self._state = (_text(step, self._total, words), step)
+            if time.monotonic() - self._shown >= CELL_SECONDS:
+                self._shown = time.monotonic()
+                self._show_cell()
+        elif terminal.is_live:
+            terminal.show(self._line(step, words, terminal.width))
+        else:
+            terminal.print(fitted(f"step {step}/{self._total}", words, terminal.width))
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Shows the evaluation of the untrained weights."""
+        self._evaluated = evaluation_numbers(metrics)
+        terminal = self._terminal
+        if terminal.enabled and not terminal.in_cell and not terminal.is_live:
+            terminal.print(fitted("before step 1", self._evaluated, terminal.width))
 
     def close(self) -> None:
-        """Shows the last state and stops updating it."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Shows the last state in its cell."""
         if self._state is not None:
             self._show_cell()
+
+    def _line(self, step: int, words: Sequence[tuple[str, str]], width: int) -> str:
+        filled = _BAR * step // self._total if self._total else 0
+        full, empty = "\N{BOX DRAWINGS HEAVY HORIZONTAL}", "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
+        begin = f"step {step}/{self._total}"
+        text = fitted(f"{begin} {full * filled}{empty * (_BAR - filled)}", words, width)
+        # without the bar more numbers fit
+        return text if text.count("  ") == len(words) else fitted(begin, words, width)
 
     def _show_cell(self) -> None:
         words, step = self._state
         self._cell.show(cells.progress_html(words, step, self._total, self._rewards), words)
 
 
-def table(
-    title: str,
-    rows: Iterable[tuple[str, object, str]],
-    *,
-    console: rich.console.Console | None = None,
-) -> None:
-    """Prints (name, value, meaning) rows under a title: a run's derived sizes at its start."""
-    grid = rich.table.Table(title=title, title_justify="left", show_header=False)
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_column(style="dim")
+def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of the numbers that belong to a step's graph, the most important first."""
+    found: list[tuple[str, str]] = []
+
+    def add(label: str, name: str, style: str = "{:.3f}") -> None:
+        if name in metrics:
+            found.append((label, style.format(metrics[name])))
+
+    add("reward", REWARD)
+    if not found:
+        losses = [name for name in metrics if _LOSS.fullmatch(name)]
+        for name in losses:
+            add("loss" if len(losses) == 1 else f"{name.split('/')[0]} loss", name)
+    add("pair acc", "rewards/accuracies")
+    add("accuracy", "reward_model/accuracy")
+    add("value loss", "critic/vf_loss")
+    found += evaluation_numbers(metrics)
+    add("length", "response_length/mean", "{:.1f}")
+    add("tokens/s", "perf/throughput", "{:.0f}")
+    return found
+
+
+def evaluation_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of the mean scores of an evaluation; a label for each of several sources."""
+    found = {m[1]: metrics[name] for name in metrics if (m := _EVALUATION.fullmatch(name))}
+    several = len(found) > 1
+    return [
+        (f"eval {name}" if several else "eval", f"{value:.3f}") for name, value in found.items()
+    ]
+
+
+def table(title: str, rows: Iterable[tuple[str, object, str]]) -> None:
+    """Prints (name, value, meaning) rows under a title: a run's derived sizes."""
+    print(f"{title}\n\n{size_lines(rows)}\n", flush=True)
+
+
+def size_lines(rows: Iterable[tuple[str, object, str]]) -> str:
+    """(name, value, meaning) rows as a table of text."""
+    words = [("size", "", "meaning")]
     for name, value, meaning in rows:
-        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        grid.add_row(rich.text.Text(str(name)), rich.text.Text(str(text)), rich.text.Text(meaning))
-    (rich.console.Console() if console is None else console).print(grid)
+        counted = isinstance(value, int) and not isinstance(value, bool)
+        words.append((str(name), f"{value:,}" if counted else str(value), meaning))
+    return text_table(words)
 
 
-def introduce(
-    title: str,
-    rows: Iterable[tuple[str, object, str]],
-    plan: str,
-    *,
-    console: rich.console.Console | None = None,
+def introduce_in_cell(
+    title: str, rows: Iterable[tuple[str, object, str]], plan: str, terminal: Terminal
 ) -> None:
-    """Prints a run's sizes and its plan, folded in a notebook."""
-    console = rich.console.Console() if console is None else console
-    if not console.is_jupyter:
-        table(title, rows, console=console)
-        print(plan, flush=True)
-        return
-    body = cells.size_table(rows)._repr_html_() + cells.preformatted(plan)
-    cells.LiveOutput().show(cells.details(title, body), title)
+    """Shows a run's sizes and its plan folded in a notebook's cell; nothing elsewhere."""
+    if terminal.in_cell:
+        body = cells.size_table(rows)._repr_html_() + cells.preformatted(plan)
+        cells.LiveOutput().show(cells.details(title, body), title)
 
 
-def format_seconds(seconds: float) -> str:
-    """7 -> "7s", 67 -> "1m07s", 3667 -> "1h01m"."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+# what a narrow line leaves out first
+_DISPENSABLE = ("length", "tokens/s", "value loss", "eval")
+
+
+def fitted(begin: str, words: Sequence[tuple[str, str]], width: int) -> str:
+    """One line of at most `width` columns; words of least interest are left out where needed.
+
+    >>> fitted("step 1/2", [("reward", "0.250"), ("length", "9.5"), ("left", "4s")], 34)
+    'step 1/2  reward 0.250  left 4s'
+    """
+    words = list(words)
+    for dispensable in (None, *_DISPENSABLE):
+        words = [pair for pair in words if pair[0] != dispensable]
+        text = "  ".join([begin, *(" ".join(pair) for pair in words)])
+        if len(text) <= width:
+            return text
+    return cut(text, width)
+
+
+def _text(step: int, total: int, words: Iterable[tuple[str, str]]) -> str:
+    return "  ".join([f"step {step}/{total}", *(" ".join(pair) for pair in words)])

@@ -1,7 +1,9 @@
 """The instruments of a run: times, compilations and profiles, which change nothing of it."""
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 from distflow_jax.config.run_config import ObserveConfig
 from distflow_jax.observe.compilations import Compilations
@@ -29,13 +31,19 @@ class Instruments:
 
 
 def open_instruments(
-    config: ObserveConfig, folder: pathlib.Path, watchdog: Watchdog
+    config: ObserveConfig,
+    folder: pathlib.Path,
+    watchdog: Watchdog,
+    shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Instruments:
-    """Instruments that write below the run's folder: the trace of process 0, profiles of all."""
+    """Instruments that write below the run's folder: the trace of process 0, profiles of all.
+
+    `shown(name)`: a block in which a terminal shows that a phase runs.
+    """
     index = processes.process_index()
     compilations = Compilations()
     trace = folder / "trace.json" if index == 0 and config.trace else None
     spans = Spans(trace, process_index=index)
-    phases = Phases(spans, watchdog, processes.communication_seconds)
+    phases = Phases(spans, watchdog, processes.communication_seconds, shown)
     profile = Profile(folder / "profile" / f"process_{index}", parse_steps(config.profile_steps))
     return Instruments(compilations, spans, phases, profile)

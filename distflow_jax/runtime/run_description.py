@@ -1,10 +1,14 @@
-"""A run's config, plan and memory, written and printed before step 1."""
+"""A run in words: its lines before step 1 and after the last, and its files of config and plan."""
 
 import json
 import logging
 import pathlib
+import time
+from collections.abc import Sequence
 
 from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.models.decoder_config import adapted
+from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
 from distflow_jax.parallel import device_memory, processes
 from distflow_jax.planning.plan_run import PreparedRun
@@ -14,31 +18,69 @@ from distflow_jax.planning.program_table import (
     describe_options,
     fields_on_meshes,
 )
-from distflow_jax.report import progress
+from distflow_jax.programs.units import format_bytes, format_decimal, format_seconds
+from distflow_jax.report import progress, run_end
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.picture import draw
+from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_files import warn_of_changes
 
 log = logging.getLogger("distflow_jax")
 
 
+def introduce(prepared: PreparedRun, terminal: Terminal) -> None:
+    """Prints the first four lines of a run: model, devices, data, algorithm.
+
+    The other two, memory and folder, follow when the programs are compiled (`describe_start`).
+    """
+    if terminal.in_cell:
+        return
+    config, sizes, machine = prepared.config, prepared.sizes, prepared.machine
+    model = prepared.source.config
+    count = num_params(adapted(model, config.lora)) - num_params(model)
+    adapters = f", adapters of {format_decimal(count, '')}" if config.lora.rank else ""
+    numbers = f", {format_decimal(num_params(model), '')} parameters{adapters}"
+    dtype = sizes.forward.compute_dtype
+    terminal.row("model", f"{numbers}, {dtype}", name=prepared.source.spec)
+    hosts = f" in {machine.processes} processes" if machine.processes > 1 else ""
+    meshes = f"{machine.devices} {machine.platform}{hosts}: training {sizes.mesh.describe()[0]}"
+    samplers = ""
+    if prepared.samplers:
+        each = machine.processes // sizes.sampler_hosts
+        samplers = f", {each} {'sampler' if each == 1 else 'samplers'}"
+        samplers += f" of tensor {sizes.rollout_tensor}" if sizes.rollout_tensor > 1 else ""
+    terminal.row("devices", f"{meshes}{samplers}")
+    batch = f"{config.data.prompts_per_step:,} {_ROWS[prepared.graph.data]}"
+    if prepared.graph.data == "prompts":
+        batch = f"{config.data.prompts_per_step:,} x {config.rollout.num_samples}"
+    rows = len(prepared.loader.rows)
+    terminal.row("data", f", {rows:,} rows, {batch} a step", name=config.data.train)
+    nodes = " > ".join(task.node.id for task in prepared.plan.tasks)
+    terminal.row("algorithm", f"{prepared.plan.name}, {config.training.steps} steps: {nodes}")
+
+
+_ROWS = {"prompts": "prompts", "demonstrations": "demonstrations", "preferences": "pairs"}
+
+
 def describe_run(
     prepared: PreparedRun,
     runtime: Runtime,
     writer: RunWriter,
+    terminal: Terminal,
     folder: pathlib.Path,
     step: int,
 ) -> None:
-    """Writes config and plan; process 0 prints them, with a warning of each possible surprise.
+    """Writes config and plan; process 0 warns of each possible surprise.
 
-    `step` is that of the checkpoint that the run continues from, 0 in a new run.
+    `step` is that of the checkpoint that the run continues from, 0 in a new run. A notebook shows
+    sizes and plan in a cell.
     """
     described = json.loads(to_json(to_config_dict(prepared.config)))
     is_first, plan = processes.process_index() == 0, prepared.plan
     if is_first and step:
-        log.info("continuing from step %d in %s", step, folder)
         warn_of_changes(folder / "config.json", described)
     writer.config(described)
     fields = fields_on_meshes(plan, runtime.programs)
@@ -46,13 +88,49 @@ def describe_run(
     options = describe_options(runtime.programs.values(), engine and engine.mesh)
     tables = f"{describe(fields, compiled.costs)}\n{options}\n{compiled.memory.describe()}"
     text = f"{prepared.text()}\n{tables}"
+    title = f"{prepared.source.spec}, dag {plan.name}, {folder}"
+    sizes = progress.size_lines(prepared.table())
     picture = to_svg(draw(plan, sizes=bytes_of_fields(fields)), f"plan {plan.name}")
-    writer.plan(f"{text}\n\ndigest {plan.digest}", svg=picture, tree=plan.to_json())
+    whole = f"{title}\n\n{sizes}\n\n{text}\n\ndigest {plan.digest}"
+    writer.plan(whole, svg=picture, tree=plan.to_json())
     if is_first:
-        title = f"{prepared.source.spec}, dag {plan.name}, {folder}"
-        progress.introduce(title, prepared.table(), text)
+        progress.introduce_in_cell(title, prepared.table(), text, terminal)
         if prepared.loader.dropped:
             log.warning("%d overlong prompts were dropped", prepared.loader.dropped)
+
+
+def describe_start(runtime: Runtime, terminal: Terminal, folder: pathlib.Path, step: int) -> None:
+    """Prints the last two lines before step 1: memory, and where the run lies."""
+    if terminal.in_cell:
+        return
+    memory = runtime.compiled.memory
+    has = f" of {format_bytes(memory.device)}" if memory.device else ""
+    need = f"{format_bytes(memory.fullest.total)}{has} a device"
+    terminal.row("memory", f"{need}, most in {memory.fullest.name}")
+    begin = f"continues from step {step}" if step else "new"
+    terminal.whole("run", f"{folder} ({begin}; plan.txt has the plan)")
+
+
+def describe_end(
+    prepared: PreparedRun,
+    terminal: Terminal,
+    folder: pathlib.Path,
+    step: int,
+    argv: Sequence[str],
+) -> None:
+    """Prints what the run reached, and the commands that may follow.
+
+    `argv`: the command that started the run; empty in a notebook.
+    """
+    if terminal.in_cell:
+        terminal.print(f"done: {step} steps in {folder}")
+    if not terminal.enabled or terminal.in_cell:
+        return
+    seconds = format_seconds(time.monotonic() - terminal.began)
+    terminal.row("done", f"step {step}, after {seconds}")
+    run_end.print_end(terminal, read_run(folder), folder)
+    commands = run_end.next_commands(argv, str(folder), samples=bool(prepared.policies))
+    run_end.print_commands(terminal, commands)
 
 
 def planned_metrics(prepared: PreparedRun, runtime: Runtime) -> dict[str, float]:

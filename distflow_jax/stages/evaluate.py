@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.data.column_choice import check_choice
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ class EvalConfig:
     """The evaluation set, how it is sampled, and when."""
 
     dataset: str = ""  # data set, named as in data.train; "": no evaluation
+    # columns of eval.dataset, as data.columns; None: those of data.columns
+    columns: dict[str, str] | None = None
     every: int = 0  # steps between evaluations; 0: only the untrained weights and the last ones
     num_prompts: int = 128  # number of prompts, the first of the data set; 0: all
     num_samples: int = 1  # responses per prompt: N of mean@N, best@N and maj@N
@@ -42,6 +45,7 @@ class EvalConfig:
         for name in ("every", "num_prompts", "max_response_length"):
             if getattr(self, name) < 0:
                 raise ValueError(f"eval.{name} must not be negative, got {getattr(self, name)}")
+        check_choice(self.columns or {}, "eval.columns")
         check_sampling(
             num_samples=self.num_samples,
             temperature=self.temperature,

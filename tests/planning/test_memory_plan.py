@@ -34,7 +34,7 @@ from distflow_jax.planning.memory_plan import (
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.run_models import States
 from distflow_jax.programs.costs import Costs, costs_of
-from distflow_jax.programs.units import format_bytes
+from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.build import build, make_meshes, trace
 from distflow_jax.runtime.make_sampler import make_engine
@@ -150,8 +150,9 @@ def test_plan_as_text_and_json(compiled):
     assert unknown.with_sampler(5, left_out=[s.name for s in unknown.segments]) == unknown
     text = memory.describe()
     assert text.startswith(f"memory of a device, which has {format_bytes(memory.device)}")
+    _, write = in_unit_of(memory.fullest.total)
     for segment in memory.segments:
-        assert segment.name in text and format_bytes(segment.total) in text
+        assert segment.name in text and write(segment.total) in text
     tree = memory.to_tree()
     assert json.loads(json.dumps(tree)) == tree
     assert tree["fullest"]["total"] == max(s["total"] for s in tree["segments"])

@@ -186,10 +186,10 @@ def test_bytes_stand_at_the_fields_they_are_known_of():
         for c in wire_captions(the_plan, sizes)
         if (c.source, c.target) == ("rollout", "reference")
     ]
-    assert caption.fields == ("rows 1.23 MB",)
+    assert caption.fields == ("rows 1.2 MiB",)
     svg = to_svg(draw(the_plan, sizes=sizes))
-    assert "rows 1.23 MB" in svg and "prompt 512 B" in svg
-    assert "1.23 MB" in to_mermaid(the_plan, sizes=sizes)
+    assert "rows 1.2 MiB" in svg and "prompt 512 B" in svg
+    assert "1.2 MiB" in to_mermaid(the_plan, sizes=sizes)
 
 
 def test_a_dep_that_carries_nothing_is_drawn_unless_others_imply_it():

@@ -1,63 +1,133 @@
-import io
+"""The progress line: which numbers it shows, that it fits, and the time that is left."""
 
+import io
+import itertools
+import re
+
+import pytest
 import rich.console
 
-from distflow_jax.report.progress import Progress, format_seconds, table
+from distflow_jax.report.progress import Progress, TimeLeft, fitted, numbers, size_lines
+from distflow_jax.report.terminal import Terminal
+
+SHARED = {"response_length/mean": 9.5, "perf/throughput": 812.3, "perf/time_per_step": 2.0}
+SCORED = {"critic/score/mean": 0.25, "actor/loss": 0.5}
+GRAPHS = {  # the metrics by which a graph's numbers are found -> what is shown of them
+    "grpo": (SCORED, [("reward", "0.250")]),
+    "ppo": (
+        SCORED | {"critic/vf_loss": 0.125, "critic/loss": 0.1},
+        [("reward", "0.250"), ("value loss", "0.125")],
+    ),
+    "online_dpo": (
+        SCORED | {"rewards/accuracies": 0.75},
+        [("reward", "0.250"), ("pair acc", "0.750")],
+    ),
+    "dpo": (
+        {"actor/loss": 0.6931, "rewards/accuracies": 0.5, "rewards/margins": 0.0},
+        [("loss", "0.693"), ("pair acc", "0.500")],
+    ),
+    "sft": ({"actor/loss": 5.5, "actor/nll": 5.5}, [("loss", "5.500")]),
+    "reward_model": (
+        {"reward_model/loss": 0.69, "reward_model/accuracy": 0.5},
+        [("loss", "0.690"), ("accuracy", "0.500")],
+    ),
+    "two students": (
+        {"actor/loss": 0.5, "student/loss": 0.25},
+        [("actor loss", "0.500"), ("student loss", "0.250")],
+    ),
+    "an evaluation": (
+        SCORED | {"val-core/gsm8k/reward/mean@4": 0.5, "val-core/gsm8k/reward/best@4/mean": 1.0},
+        [("reward", "0.250"), ("eval", "0.500")],
+    ),
+    "two evaluations": (
+        {"val-core/a/b/reward/mean@1": 0.5, "val-core/c/reward/mean@1": 1.0},
+        [("eval a/b", "0.500"), ("eval c", "1.000")],
+    ),
+}
 
 
 def console(**options):
-    return rich.console.Console(file=io.StringIO(), width=100, **options)
+    return rich.console.Console(file=io.StringIO(), width=80, **options)
 
 
-METRICS = {"critic/score/mean": 0.25, "response_length/mean": 9.5, "perf/throughput": 812.3}
+def output(terminal):
+    return terminal.console.file.getvalue()
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_numbers_are_those_of_the_graph(graph):
+    metrics, expected = GRAPHS[graph]
+    assert numbers(metrics | SHARED) == [*expected, ("length", "9.5"), ("tokens/s", "812")]
+
+
+@pytest.mark.parametrize(("graph", "width"), list(itertools.product(GRAPHS, (60, 80))))
+def test_a_line_fits_and_keeps_what_matters(graph, width):
+    metrics, expected = GRAPHS[graph]
+    words = [*numbers(metrics | SHARED), ("left", "12h34m")]
+    text = fitted("step 12345/12345", words, width)
+    assert len(text) <= width and "step 12345/12345" in text
+    if "evaluation" not in graph and "students" not in graph:
+        assert " ".join(expected[0]) in text and "left 12h34m" in text
 
 
 def test_plain_lines_where_there_is_no_terminal():
-    out = console()
-    progress = Progress(20, console=out)
-    progress.update(1, METRICS)
-    progress.update(2, METRICS)
+    terminal = Terminal(console=console())
+    progress = Progress(20, terminal=terminal)
+    progress.evaluation({"val-core/gsm8k/reward/mean@1": 0.125})
+    progress.update(1, SCORED | SHARED)
+    progress.update(2, SCORED | SHARED)
     progress.close()
-    first, second = out.file.getvalue().splitlines()
-    assert first == "step 1/20  reward 0.250  length 9.5  tokens/s 812"
-    assert second.startswith(first.replace("1/20", "2/20") + "  left ")
+    before, first, second = output(terminal).splitlines()
+    stamp = r"\d\d-\d\d \d\d:\d\d:\d\d "
+    assert re.fullmatch(f"{stamp}before step 1  eval 0.125", before)
+    assert re.fullmatch(f"{stamp}step 1/20  reward 0.250  length 9.5  tokens/s 812", first)
+    assert re.fullmatch(f"{stamp}step 2/20  reward 0.250  .*  left 36s", second)
 
 
 def test_a_terminal_shows_one_line():
-    out = console(force_terminal=True)
-    progress = Progress(20, done_steps=4, console=out)
-    progress.update(5, METRICS)
-    progress.print("[eval] accuracy 0.5")
+    terminal = Terminal(console=console(force_terminal=True))
+    progress = Progress(20, terminal=terminal, done_steps=4)
+    progress.update(5, SCORED | SHARED | {"val-core/gsm8k/reward/mean@1": 0.125})
+    progress.update(6, SCORED | SHARED)
+    terminal.print("[eval] accuracy 0.5")
     progress.close()
-    text = out.file.getvalue()
+    terminal.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(terminal))
     assert "step 5/20" in text and "reward 0.250" in text and "[eval] accuracy 0.5" in text
+    # the last state stays, with the last evaluation
+    assert text.splitlines()[-1].startswith("step 6/20") and "eval 0.125" in text.splitlines()[-1]
 
 
 def test_other_processes_are_silent():
-    out = console()
-    progress = Progress(20, enabled=False, console=out)
-    progress.update(1, METRICS)
-    progress.print("hello")
+    terminal = Terminal(enabled=False, console=console())
+    progress = Progress(20, terminal=terminal)
+    progress.evaluation({"val-core/gsm8k/reward/mean@1": 0.125})
+    progress.update(1, SCORED | SHARED)
+    with terminal.activity("build"):
+        terminal.print("hello")
     progress.close()
-    assert out.file.getvalue() == ""
+    terminal.close()
+    assert output(terminal) == ""
 
 
-def test_table_shows_names_and_values_as_they_are():
-    out = console()
+def test_the_time_left_counts_evaluations_and_checkpoints():
+    every = {"testing": 4, "save_checkpoint": 5}
+    left = TimeLeft(20, lambda step: tuple(step % n == 0 or step == 20 for n in every.values()))
+    assert left.after(0) is None
+    left.observe({"perf/time_per_step": 100.0, "timing_s/testing": 7.0})  # compiles
+    assert left.after(1) is None
+    for step in range(2, 11):
+        extra = {"timing_s/testing": 7.0} if step % 4 == 0 else {}
+        if step == 6:  # a checkpoint is saved after its step's metrics
+            extra["timing_s/save_checkpoint"] = 3.0
+        left.observe({"perf/time_per_step": 2.0} | extra)
+    # after step 10: 10 steps; evaluations at 12, 16, 20; checkpoints at 10 (now), 15, 20
+    assert left.after(10) == pytest.approx(10 * 2 + 3 * 7 + 3 * 3)
+    assert left.after(20) == pytest.approx(3)  # its own checkpoint
+
+
+def test_sizes_are_a_table_of_names_and_values_as_they_are():
     rows = [("rows", 1234567, "packed"), ("mesh", "fsdp 4 [x] tensor 2", ""), ("fused", True, "")]
-    table("sizes", rows, console=out)
-    text = out.file.getvalue()
-    for part in ("sizes", "1,234,567", "packed", "fsdp 4 [x] tensor 2", "True"):
+    text = size_lines(rows)
+    for part in ("1,234,567", "packed", "fsdp 4 [x] tensor 2", "True"):
         assert part in text
-
-
-def test_seconds():
-    assert [format_seconds(s) for s in (0.2, 7, 59.7, 67, 3599.6, 3667, 90000)] == [
-        "0s",
-        "7s",
-        "1m00s",
-        "1m07s",
-        "1h00m",
-        "1h01m",
-        "25h00m",
-    ]

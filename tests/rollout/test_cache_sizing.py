@@ -61,7 +61,7 @@ def test_the_plan_says_what_it_took():
     ]
     assert row[1] == sizes.engine.slots
     assert f"{num_pages(sizes.engine, 1)} pages of 64 tokens" in row[2]
-    assert "as many as are of use and fit into 30% of 1 GiB" in row[2]
+    assert "as many as are of use and fit into 30% of 1.0 GiB" in row[2]
     with pytest.raises(ValueError, match="memory of this gpu is unknown; set a number"):
         derive_sizes(config, model, Machine(1, 1, 1, "gpu"))
 

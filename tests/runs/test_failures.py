@@ -185,7 +185,7 @@ def check_finishes(folder, workdir, undisturbed):
     saved = newest_checkpoint(workdir)
     with Job(folder, workdir, processes=undisturbed.processes) as job:
         assert job.end(START_SECONDS) == 0, job.output[-6000:]
-        said = "is finished" if saved == STEPS else f"continuing from step {saved} "
+        said = "is finished" if saved == STEPS else f"continues from step {saved};"
         assert said in job.output or not saved
     rows = read_metrics(workdir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -259,6 +259,19 @@ DATA_CASES = [
         "dag=dpo ; data.train={dir}/good.jsonl",
         "{dir}/good.jsonl, row 1: has no 'chosen' answer, which this dag trains on; give rows with",
     ),
+    (
+        "data.train={dir}/good.jsonl ; data.columns={'prompt': 'qestion'}",
+        "{dir}/good.jsonl, row 1: no column 'qestion', which data.columns gives for 'prompt'; did "
+        "you mean 'question'?",
+    ),
+    (
+        "eval.dataset={dir}/good.jsonl ; eval.columns={'prompt': 'qestion'}",
+        "{dir}/good.jsonl, row 1: no column 'qestion'",
+    ),
+    ("data.columns={'promt': 'x'}", "data.columns: no column is called 'promt' (did you mean 'pro"),
+    ("data.columns={'prompt': 'x'}", "'task:arithmetic?size=32' has none: leave it empty"),
+    ("data.columns.prompt=x", "config.data.columns has no keys; set it whole, as a dict"),
+    ("data.train={dir}/good.jsonl ; data.max_prompt_length=9", "{dir}/good.jsonl, row 1: the prom"),
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
     ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
     ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),
@@ -277,6 +290,10 @@ DATA_CASES = [
     ),
     ("data.train={dir}/no_truth.jsonl", "row 1, column 'reward_model': has no 'ground_truth'"),
     ("data.train={dir}/other_columns.jsonl", "row 2: none of the columns 'prompt', 'messages' and"),
+    (
+        "data.train={dir}/other_columns.jsonl",
+        "data.columns={'question': 'qestion'} reads 'qestion' as 'question'",
+    ),
     ("data.train={dir}/empty.jsonl", "{dir}/empty.jsonl has no rows"),
     ("data.train={dir}/not_a.parquet", "{dir}/not_a.parquet: not a readable .parquet file"),
     ("data.train=", "no data set is named; give a file, hf:DATASET or task:NAME"),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import Edge
-from distflow_jax.programs.units import format_decimal
+from distflow_jax.programs.units import format_bytes
 
 LOADER = "(loader)"  # not a valid id of a node
 AFTER = "after"  # kind of a wire without fields
@@ -67,7 +67,7 @@ def wire_captions(plan: Plan, sizes: Bytes | None = None) -> list[Caption]:
 
 def _with_bytes(edge: Edge, sizes: Bytes) -> str:
     size = sizes.get((edge.source, edge.field))
-    return edge.field if size is None else f"{edge.field} {format_decimal(size)}"
+    return edge.field if size is None else f"{edge.field} {format_bytes(size)}"
 
 
 def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str, str]]:

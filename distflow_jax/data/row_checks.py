@@ -1,0 +1,69 @@
+"""Checks of a row's values; every error names file, row and column."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from distflow_jax.data.example import Message
+from distflow_jax.did_you_mean import nearest
+
+_MOST_SHOWN = 12  # columns that a message lists
+
+
+def checked_text(value: Any, place: str, column: str) -> str:
+    """`value`, if it is text with at least one character. Raises ValueError."""
+    if not isinstance(value, str) or not value:
+        raise bad_value(place, column, f"expected text, got {shown(value)}")
+    return value
+
+
+def checked_prompt(value: Any, place: str, column: str) -> str | list[Message]:
+    """`value`, if it is text or a list of messages with role and content. Raises ValueError."""
+    if isinstance(value, str):
+        return checked_text(value, place, column)
+    if not isinstance(value, list):
+        raise bad_value(place, column, f"expected text or a list of messages, got {shown(value)}")
+    if not value:
+        raise bad_value(place, column, "an empty list of messages")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise bad_value(place, column, f"message {i} is {shown(message)}, not an object")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise bad_value(
+                    place, column, f"message {i} needs text in {key!r}, got {shown(message)}"
+                )
+    return value
+
+
+def bad_value(place: str, column: str, problem: str) -> ValueError:
+    """The error for one value of a row."""
+    return ValueError(f"{place}, column {column!r}: {problem}")
+
+
+def column_hint(wanted: Sequence[str], found: Iterable[str]) -> str:
+    """End of a message about absent columns: those found, and a `data.columns` that would read one.
+
+    >>> column_hint(["question"], ["qestion", "answer"])
+    "found 'qestion', 'answer'; data.columns={'question': 'qestion'} reads 'qestion' as 'question'"
+    """
+    found = list(found)
+    for column in wanted:
+        if near := nearest(column, found):
+            choice = f"data.columns={{{column!r}: {near!r}}} reads {near!r} as {column!r}"
+            return f"found {listed(found)}; {choice}"
+    return f"found {listed(found)}; name a column, as in data.columns={{{wanted[0]!r}: 'COLUMN'}}"
+
+
+def listed(columns: Collection[str]) -> str:
+    """The first columns of a row, as messages list them."""
+    names = ", ".join(map(repr, list(columns)[:_MOST_SHOWN])) or "no columns"
+    return names + (f" and {len(columns) - _MOST_SHOWN} more" if len(columns) > _MOST_SHOWN else "")
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it, at most 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return "an integer of many digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,254 @@
+"""What a run prints: lines that fit, waits that are told of, messages of one style."""
+
+import io
+import json
+import logging
+import re
+import sys
+import sysconfig
+import time
+import warnings
+
+import pytest
+import rich.console
+
+from distflow_jax.report import log_lines, terminal
+from distflow_jax.report.read_run import read_run
+from distflow_jax.report.run_end import next_commands, print_commands, print_end
+from distflow_jax.report.terminal import Terminal, cut, shortened
+
+STAMP = r"\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+def opened(width=80, encoding="utf-8", **options):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+    return Terminal(console=rich.console.Console(file=file, width=width, **options))
+
+
+def lines(found):
+    found.console.file.flush()
+    file = found.console.file
+    text = file.buffer.getvalue().decode(file.encoding)
+    return [line for line in text.splitlines() if line]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True}])
+def test_rows_fit_and_keep_their_ends(width, options):
+    found = opened(width, **options)
+    found.row("model", ", 135 M parameters, float32", name="random:llama?" + "hidden=128&" * 20)
+    found.row("algorithm", "grpo, 3 steps: " + "rollout > " * 30)
+    found.row("memory", "1.0 MiB")
+    model, algorithm, memory = lines(found)
+    assert all(len(line) <= width for line in (model, algorithm, memory))
+    assert "model     random:l" in model
+    assert width == 60 or model.endswith("128&, 135 M parameters, float32")
+    assert memory.endswith("memory    1.0 MiB")
+
+
+def test_text_that_is_copied_is_whole():
+    found = opened()
+    found.whole("report", "/a" * 100)
+    found.whole("next", "a \\", "  b")
+    report, *rest = lines(found)
+    assert report.endswith("report    " + "/a" * 100)
+    assert [re.sub(STAMP, "", line) for line in rest] == ["next      a \\", "            b"]
+
+
+def test_a_narrow_encoding_gets_other_characters():
+    found = opened(encoding="ascii")
+    found.row("accuracy", "0.5 \u00b1 0.1 [red]")
+    found.row("model", ", \u4e2d", name="x" * 200)
+    accuracy, model = lines(found)
+    assert accuracy.endswith("0.5 +- 0.1 [red]") and model.endswith("x, ?") and "x...x" in model
+
+
+def test_texts_are_shortened_to_their_width():
+    text = "abcdefghij"
+    for width in range(2, 12):
+        for short in (shortened(text, width), cut(text, width)):
+            assert len(short) == min(width, 10)
+            assert (short == text) == (width >= 10)
+        assert shortened(text, width)[0] == "a" and cut(text, width)[0] == "a"
+        assert width < 3 or shortened(text, width)[-1] == "j"
+
+
+def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
+    monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
+    found = opened()
+    with found.activity("build"):
+        time.sleep(0.3)
+    with found.activity("testing"):
+        pass
+    with found.activity("rollout"):  # a node of every step
+        time.sleep(0.2)
+    first, second = lines(found)
+    assert re.fullmatch(f"{STAMP}compiling the programs of the plan ...", first)
+    assert re.fullmatch(f"{STAMP}compiling the programs of the plan: done in \\d+s", second)
+
+
+def test_a_wait_that_fails_says_no_more(monkeypatch):
+    monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
+    found = opened()
+    with pytest.raises(ValueError), found.activity("build"):
+        time.sleep(0.2)
+        raise ValueError
+    assert len(lines(found)) == 1
+
+
+def test_a_terminal_shows_the_innermost_wait_and_leaves_nothing():
+    found = opened(force_terminal=True)
+    with found.activity("build"), found.activity("rollout"):
+        assert found._region().plain.startswith("rollout ")
+    assert found._region().plain == ""
+    found.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "".join(lines(found)))
+    assert "compiling the programs of the plan 0s" in text
+
+
+# -- log messages ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(capsys):
+    """Reads standard error while all messages are lines; the tests' logging comes back."""
+    root, own = logging.getLogger(), logging.getLogger(log_lines.OWN)
+    before = list(root.handlers), root.level, own.level, warnings.formatwarning
+    root.setLevel(logging.INFO)
+    log_lines.use_lines()
+    yield lambda: capsys.readouterr().err
+    logging.captureWarnings(False)
+    root.handlers[:], level, own_level, warnings.formatwarning = before
+    root.setLevel(level)
+    own.setLevel(own_level)
+
+
+def test_messages_are_lines_of_one_style(logged):
+    log = logging.getLogger("distflow_jax")
+    log.info("job: %s", "alone")
+    log.warning("3 overlong prompts were dropped")
+    logging.getLogger("absl").error("cannot save")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("two\nlines", UserWarning, stacklevel=1)
+    info, own, other, python = logged().splitlines()
+    assert re.fullmatch(f"{STAMP}job: alone", info)
+    assert re.fullmatch(f"{STAMP}warning: 3 overlong prompts were dropped", own)
+    assert re.fullmatch(f"{STAMP}error: cannot save", other)
+    assert re.fullmatch(rf"{STAMP}warning: two lines \(UserWarning, .*, line \d+\)", python)
+
+
+def test_an_error_keeps_its_traceback(logged):
+    try:
+        raise RuntimeError("why")
+    except RuntimeError:
+        logging.getLogger("distflow_jax").warning("not written", exc_info=True)
+    text = logged()
+    assert "warning: not written\nTraceback" in text and text.endswith("RuntimeError: why\n")
+
+
+def test_what_installed_packages_say_of_themselves_is_left_out(logged):
+    def said(level, path):
+        record = logging.LogRecord("jax._src.xla_bridge", level, path, 1, "hello", (), None)
+        logging.getLogger("jax._src.xla_bridge").handle(record)
+        return logged()
+
+    installed = sysconfig.get_path("purelib") + "/jax/_src/xla_bridge.py"
+    assert said(logging.INFO, installed) == ""
+    assert said(logging.WARNING, installed).endswith("warning: hello\n")
+    assert said(logging.INFO, "/home/me/rewards.py").endswith(" hello\n")
+
+
+def test_other_processes_say_errors_only(logged):
+    log_lines.only_errors()
+    log = logging.getLogger("distflow_jax")
+    log.info("a")
+    log.warning("b")
+    log.error("c")
+    text = logged()
+    assert text.endswith("error: c\n") and text.count("\n") == 1
+
+
+def test_a_terminal_wraps_messages(logged, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    logging.getLogger("distflow_jax").warning("word " * 40)
+    found = logged().splitlines()
+    assert len(found) > 1 and max(map(len, found)) <= 80 and found[0].startswith("warning: word")
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+EVAL = "val-core/gsm8k/reward/mean@1", "val-aux/gsm8k/reward/stderr@1", "val-aux/gsm8k/num_prompts"
+
+
+def written(folder, rows, scores=(0.0, 1.0)):
+    (folder / "samples").mkdir()
+    text = "".join(json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows))
+    (folder / "metrics.jsonl").write_text(text)
+    record = json.dumps({"prompt": "a", "responses": ["b", "c"], "scores": list(scores)})
+    (folder / "samples" / f"eval-{len(rows) - 1}.jsonl").write_text(record + "\n")
+    (folder / "report.html").write_text("<html>")
+    return folder
+
+
+def ended(folder, width=80):
+    found = opened(width, force_terminal=True)
+    print_end(found, read_run(folder), folder)
+    return [line.split(maxsplit=1) for line in lines(found)]
+
+
+def evaluated(*values):
+    return dict(zip(EVAL, values, strict=True))
+
+
+def test_the_end_of_a_run_that_was_scored(tmp_path):
+    rows = [evaluated(0.125, 0.03, 128)]
+    rows += [{"critic/score/mean": i / 8, "actor/loss": 1.0} for i in (1, 2, 3)]
+    rows[-1] |= evaluated(0.5, 0.044, 128)
+    folder = written(tmp_path, rows)
+    assert ended(folder) == [
+        ["accuracy", "0.125 \u00b1 0.030 -> 0.500 \u00b1 0.044 (128 prompts of gsm8k)"],
+        ["reward", "0.125 -> 0.375 (first and last steps)"],
+        ["report", str(folder / "report.html")],
+    ]
+
+
+def test_a_score_that_is_not_0_or_1_is_no_accuracy(tmp_path):
+    rows = [evaluated(0.125, 0.03, 128), {"critic/score/mean": 0.5} | evaluated(0.5, 0.04, 128)]
+    assert ended(written(tmp_path, rows, scores=(0.5, 1.0)))[0][0] == "score"
+
+
+def test_the_end_of_preferences_and_demonstrations(tmp_path):
+    pairs = [{"actor/loss": 0.5, "rewards/accuracies": 0.75}] * 2
+    assert [row[0] for row in ended(written(tmp_path, [{}, *pairs]))] == ["loss", "pair", "report"]
+    (tmp_path / "sft").mkdir()
+    alone = ended(written(tmp_path / "sft", [{}, {"actor/loss": 0.5}]))
+    assert alone[0] == ["loss", "0.500 -> 0.500 (first and last steps)"]
+
+
+def test_a_run_without_a_step_has_no_end(tmp_path):
+    assert ended(written(tmp_path, [])) == []
+
+
+def test_the_next_commands_are_those_of_the_run():
+    argv = ["scripts/train.py", "--config=configs/tiny.py", "--workdir=runs/a b", "--debug"]
+    argv += ["--config.reward.kwargs={'a': 1}", "--config.dag", "ppo", "--noconfig.data.shuffle"]
+    found = next_commands(argv, "runs/a b", samples=True)
+    same = "--config=configs/tiny.py '--config.reward.kwargs={'\"'\"'a'\"'\"': 1}' --config.dag ppo"
+    assert found["evaluate"] == (
+        f"python scripts/evaluate.py {same} --noconfig.data.shuffle --run='runs/a b'"
+    )
+    assert found["generate"].endswith("--run='runs/a b' --prompt=\"...\"")
+    assert found["export"] == "python scripts/export.py --workdir='runs/a b' --out='exports/a b'"
+    installed = next_commands(["/venv/bin/distflow", "train", *argv[1:]], "runs/a", samples=False)
+    assert installed == {"export": "distflow export --workdir=runs/a --out=exports/a"}
+    assert next_commands(["pytest"], "runs/a", samples=True) == {}
+    assert next_commands([], "runs/a", samples=True) == {}
+
+
+def test_commands_are_printed_as_a_shell_takes_them():
+    found = opened(60, force_terminal=True)
+    command = "python scripts/evaluate.py --config=configs/tiny.py --run=runs/first"
+    print_commands(found, {"evaluate": command})
+    text = "\n".join(lines(found)).removeprefix("evaluate  ")
+    assert text.replace("\\\n", " ").split() == command.split() and "\\\n" in text
