@@ -44,8 +44,9 @@ from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.report import progress
 from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
-from distflow_jax.runtime.instruments import open_instruments
+from distflow_jax.runtime.instruments import open_instruments, open_trackers
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.run_description import describe_run, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, sample_records
@@ -102,6 +103,8 @@ def _train(
     chosen: Collection[str],
 ) -> int:
     check_writable(folder)
+    if processes.process_index() == 0:  # the others have no use for their packages
+        check_trackers(config.observe.trackers)
     with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
         done = saved.latest()
         if done is not None and done >= config.training.steps:
@@ -149,6 +152,7 @@ class Run:
             enabled=self.is_first,
             resume_step=self.state.step or None,
             report_every=self.config.observe.report_every,
+            trackers=open_trackers(self.config.observe, folder, self.state.step),
         )
 
     def loop(self, stop: threading.Event) -> int:
