@@ -1,5 +1,6 @@
 """Every tracker holds each step of metrics.jsonl once, whatever happens to it or to the run."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -112,7 +113,7 @@ def own(tmp_path):
 
 
 def start(folder, environment=None, **job):
-    """A run in a process group of its own, and a reader of its lines."""
+    """A run, and a reader of its lines."""
     command = [sys.executable, "-m", "support.tracked_run", str(folder), json.dumps(job)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
@@ -120,41 +121,42 @@ def start(folder, environment=None, **job):
         env=os.environ | {"PYTHONPATH": path} | (environment or {}),
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
 
 
 def run(folder, environment=None, **job):
     """Runs to the end; returns the seconds that writing each step took."""
     process = start(folder, environment, **job, then="close")
-    lines, _ = process.communicate(timeout=300)
+    lines, _ = process.communicate(timeout=900)
     assert process.returncode == 0
     return [float(line.split()[2]) for line in lines.splitlines()]
 
 
-def kill(process, folder, last, *, group, awaited=2):
+def kill(process, folder, last, *, everything, awaited=2):
     """Kills a run that has written its last step, with all processes that it started or alone."""
     while process.stdout.readline().split()[:2] != ["step", str(last)]:
         assert process.poll() is None
     while stored(folder) < awaited:
         time.sleep(0.05)
-    if group:
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
+    for pid in [process.pid, *(family(process.pid) if everything else [])]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.communicate()
+
+
+def family(pid):
+    """The processes that a process and its children have started (Linux)."""
+    found = []
+    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            found += [child, *family(child)]
+    return found
 
 
 def stored(folder):
     """The last step of which every tracker is sure, as far as any has said so."""
     states = [json.loads(path.read_text()) for path in (folder / "trackers").glob("*.json")]
     return min((state["step"] for state in states), default=-1)
-
-
-def children():
-    """Processes that this one has started."""
-    path = pathlib.Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    return path.read_text().split() if path.exists() else []
 
 
 def lines(folder):
@@ -211,11 +213,11 @@ def test_a_tracker_gets_all_that_a_run_writes(tmp_path, own):
     )
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_a_killed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, own, group):
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_killed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, own, everything):
     folder, trackers = tmp_path / "run", [own("Slow")]
     process = start(folder, first=1, last=6, trackers=trackers, then="wait")
-    kill(process, folder, 6, group=group)
+    kill(process, folder, 6, everything=everything)
     run(folder, first=5, last=9, attempt=1, trackers=trackers)
     assert len(list(folder.glob("lines-*.txt"))) == 1
     got, wanted = taken(folder), rows(folder)
@@ -224,7 +226,7 @@ def test_a_killed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, own, grou
     # the processes of the first start have stored all that it wrote, if they lived
     opened = [line[1] for line in lines(folder) if line[0] == "opened"]
     assert len(opened) == 2 and opened[1] <= 4
-    assert group or opened[1] == 4
+    assert everything or opened[1] == 4
     steps = [line[1] for line in lines_of(folder)]
     assert steps.count(4) == 1 and steps.count(7) == 1
 
@@ -232,7 +234,7 @@ def test_a_killed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, own, grou
 def test_a_run_that_starts_anew_is_a_new_run_of_the_tracker(tmp_path, own):
     folder, trackers = tmp_path / "run", [own("Lines")]
     process = start(folder, first=1, last=2, trackers=trackers, then="wait")
-    kill(process, folder, 2, group=True)
+    kill(process, folder, 2, everything=True)
     run(folder, first=1, last=3, trackers=trackers)
     assert [step for step, _ in taken(folder)] == [0, 1, 2, 3]
     assert lines(folder)[0] == ["opened", -1, 1]
@@ -255,7 +257,7 @@ def test_a_tracker_that_comes_later_gets_the_steps_before(tmp_path, own):
     ],
 )
 def test_a_bad_tracker_costs_a_warning_and_no_step(tmp_path, own, caplog, name, warning):
-    folder, before = tmp_path / "run", children()
+    folder, before = tmp_path / "run", family(os.getpid())
     trackers = Trackers([own(name), "tensorboard"], folder, seconds=2)
     writer = RunWriter(folder, trackers=trackers)
     writer.plan("1. rollout")
@@ -266,7 +268,7 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(tmp_path, own, caplog, name, 
     assert sum("it has the steps to -1 of" in message for message in caplog.messages) == 1
     assert [step for step, _ in rows(folder)] == [1, 2, 3, 4]
     assert {step for step, _, _ in scalars(folder)} == {1, 2, 3, 4}
-    assert children() == before
+    assert family(os.getpid()) == before
 
 
 def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, monkeypatch):
@@ -354,8 +356,8 @@ PACKAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [False, True], ids=["run killed", "all killed"])
-def test_own_readers_give_back_the_metrics_after_a_kill(tmp_path, group):
+@pytest.mark.parametrize("everything", [False, True], ids=["run killed", "all killed"])
+def test_own_readers_give_back_the_metrics_after_a_kill(tmp_path, everything):
     """The trackers' own readers give metrics.jsonl, one value per step and metric, after a kill of
     the run, or of it with all its trackers. A fault of report/trackers breaks it.
     """
@@ -366,9 +368,9 @@ def test_own_readers_give_back_the_metrics_after_a_kill(tmp_path, group):
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline"}
     for name in ("WANDB_DIR", "MLFLOW_TRACKING_URI"):
         environment[name] = ""
-    job = {"trackers": trackers, "pause": 1.0, "seconds": 120}
+    job = {"trackers": trackers, "pause": 1.0}
     process = start(folder, environment, first=1, last=12, then="wait", **job)
-    kill(process, folder, 12, group=group, awaited=-1)
+    kill(process, folder, 12, everything=everything, awaited=-1)
     run(folder, environment, first=9, last=15, attempt=1, **job)
     for tracker in trackers:
         found = read_back(tracker, folder, environment)

@@ -32,7 +32,7 @@ def main() -> None:
     folder, job = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
     first, last = job["first"], job["last"]
     trackers = Trackers(
-        job["trackers"], folder, last_step=first - 1 or -1, seconds=job.get("seconds", 60)
+        job["trackers"], folder, last_step=first - 1 or -1, seconds=job.get("seconds", 600)
     )
     writer = RunWriter(folder, resume_step=first - 1 or None, trackers=trackers)
     writer.config({"seed": 1, "training": {"steps": 20, "optimizer": {"lr": 1e-5}}})

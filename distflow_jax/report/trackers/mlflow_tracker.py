@@ -19,6 +19,7 @@ from distflow_jax.report.trackers.tracker import TrackedRun
 
 _METRICS, _PARAMS = 1000, 100  # in a request
 _PARAM_CHARS = 500  # what older servers accept
+_UNKNOWN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of an id that a store lacks
 
 
 class Mlflow:
@@ -37,7 +38,9 @@ class Mlflow:
             return None
         try:
             self._client.update_run(run.run_id, status="RUNNING")
-        except MlflowException:
+        except MlflowException as error:
+            if error.error_code not in _UNKNOWN:
+                raise
             return None
         return run.run_id
 

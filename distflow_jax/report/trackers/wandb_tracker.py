@@ -49,7 +49,7 @@ class Wandb:
         """Makes a table for the step's row."""
         columns = list(dict.fromkeys(key for record in records for key in record))
         rows = [[_cell(record.get(key)) for key in columns] for record in records]
-        self._media[kind] = wandb.Table(columns=columns, data=rows)
+        self._media[kind] = wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
 
     def file(self, path: pathlib.Path) -> None:
         """Logs an artifact; a picture is shown in the workspace too."""

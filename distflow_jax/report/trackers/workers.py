@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from distflow_jax.report.trackers.follower import Follower
 from distflow_jax.report.trackers.tracker import file_name
 
 LATE_SECONDS = 60.0  # without a step before a warning
+_MOST_WARNINGS = 8  # of a tracker
 
 log = logging.getLogger("distflow_jax")
 
@@ -106,7 +108,7 @@ class _Status:
         if url := message.get("url"):
             log.info("%s: %s", self.spec, url)
         if problem := message.get("problem"):
-            self.warn("problem", f"{problem}; the run goes on, and it is tried again")
+            self.warn(problem, f"{problem}; the run goes on")
 
     def expect(self, step: int) -> None:
         """Notes a step that is to be given."""
@@ -131,8 +133,8 @@ class _Status:
             )
 
     def warn(self, kind: str, text: str) -> None:
-        """Warns once of a kind."""
-        if kind not in self._told:
+        """Warns once of a kind, of a few in all."""
+        if kind not in self._told and len(self._told) < _MOST_WARNINGS:
             self._told.add(kind)
             log.warning("tracker %s: %s", self.spec, text)
 
@@ -186,6 +188,8 @@ class _Process:
                 stderr=errors,
                 env=environment,
                 text=True,
+                # a signal to the run's group reaches none of the processes that a package starts
+                start_new_session=True,
             )
         os.set_blocking(self._process.stdin.fileno(), False)
         self._answers = threading.Thread(target=self._listen, daemon=True)
@@ -210,7 +214,7 @@ class _Process:
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             return False
         self._answers.join(seconds)
