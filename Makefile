@@ -27,7 +27,7 @@ test: $(VENV)/installed-dev
 	$(PYTEST) $(SPREAD) $(DURATIONS)
 
 # what `make test` leaves out: CONTRIBUTING.md lists it
-test-nightly: $(VENV)/installed-dev
+test-nightly: $(VENV)/installed-trackers
 	$(PYTEST) $(SPREAD) --durations=0 --durations-min=1 -m "slow and not soak and not gpu and not tpu"
 
 # faults at random moments, for hours
@@ -57,6 +57,11 @@ $(VENV)/installed: $(VENV)/bin/python $(INPUTS)
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+# packages of trackers, for the tests that read back what these hold
+$(VENV)/installed-trackers: $(VENV)/installed-dev requirements-trackers.txt
+	$(BIN)/python -m pip install --quiet -r requirements-trackers.txt
 	touch $@
 
 clean:

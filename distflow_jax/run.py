@@ -47,8 +47,9 @@ from distflow_jax.report import log_lines
 from distflow_jax.report.progress import Progress
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
+from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
-from distflow_jax.runtime.instruments import open_instruments
+from distflow_jax.runtime.instruments import open_instruments, open_trackers
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.run_description import (
     describe_end,
@@ -115,6 +116,8 @@ def _train(
     argv: Sequence[str] = (),
 ) -> int:
     check_writable(folder)
+    if processes.process_index() == 0:  # the others have no use for their packages
+        check_trackers(config.observe.trackers)
     terminal = Terminal(enabled=processes.process_index() == 0)
     with contextlib.ExitStack() as files:
         files.callback(terminal.close)
@@ -179,6 +182,7 @@ class Run:
             enabled=self.is_first,
             resume_step=self.state.step or None,
             report_every=self.config.observe.report_every,
+            trackers=open_trackers(self.config.observe, folder, self.state.step),
         )
 
     def loop(self, stop: threading.Event) -> int:

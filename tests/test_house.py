@@ -39,7 +39,7 @@ FLOORS = [
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
     "models": [{"weights"}, {"families"}, {"."}, {"kernels"}, {"attention"}, {"remat"}],
-    "report": [{"."}, {"plan_picture"}, {"drawing"}],
+    "report": [{"."}, {"plan_picture", "trackers"}, {"drawing", "json_lines"}],
     "training": [{"objectives"}, {"."}],
     "rollout": [
         {"sampler"},
@@ -56,6 +56,9 @@ OWNERS = {  # which rooms may import a package
     "jetstream": {"rollout", "serving"},
     "orbax": {"checkpoint"},
     "tensorboardX": {"report"},
+    "wandb": {"report"},
+    "mlflow": {"report"},
+    "trackio": {"report"},
     "grain": {"data"},
     "difflib": {"did_you_mean"},
 }

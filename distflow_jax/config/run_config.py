@@ -17,6 +17,7 @@ from distflow_jax.data.loader import DataConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.report.trackers.tracker import check_names
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
@@ -77,9 +78,21 @@ class ObserveConfig:
     trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
     report_every: int = 0  # steps between updates of report.html; 0: only at the end
     profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
+    # where metrics, config, samples, plan and report go too: tensorboard, wandb, mlflow, trackio,
+    # my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
+    trackers: tuple[str, ...] = ("tensorboard",)
+    # project or experiment in trackers; "": $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME or
+    # $TRACKIO_PROJECT, else distflow_jax
+    tracker_project: str = ""
+    tracker_seconds: float = 60.0  # most that the end of a run waits for its trackers
 
     def __post_init__(self):
         parse_steps(self.profile_steps)
+        check_names(self.trackers)
+        if not self.tracker_seconds > 0:
+            raise ValueError(
+                f"observe.tracker_seconds must be positive, got {self.tracker_seconds:g}"
+            )
         for name in ("samples_every", "report_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"observe.{name} must not be negative, got {getattr(self, name)}")

@@ -1,17 +1,21 @@
 """Named spans of time, summed for the metrics and written as a Chrome trace.
 
-Open trace.json in https://ui.perfetto.dev or chrome://tracing. It is an array of complete events
-("ph": "X"), in Chrome's trace-event format, to which a run appends. `close()` closes the array;
-viewers and `read_trace` accept an array without its closing bracket, as a killed run leaves it.
+Open trace.json in https://ui.perfetto.dev or chrome://tracing. It is an array of events in Chrome's
+trace-event format, sorted by time, to which a run appends. A span is a complete event ("ph": "X")
+of the thread that ran it. What waits elsewhere, while the thread does other work, is a pair of
+asynchronous events ("b", "e") on a track of its own, so that spans of a thread are disjoint or
+nested. `close()` closes the array; viewers and `read_trace` accept an array without its closing
+bracket, as a killed run leaves it.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.profiler
@@ -23,7 +27,9 @@ class Spans:
     spans = Spans("run/trace.json")
     with spans.span("gen", step=3):
         ...
-    spans.take()  # {"gen": 1.25}: seconds since the last call, summed by name
+    ended = spans.waiting("score")
+    ended()  # later, in any thread
+    spans.take()  # {"gen": 1.25, "score": 0.5}: seconds since the last call, summed by name
 
     A span inside another one counts in both. Without a path only the sums are kept.
     """
@@ -32,14 +38,16 @@ class Spans:
         self._process_index = process_index
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
-        self._events: list[dict[str, Any]] = []
-        self._named_threads: set[int] = set()
+        self._numbers = itertools.count()
+        self._running: dict[int, int] = {}  # number of a span -> its start in us
+        self._events: list[tuple[int, int, dict[str, Any]]] = []  # us, number, event
+        self._thread_names: dict[int, str] = {}
         # the wall clock aligns several processes and a resumed run; durations stay monotonic
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
         self._path = None if path is None else pathlib.Path(path)
         if self._path is not None:
             _reopen(self._path)
-            self._add_event("process_name", "M", args={"name": f"process {process_index}"})
+            self._describe("process_name", 0, next(self._numbers), f"process {process_index}")
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
@@ -47,52 +55,98 @@ class Spans:
 
         The span is also in the trace of JAX's profiler if that runs (observe/profile.py).
         """
-        start = time.perf_counter_ns()
+        start, number = self._start()
         try:
             with jax.profiler.TraceAnnotation(name):
                 yield
         finally:
-            self.add(name, start, time.perf_counter_ns(), **args)
+            self._end(name, start, number, args)
 
-    def add(self, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Records a span measured elsewhere, with two readings of `time.perf_counter_ns`."""
+    def waiting(self, name: str, **args: Any) -> Callable[[], None]:
+        """Starts a time under `name` that no thread spends; the result, called once, ends it."""
         with self._lock:
-            seconds = (end_ns - start_ns) / 1e9
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            if self._path is None:
-                return
-            thread = threading.current_thread()
-            if thread.native_id not in self._named_threads:
-                self._named_threads.add(thread.native_id)
-                self._add_event("thread_name", "M", args={"name": thread.name})
-            # Chrome's unit is the microsecond
-            start_us = (self._anchor_ns + start_ns) / 1e3
-            self._add_event(name, "X", ts=start_us, dur=(end_ns - start_ns) / 1e3, args=args)
+            start, number = time.perf_counter_ns(), next(self._numbers)
+            # unlike those of an earlier start, which may have been killed before the end
+            track = {"cat": "waiting", "id": f"{self._us(start):x}.{number}"}
+            self._add(start, number, name, "b", args=args, **track)
 
-    def _add_event(self, name: str, kind: str, **rest: Any) -> None:
-        thread_id = threading.get_native_id()
-        event = {"name": name, "ph": kind, "pid": self._process_index, "tid": thread_id, **rest}
-        self._events.append(event)
+        def ended() -> None:
+            with self._lock:
+                end = time.perf_counter_ns()
+                self._count(name, end - start)
+                self._add(end, next(self._numbers), name, "e", **track)
+
+        return ended
+
+    def _start(self) -> tuple[int, int]:
+        """(time in ns, number) of a span that starts. Within the lock times rise, as in a file."""
+        with self._lock:
+            start, number = time.perf_counter_ns(), next(self._numbers)
+            if self._path is not None:
+                thread = threading.current_thread()
+                # the system may give an ended thread's number to the next
+                if self._thread_names.get(thread.native_id) != thread.name:
+                    self._thread_names[thread.native_id] = thread.name
+                    self._describe("thread_name", self._us(start), number, thread.name)
+                self._running[number] = self._us(start)
+        return start, number
+
+    def _end(self, name: str, start: int, number: int, args: dict[str, Any]) -> None:
+        with self._lock:
+            end = time.perf_counter_ns()
+            self._count(name, end - start)
+            self._running.pop(number, None)
+            # whole microseconds, Chrome's unit: rounding down keeps spans nested
+            dur = self._us(end) - self._us(start)
+            self._add(start, number, name, "X", dur=dur, args=args)
+
+    def _us(self, time_ns: int) -> int:
+        return (self._anchor_ns + time_ns) // 1000
+
+    def _count(self, name: str, ns: int) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + ns / 1e9
+
+    def _add(self, time_ns: int, number: int, name: str, kind: str, **rest: Any) -> None:
+        if self._path is None:
+            return
+        event = {
+            "name": name,
+            "ph": kind,
+            "pid": self._process_index,
+            "tid": threading.get_native_id(),
+            "ts": self._us(time_ns),
+            **rest,
+        }
+        self._events.append((event["ts"], number, event))
+
+    def _describe(self, what: str, time_us: int, number: int, name: str) -> None:
+        event = {"name": what, "ph": "M", "pid": self._process_index}
+        event |= {"tid": threading.get_native_id(), "args": {"name": name}}
+        self._events.append((time_us, number, event))
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call. Appends the collected events to the trace."""
+        """Seconds by name since the last call. Appends events to the trace, up to the start of the
+        first span that still runs."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
-            self._flush()
+            first = min(((us, number) for number, us in self._running.items()), default=None)
+            self._flush(first)
         return seconds
 
-    def _flush(self) -> None:
+    def _flush(self, before: tuple[int, int] | None) -> None:
         if self._path is None or not self._events:
             return
-        lines = "".join(json.dumps(event) + ",\n" for event in self._events)
-        self._events = []
+        # a name precedes the span for which it was noted
+        self._events.sort(key=lambda item: (item[0], item[1], item[2]["ph"] != "M"))
+        ready = [item for item in self._events if before is None or item[:2] < before]
+        self._events = self._events[len(ready) :]
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(lines)
+            file.write("".join(json.dumps(event) + ",\n" for _, _, event in ready))
 
     def close(self) -> None:
         """Appends the last events and closes the array; the file is then plain JSON."""
         with self._lock:
-            self._flush()
+            self._flush(None)
             if self._path is None:
                 return
             text = self._path.read_text(encoding="utf-8")

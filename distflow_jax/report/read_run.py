@@ -221,7 +221,7 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
     The phases of a step have its number; other spans belong to it by their time. A resumed run
     repeats steps; only the last attempt at a step counts.
     """
-    events = [e for e in _events(path) if e.get("ph") in ("X", "M")]
+    events = [e for e in _joined(_events(path)) if e.get("ph") in ("X", "M")]
     attempts: list[list[dict[str, Any]]] = [[]]
     for event in events:
         if event.get("ph") == "M" and event.get("name") == "process_name":
@@ -260,6 +260,19 @@ def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
         except ValueError:
             continue  # the brackets of the array, and lines that were cut
         if isinstance(event, dict):
+            yield event
+
+
+def _joined(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The events with pairs of asynchronous ones as complete ones, of a thread "waiting"."""
+    begun: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event.get("ph") == "b" and isinstance(event.get("ts"), int | float):
+            begun[str(event.get("id"))] = event
+        elif event.get("ph") == "e" and isinstance(event.get("ts"), int | float):
+            if start := begun.pop(str(event.get("id")), None):
+                yield start | {"ph": "X", "tid": "waiting", "dur": event["ts"] - start["ts"]}
+        else:
             yield event
 
 

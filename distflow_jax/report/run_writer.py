@@ -1,25 +1,24 @@
 """Writer of a run's folder.
 
 It contains config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
-tensorboard/, samples/ and report.html. metrics.jsonl has one JSON object per step with "step" and
-the metrics by name. Floats have as many digits as give the same float64 again. JSON has no NaN or
-infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts.
+samples/ and report.html; trackers follow it (trackers/). metrics.jsonl has one JSON object per step
+with "step" and the metrics by name. Floats have as many digits as give the same float64 again. JSON
+has no NaN or infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics`
+converts.
 """
 
 import json
 import logging
-import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import tensorboardX
 
+from distflow_jax.report.json_lines import complete_lines, json_number, json_value, metrics_row
 from distflow_jax.report.page import report
-
-NON_FINITE = ("NaN", "Infinity", "-Infinity")
+from distflow_jax.report.trackers.workers import Trackers
 
 log = logging.getLogger("distflow_jax")
 
@@ -34,6 +33,7 @@ class RunWriter:
         of later steps, by an earlier interrupted run, is dropped, so that each step appears once.
         To lose no step, write its metrics before its checkpoint is saved.
       report_every: steps between updates of report.html; 0: only at the end.
+      trackers: followers of the folder, by report/trackers/workers.py; None for a folder alone.
 
     Raises:
       ValueError: the folder is in an object store, which cannot append to files.
@@ -46,9 +46,10 @@ class RunWriter:
         enabled: bool = True,
         resume_step: int | None = None,
         report_every: int = 0,
+        trackers: Trackers | None = None,
     ):
         self._enabled = enabled
-        self._report_every = report_every
+        self._report_every, self._trackers = report_every, trackers
         self._last_step = -1 if resume_step is None else resume_step
         if "://" in str(folder):
             raise ValueError(
@@ -67,9 +68,6 @@ class RunWriter:
             if path.stem.isdigit() and int(path.stem) > self._last_step:
                 path.unlink()
         self._file = self._metrics_path.open("a", encoding="utf-8")
-        self._tensorboard = tensorboardX.SummaryWriter(
-            str(self.folder / "tensorboard"), purge_step=self._last_step + 1, flush_secs=10
-        )
 
     def config(self, config: Mapping[str, Any]) -> None:
         """Writes config.json. `config` is a nested mapping with JSON values."""
@@ -78,10 +76,12 @@ class RunWriter:
             write_atomic(self.folder / "config.json", text + "\n")
 
     def plan(self, text: str, *, svg: str = "", tree: str = "") -> None:
-        """Writes plan.txt and, if given, plan.svg and plan.json."""
+        """Writes plan.txt and, if given, plan.svg and plan.json; config.json must be written."""
         for name, content in (("plan.txt", text), ("plan.svg", svg), ("plan.json", tree)):
             if self._enabled and content:
                 write_atomic(self.folder / name, content.rstrip() + "\n")
+        if self._enabled and self._trackers:
+            self._trackers.begin()
 
     def memory(self, tree: Mapping[str, Any]) -> None:
         """Writes memory.json: the memory of the devices, as JSON values."""
@@ -89,7 +89,7 @@ class RunWriter:
             write_atomic(self.folder / "memory.json", json.dumps(tree, indent=1) + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends the metrics of one step to metrics.jsonl and TensorBoard.
+        """Appends the metrics of one step to metrics.jsonl, and wakes the trackers.
 
         Args:
           step: higher than in the last call.
@@ -103,14 +103,12 @@ class RunWriter:
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         values = {name: _number(name, value) for name, value in values.items()}
-        line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
+        line = {"step": step} | {name: json_number(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()  # a SIGKILL then loses nothing
         self._last_step = step
-        for name, value in values.items():
-            # TensorBoard allows no @: mean@8 becomes mean_8
-            self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
-        self._tensorboard.flush()
+        if self._trackers:
+            self._trackers.rows(step)
         if self._report_every and step and step % self._report_every == 0:
             self._report()
 
@@ -123,16 +121,17 @@ class RunWriter:
     def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/STEP.jsonl, one record per line, atomically."""
         if self._enabled:
-            lines = [json.dumps(_json_value(record), ensure_ascii=False) for record in records]
+            lines = [json.dumps(json_value(record), ensure_ascii=False) for record in records]
             text = "".join(line + "\n" for line in lines)
             write_atomic(self.folder / "samples" / f"{step}.jsonl", text)
 
     def close(self) -> None:
-        """Flushes and closes the files, and writes the report."""
+        """Closes the files, writes the report, and waits for the trackers a while."""
         if self._enabled:
             self._file.close()
-            self._tensorboard.close()
             self._report()
+            if self._trackers:
+                self._trackers.close()
 
     def _report(self) -> None:
         try:
@@ -144,11 +143,8 @@ class RunWriter:
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl as dicts, without an incomplete last line."""
-    rows = []
-    for line in _complete_lines(pathlib.Path(path).read_text(encoding="utf-8")):
-        row = json.loads(line)
-        rows.append({k: float(v) if v in NON_FINITE else v for k, v in row.items()})
-    return rows
+    lines = complete_lines(pathlib.Path(path).read_text(encoding="utf-8"))
+    return [metrics_row(line) for line in lines]
 
 
 def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
@@ -156,15 +152,10 @@ def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8")
-    lines = _complete_lines(text)
+    lines = complete_lines(text)
     kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= last_step)
     if kept != text:
         write_atomic(path, kept)
-
-
-def _complete_lines(text: str) -> list[str]:
-    *lines, torn = text.split("\n")
-    return lines
 
 
 def write_atomic(path: str | os.PathLike, text: str) -> None:
@@ -183,24 +174,3 @@ def _number(name: str, value: Any) -> int | float:
     if array.ndim or array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise ValueError(f"metric {name!r} must be a number, got {value!r}")
     return int(array) if array.dtype.kind in "biu" else float(array)
-
-
-def _json_number(value: int | float) -> int | float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _json_value(value: Any) -> Any:
-    """Records as JSON values: NumPy arrays are lists, numbers and NaN are as in metrics."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _json_value(value.tolist())
-    if isinstance(value, float):
-        return _json_number(value)
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return str(value)

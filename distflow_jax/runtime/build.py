@@ -76,7 +76,7 @@ def build(
         environments=run.environments,
         rewards=run.rewards,
         member=member,
-        record=spans.add,
+        waiting=spans.waiting,
     )
     stages, first = contexts.stages(run.plan.tasks)
     programs = _trace(run, stages, first, meshes)

@@ -43,11 +43,11 @@ class ContextFactory:
         environments: Environments | None = None,
         rewards: RewardPool | None = None,
         member: int = 0,
-        record: Callable[[str, int, int], None] = lambda name, start, end: None,
+        waiting: Callable[[str], Callable[[], None]] = lambda name: lambda: None,
     ):
         self._run, self._meshes, self._engine = run, meshes, engine
         self._environments, self._rewards = environments, rewards
-        self._member, self._record = member, record
+        self._member, self._waiting = member, waiting
         self._on_response = ResponseListener()
         self._counts = collections.Counter(_stage_name(t.node) for t in run.plan.tasks)
         self._makers: dict[type[NodeContext], Callable[[Task], NodeContext]] = {
@@ -100,7 +100,7 @@ class ContextFactory:
             rewards=self._rewards,
             on_response=self._on_response,
             early_rewards=self._early_rewards(task),
-            record=self._record,
+            waiting=self._waiting,
         )
 
     def _model(self, task: Task) -> ModelContext:

@@ -11,6 +11,7 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
+from distflow_jax.report.trackers.workers import Trackers
 from distflow_jax.watchdog.controller import Watchdog
 
 
@@ -47,3 +48,16 @@ def open_instruments(
     phases = Phases(spans, watchdog, processes.communication_seconds, shown)
     profile = Profile(folder / "profile" / f"process_{index}", parse_steps(config.profile_steps))
     return Instruments(compilations, spans, phases, profile)
+
+
+def open_trackers(config: ObserveConfig, folder: pathlib.Path, step: int) -> Trackers | None:
+    """The trackers of process 0, None elsewhere; `step` is the checkpoint's, 0 in a new run."""
+    if processes.process_index():
+        return None
+    return Trackers(
+        config.trackers,
+        folder,
+        project=config.tracker_project,
+        last_step=step or -1,
+        seconds=config.tracker_seconds,
+    )

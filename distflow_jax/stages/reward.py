@@ -3,7 +3,6 @@
 N responses of this process.
 """
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -39,10 +38,10 @@ def build_reward(context: RewardContext) -> Stage:
         return request_for(prompt, context.tokenizer.decode(tokens), len(tokens))
 
     def begin(response: Response) -> None:
-        uid, start = (response.prompt.counter, response.sample), time.perf_counter_ns()
+        ended = context.waiting("score")
         future = pool.submit(request(response.prompt, response.tokens))
-        future.add_done_callback(lambda _: context.record("score", start, time.perf_counter_ns()))
-        early[uid] = future
+        future.add_done_callback(lambda _: ended())
+        early[response.prompt.counter, response.sample] = future
 
     if context.early_rewards and pool.one_by_one:
         context.on_response.add(begin)

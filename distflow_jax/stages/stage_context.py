@@ -89,7 +89,7 @@ class RewardContext(NodeContext):
     rewards: RewardPool
     on_response: ResponseListener  # hands on each response as soon as it ends
     early_rewards: bool  # whether responses may be scored before the rollout has ended
-    record: Callable[[str, int, int], None]  # takes a span: name, start and end in perf_counter ns
+    waiting: Callable[[str], Callable[[], None]]  # starts a time, by name; the result ends it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ import threading
 import time
 
 import pytest
+from support.trace_rules import check_trace
 
 from distflow_jax.observe.spans import Spans, read_trace
 
@@ -16,10 +17,13 @@ def test_times_add_up_by_name_and_start_anew_after_take():
     for _ in range(2):
         with spans.span("gen"):
             time.sleep(0.02)
-    spans.add("reward", 1_000_000_000, 3_500_000_000)
+    ended = [spans.waiting("reward") for _ in range(3)]
+    time.sleep(0.02)
+    for end in ended:
+        end()
     seconds = spans.take()
     assert 0.04 <= seconds["gen"] < 1
-    assert seconds["reward"] == 2.5
+    assert 0.06 <= seconds["reward"] < 3
     assert spans.take() == {}
 
 
@@ -37,11 +41,11 @@ def test_trace_is_chrome_json(tmp_path):
         pass
     before = time.time() * 1e6
     spans.close()
-    inner, outer = complete(json.loads(path.read_text()))
+    outer, inner = complete(json.loads(path.read_text()))
     assert (inner["name"], outer["name"], outer["args"]) == ("inner", "outer", {"step": 1})
     assert outer["pid"] == 3
     assert outer["ts"] <= inner["ts"]
-    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert before - 60e6 < outer["ts"] < before + 60e6
 
 
@@ -82,3 +86,50 @@ def test_a_killed_run_leaves_a_readable_trace_that_goes_on(tmp_path):
         spans.close()
     names = [event["name"] for event in complete(json.loads(path.read_text()))]
     assert names == ["first", "second", "third"]
+
+
+def test_a_trace_of_several_threads_is_one_that_viewers_accept(tmp_path):
+    path = tmp_path / "trace.json"
+    spans = Spans(path)
+
+    def work():
+        for _ in range(50):
+            time.sleep(0.001)
+            with spans.span("outer"), spans.span("middle"):
+                with spans.span("inner"):
+                    ends.append(spans.waiting("score"))
+                for _ in range(2):
+                    with spans.span("inner"):
+                        pass
+            ends.pop(0)()  # one that any thread began
+
+    ends = [spans.waiting("score") for _ in range(20)]
+    threads = [threading.Thread(target=work, name=f"worker {i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.005)
+        spans.take()
+    for thread in threads:
+        thread.join()
+    for end in ends:
+        end()
+    spans.close()
+    events = json.loads(path.read_text())
+    check_trace(events)
+    assert len(complete(events)) == 4 * 50 * 5
+
+
+def test_waiting_is_no_span_of_a_thread(tmp_path):
+    spans = Spans(tmp_path / "trace.json")
+    ends = [spans.waiting("score", sample=i) for i in range(3)]
+    with spans.span("gen"):
+        ends[1]()
+        ends[0]()
+    ends[2]()
+    spans.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check_trace(events)
+    assert [e["name"] for e in complete(events)] == ["gen"]
+    assert [e["ph"] for e in events if e["name"] == "score"] == ["b"] * 3 + ["e"] * 3
+    assert len({e["id"] for e in events if e["name"] == "score"}) == 3

@@ -246,6 +246,22 @@ def test_spans_belong_to_the_step_in_whose_time_they_lie(tmp_path):
     assert found == [("a", "", 0.0, 1.0), ("read", "reader", 0.5, 1.5), ("b", "", 1.0, 2.0)]
 
 
+def test_waits_are_shown_beside_the_threads(tmp_path):
+    def event(kind, name, time, **rest):
+        return {"name": name, "ph": kind, "ts": int(time * 1e6), "tid": 1} | rest
+
+    events = [
+        event("X", "a", 10, dur=2_000_000, args={"step": 1}),
+        event("b", "score", 10.5, id="x.1", cat="waiting", args={}),
+        event("b", "score", 10.75, id="x.2", cat="waiting", args={}),
+        event("e", "score", 11.5, id="x.1", cat="waiting"),  # the other one never ends
+    ]
+    (tmp_path / "trace.json").write_text("[\n" + "".join(json.dumps(e) + ",\n" for e in events))
+    (spans,) = read_run(tmp_path).steps.values()
+    found = [(s.name, s.thread, s.start, s.end) for s in spans]
+    assert found == [("a", "", 0.0, 2.0), ("score", "waiting", 0.5, 1.5)]
+
+
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path, caplog):
     (tmp_path / "report.html").mkdir()
     writer = RunWriter(tmp_path, report_every=1)

@@ -4,7 +4,6 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto import event_pb2
 
 from distflow_jax.report.run_writer import RunWriter, read_metrics, write_atomic
 
@@ -107,25 +106,6 @@ def test_config_and_plan(tmp_path):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config == {"training": {"lr": 1e-6}, "names": ["ä"]}
     assert (tmp_path / "run" / "plan.txt").read_text() == "1. rollout\n"
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.metrics(1, {"critic/score/mean": 0.25})
-    writer.metrics(2, {"critic/score/mean": 0.5})
-    writer.close()
-    (path,) = (tmp_path / "tensorboard").glob("events.*")
-    scalars = [(e.step, v.tag, v.simple_value) for e in events(path) for v in e.summary.value]
-    assert scalars == [(1, "critic/score/mean", 0.25), (2, "critic/score/mean", 0.5)]
-
-
-def events(path):
-    """TFRecord: length (8 bytes), checksum (4), content, checksum (4)."""
-    data = path.read_bytes()
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        yield event_pb2.Event.FromString(data[12 : 12 + size])
-        data = data[12 + size + 4 :]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.trace_rules import check_trace
 
 from distflow_jax.dag.load_graph import built_in
 
@@ -81,6 +82,7 @@ def test_its_objective_moves_the_right_way(name, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS
     assert not any(row["perf/compilations"] for row in rows[1:])
+    check_trace(json.loads((tmp_path / "run" / "trace.json").read_text()))
     metric, sign, least = EXPECTED[name]
     values = [row[metric] for row in rows]
     assert sign * (np.mean(values[-5:]) - values[0]) >= least, values

@@ -1,6 +1,7 @@
 """Reading ahead and scoring early show in the trace and change no number."""
 
 import pytest
+from support.trace_rules import check_trace
 
 from configs import tiny
 from distflow_jax import run
@@ -44,9 +45,16 @@ def runs(tmp_path_factory):
 
 
 def spans_of(folder, name):
-    """[start, end] of every span of a name, in microseconds."""
-    events = read_trace(folder / "trace.json")
-    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["name"] == name]
+    """(start, end) of every span or wait of a name, in microseconds."""
+    events = [e for e in read_trace(folder / "trace.json") if e["name"] == name]
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
+    waits = [(e["ts"], ends[e["id"]]) for e in events if e["ph"] == "b"]
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"] + waits
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_trace_is_one_that_viewers_accept(runs, on):
+    check_trace(read_trace(runs[on] / "trace.json"))
 
 
 def overlap(a, b):

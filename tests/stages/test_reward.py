@@ -44,7 +44,7 @@ def scores_of(config, responses, *, early=False):
                 max_response_length=10,
                 early_rewards=early,
                 on_response=listener,
-                record=lambda name, start, end: None,
+                waiting=lambda name: lambda: None,
             )
         )
         for sample in reversed(range(len(responses)) if early else ()):

@@ -1,0 +1,146 @@
+"""Cost of all four trackers for a step of a run: with over without, interleaved.
+
+pip install -r requirements-trackers.txt
+python benchmarks/trackers.py --steps=41
+python benchmarks/trackers.py --config=configs/tiny.py --steps=9     # a quick look
+
+One run of the config, without evaluations and checkpoints, in which every other step is "with": the
+trackers are given the rows since the last such step, two of them, while it runs. In the steps
+"without" their processes are stopped (SIGSTOP) and TensorBoard's thread has nothing to do. So the
+ratio counts each row twice, and holds what the packages do by themselves, such as sampling the
+machine's load. wandb is offline.
+
+The ratio is the median over pairs of neighbouring steps, from one start of a step to the next.
+Steps while the trackers start are left out. The exit code is 1 if it is above --most.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+from distflow_jax import run as run_lib
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.run_config import Config
+from distflow_jax.notebook import load_config
+from distflow_jax.planning.plan_run import prepare
+from distflow_jax.report.trackers.tracker import check_trackers
+from distflow_jax.report.trackers.workers import Trackers
+from distflow_jax.watchdog.controller import Watchdog
+from distflow_jax.watchdog.supervision import stop_on_sigterm
+
+NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+WARM_STEPS = 4  # programs compile, packages are imported, databases are made
+
+
+class Gate(Trackers):
+    """Trackers that work only in the steps "with"."""
+
+    open = True
+
+    def rows(self, step: int) -> None:
+        """Says so only where the next step is one with trackers."""
+        if self.open:
+            super().rows(step)
+
+
+class PairedRun(run_lib.Run):
+    """A run that notes when each step starts, and stops the trackers in every other one."""
+
+    gate: Gate
+    starts: list[float]
+
+    def run_step(self, prompts: Any) -> dict[str, Any]:
+        """One step."""
+        self.starts.append(time.perf_counter())
+        step = self.state.step
+        if step > WARM_STEPS:
+            signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
+        # the row of this step is given in the next
+        self.gate.open = step < WARM_STEPS or with_trackers(step + 1)
+        return super().run_step(prompts)
+
+
+def with_trackers(step: int) -> bool:
+    """Whether the trackers work in a step."""
+    return step % 2 == 0
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process and its children have started (Linux)."""
+    found = []
+    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def signal_trackers(number: int) -> None:
+    """Signals the trackers' processes and those that they have started."""
+    for pid in descendants(os.getpid()):
+        command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"trackers.sender" in command:
+            for member in [pid, *descendants(pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, number)
+
+
+def measure(config: Config, folder: pathlib.Path) -> list[float]:
+    """Seconds from the start of each step to that of the next, from step 1 on."""
+    check_trackers(NAMES)
+    gates: list[Gate] = []
+
+    def gated(observe: Any, place: pathlib.Path, step: int) -> Gate:
+        gates.append(Gate(NAMES, place, last_step=-1))
+        return gates[0]
+
+    run_lib.open_trackers = gated
+    with (
+        stop_on_sigterm() as stop,
+        contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved,
+    ):
+        prepared = prepare(config)
+        with contextlib.closing(prepared.rewards):
+            run = PairedRun(prepared, folder, saved, Watchdog(config.health, 1))
+            (run.gate,), run.starts = gates, []
+            try:
+                run.loop(stop)
+            finally:
+                signal_trackers(signal.SIGCONT)
+    return [b - a for a, b in zip(run.starts[:-1], run.starts[1:], strict=True)]
+
+
+def main() -> int:
+    """Prints the ratio; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/grpo_smollm2.py", help="of the run")
+    parser.add_argument("--steps", type=int, default=41, help="of the run, an odd number")
+    parser.add_argument("--most", type=float, default=1.02, help="largest ratio that passes")
+    args = parser.parse_args()
+    if args.steps < WARM_STEPS + 5:
+        parser.error(f"--steps={args.steps} leaves nothing to compare; at least {WARM_STEPS + 5}")
+    changed = {"training.steps": args.steps, "eval.dataset": "", "checkpoint.every": args.steps}
+    config = load_config(args.config, changed).config
+    with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
+        os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": f"{folder}/trackio"}
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        seconds = measure(config, pathlib.Path(folder) / "run")
+    steps = dict(enumerate(seconds, 1))
+    pairs = [(steps[i], steps[i + 1]) for i in range(WARM_STEPS + 1, len(steps), 2)]
+    ratios = [on / off for off, on in pairs]
+    ratio = statistics.median(ratios)
+    print(f"{len(pairs)} pairs; without: {statistics.median(off for off, _ in pairs):.3f} s a step")
+    print(f"with all four trackers over without: {ratio:.4f} ({min(ratios):.3f}-{max(ratios):.3f})")
+    return int(ratio > args.most)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

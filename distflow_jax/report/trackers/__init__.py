@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard, wandb, mlflow, trackio or a user's own, fed from a run's folder."""

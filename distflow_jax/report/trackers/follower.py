@@ -1,0 +1,200 @@
+"""The way from a run's folder to one tracker: every step once, also after a kill.
+
+metrics.jsonl is the truth. A follower gives the rows after its cursor, the last step that the
+tracker has stored, and keeps the cursor and the tracker's own id in trackers/NAME.json. Nothing
+waits for it, and nothing is queued: what a slow tracker has not taken yet lies in the files.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from distflow_jax.report.json_lines import metrics_row
+from distflow_jax.report.trackers.tracker import (
+    MOST_RECORDS,
+    TrackedRun,
+    Tracker,
+    file_name,
+    open_tracker,
+)
+
+_TRIES = 3  # of a row, before it may be left out
+_ROWS = 64  # read at once
+_KINDS = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class Follower:
+    """Feeds one tracker from the files of a run. One thread calls it.
+
+    Args:
+      spec: the tracker's name in observe.trackers.
+      folder: the run's folder.
+      project: observe.tracker_project.
+      last_step: step that the run goes on from; -1: nothing is kept of an earlier start. None: all
+        rows of the folder are final.
+      tell: takes {"step": last step given}, {"problem": text, "trace": text} or {"url": text}, as
+        they come.
+    """
+
+    def __init__(
+        self, spec: str, folder: pathlib.Path, project: str, last_step: int | None, tell: Tell
+    ):
+        self._spec, self._folder, self._project, self._tell = spec, folder.resolve(), project, tell
+        self._state_path = self._folder / "trackers" / f"{file_name(spec)}.json"
+        self._run_id, self._cursor = self._earlier(last_step)
+        self._tracker: Tracker | None = None
+        self._given: deque[tuple[float, int]] = deque()  # (time, step), not stored for sure yet
+        self._offset = 0  # in metrics.jsonl, of the first row that was not given
+        self._tries = 0
+        self._files: dict[str, int] = {}  # still to give, and how often that was tried
+        self._begun = False
+
+    def _earlier(self, last_step: int | None) -> tuple[str | None, int]:
+        """The run's id in the tracker, and the last step that it has and the run keeps."""
+        if last_step == -1 or not self._state_path.exists():
+            return None, -1
+        state = json.loads(self._state_path.read_text())
+        cursor = int(state["step"])
+        return state["run_id"], cursor if last_step is None else min(cursor, last_step)
+
+    def command(self, word: str) -> None:
+        """Obeys a word of the run's: "begin", "rows", "end", or "lost" where the run is gone."""
+        if word == "begin":
+            self.begin()
+        elif word == "rows":
+            self.catch_up()
+        else:
+            self.close(failed=word == "lost")
+
+    def begin(self) -> None:
+        """Opens the tracker with config.json, which is the run's by now, and gives the plan."""
+        self._files |= {name: 0 for name in ("config.json", "plan.svg") if self._has(name)}
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Gives the files and rows that the tracker has not had."""
+        self._begun = True
+        if not self._open():
+            return
+        self._give_files()
+        rows = deque(self._rows())
+        while rows:
+            row, end = rows.popleft()
+            if not self._give(row):
+                self._tries += 1
+                # one row that the tracker refuses, or a tracker that takes none?
+                if self._tries < _TRIES or not rows or not self._give(rows[0][0]):
+                    return
+                self._problem(f"the row of step {row['step']} was refused and left out")
+                _, end = rows.popleft()
+            self._tries, self._offset = 0, end
+            self._tell({"step": self._cursor})
+            rows = rows or deque(self._rows())
+
+    def close(self, failed: bool) -> None:
+        """Gives what is left, with the report, and closes the tracker."""
+        if not self._begun:
+            return
+        self._files |= {"report.html": 0} if self._has("report.html") else {}
+        self.catch_up()
+        if self._tracker is None:
+            return
+        if self._attempt(lambda: self._tracker.close(failed)):
+            self._given.clear()
+            self._keep(self._cursor)
+
+    def _open(self) -> bool:
+        return self._tracker is not None or self._attempt(self._make)
+
+    def _make(self) -> None:
+        config = {}
+        if self._has("config.json"):
+            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        run = TrackedRun(self._folder, config, self._project, self._run_id, self._cursor)
+        tracker = open_tracker(self._spec, run)
+        opened = str(getattr(tracker, "run_id", ""))
+        if self._run_id not in (None, opened):
+            self._problem(f"it has no run {self._run_id!r} any more; begun anew as {opened!r}")
+            self._cursor = -1
+        self._tracker, self._run_id = tracker, opened
+        self._keep(self._cursor)
+        if url := getattr(tracker, "url", ""):
+            self._tell({"url": url})
+
+    def _give_files(self) -> None:
+        for name, tries in list(self._files.items()):
+            path = self._folder / name
+            self._files[name] = tries + 1
+            if self._attempt(lambda path=path: self._tracker.file(path)) or tries + 1 == _TRIES:
+                del self._files[name]
+
+    def _rows(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """The next rows after the cursor, each with the place in the file where it ends."""
+        path = self._folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            end, found = self._offset, 0
+            for line in file:
+                end += len(line)
+                if not line.endswith(b"\n") or found == _ROWS:
+                    return
+                row = metrics_row(line.decode("utf-8"))
+                if row["step"] > self._cursor:
+                    found += 1
+                    yield row, end
+
+    def _give(self, row: Mapping[str, Any]) -> bool:
+        step = int(row["step"])
+        values = {name: value for name, value in row.items() if name != "step"}
+
+        for prefix, kind in _KINDS.items():
+            if records := self._records(f"{prefix}{step}"):
+                self._attempt(lambda kind=kind, got=records: self._tracker.samples(step, kind, got))
+        if not self._attempt(lambda: self._tracker.metrics(step, values)):
+            return False
+        self._cursor = step
+        self._given.append((time.monotonic(), step))
+        settled = time.monotonic() - getattr(self._tracker, "settle_seconds", 0.0)
+        while self._given and self._given[0][0] <= settled:
+            self._keep(self._given.popleft()[1])
+        return True
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        path = self._folder / "samples" / f"{name}.jsonl"
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line) for line in itertools.islice(file, MOST_RECORDS)]
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # a package or a user's code may raise anything
+            first = (str(error).splitlines() or [""])[0]
+            self._problem(f"{type(error).__name__}: {first}", error)
+            return False
+        return True
+
+    def _problem(self, text: str, error: BaseException | None = None) -> None:
+        trace = "" if error is None else "".join(traceback.format_exception(error))
+        self._tell({"problem": text, "trace": trace})
+
+    def _keep(self, step: int) -> None:
+        """Writes the tracker's id and the last step that it has stored for sure."""
+        self._state_path.parent.mkdir(exist_ok=True)
+        scratch = self._state_path.with_suffix(".tmp")
+        scratch.write_text(json.dumps({"run_id": self._run_id, "step": step}))
+        os.replace(scratch, self._state_path)
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).exists()

@@ -1,0 +1,420 @@
+"""Every tracker holds each step of metrics.jsonl once, whatever happens to it or to the run."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+from support.tracked_run import metrics
+from tensorboardX.proto import event_pb2
+
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.report.run_writer import RunWriter, read_metrics
+from distflow_jax.report.trackers.follower import Follower
+from distflow_jax.report.trackers.tracker import check_trackers
+from distflow_jax.report.trackers.workers import Trackers
+
+OWN = """
+import json, pathlib, time
+
+class Lines:
+    \"\"\"Appends what it is given to a file.\"\"\"
+
+    def __init__(self, run):
+        self.run_id = run.run_id or f"lines-{time.time_ns()}"
+        self._path = run.folder / f"{self.run_id}.txt"
+        self._write("opened", run.last_step, run.config.get("seed"))
+
+    def _write(self, *values):
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\\n")
+
+    def metrics(self, step, values):
+        self._write("metrics", step, values)
+
+    def samples(self, step, kind, records):
+        self._write("samples", step, kind, len(records))
+
+    def file(self, path):
+        self._write("file", path.name)
+
+    def close(self, failed):
+        self._write("closed", failed)
+
+class Hangs(Lines):
+    def metrics(self, step, values):
+        time.sleep(600)
+
+class Spins(Lines):
+    def metrics(self, step, values):
+        while True:
+            pass
+
+class HangsAtFirst(Lines):
+    def __init__(self, run):
+        time.sleep(600)
+
+class Raises(Lines):
+    def metrics(self, step, values):
+        raise KeyError("no connection")
+
+class RaisesOnce(Lines):
+    tries = 0
+
+    def metrics(self, step, values):
+        self.tries += step == 3
+        if step == 3 and self.tries == 1:
+            raise SystemExit("busy")
+        super().metrics(step, values)
+
+    def file(self, path):
+        raise OSError("no files here")
+
+class RefusesStep3(Lines):
+    def metrics(self, step, values):
+        if step == 3:
+            raise ValueError("3")
+        super().metrics(step, values)
+
+class Gated(Lines):
+    def metrics(self, step, values):
+        while not (pathlib.Path(__file__).parent / "open").exists():
+            time.sleep(0.01)
+        super().metrics(step, values)
+
+class Slow(Lines):
+    def metrics(self, step, values):
+        time.sleep(0.1)
+        super().metrics(step, values)
+
+class Dies(Lines):
+    def metrics(self, step, values):
+        import os
+        os._exit(3)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Names trackers of a user's own file."""
+    path = tmp_path / "own_trackers.py"
+    path.write_text(OWN)
+    return lambda name: f"{path}:{name}"
+
+
+def start(folder, environment=None, **job):
+    """A run, and a reader of its lines."""
+    command = [sys.executable, "-m", "support.tracked_run", str(folder), json.dumps(job)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": path} | (environment or {}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder, environment=None, **job):
+    """Runs to the end; returns the seconds that writing each step took."""
+    process = start(folder, environment, **job, then="close")
+    lines, _ = process.communicate(timeout=900)
+    assert process.returncode == 0
+    return [float(line.split()[2]) for line in lines.splitlines()]
+
+
+def kill(process, folder, last, *, everything, awaited=2):
+    """Kills a run that has written its last step, with all processes that it started or alone."""
+    while process.stdout.readline().split()[:2] != ["step", str(last)]:
+        assert process.poll() is None
+    while stored(folder) < awaited:
+        time.sleep(0.05)
+    for pid in [process.pid, *(family(process.pid) if everything else [])]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def family(pid):
+    """The processes that a process and its children have started (Linux)."""
+    found = []
+    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            found += [child, *family(child)]
+    return found
+
+
+def stored(folder):
+    """The last step of which every tracker is sure, as far as any has said so."""
+    states = [json.loads(path.read_text()) for path in (folder / "trackers").glob("*.json")]
+    return min((state["step"] for state in states), default=-1)
+
+
+def lines(folder):
+    """What the newest file of the user's own tracker holds."""
+    path = max(folder.glob("lines-*.txt"))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows(folder):
+    """Steps and metrics as metrics.jsonl has them."""
+    found = read_metrics(folder / "metrics.jsonl")
+    return [(row["step"], {k: v for k, v in row.items() if k != "step"}) for row in found]
+
+
+def taken(folder):
+    """Steps and metrics as the user's own tracker has them; of a step the last."""
+    return sorted(
+        {step: values for kind, step, *rest in lines_of(folder) for values in rest}.items()
+    )
+
+
+def lines_of(folder):
+    return [line for line in lines(folder) if line[0] == "metrics"]
+
+
+def same(values, others):
+    """Whether the values are equal; NaN equals NaN."""
+    return values.keys() == others.keys() and all(
+        np.array_equal(values[name], others[name], equal_nan=True) for name in values
+    )
+
+
+def test_a_tracker_gets_all_that_a_run_writes(tmp_path, own):
+    run(tmp_path / "run", first=1, last=3, trackers=[own("Lines")])
+    kinds = [line if line[0] != "metrics" else line[:2] for line in lines(tmp_path / "run")]
+    assert kinds == [
+        ["opened", -1, 1],
+        ["file", "config.json"],
+        ["file", "plan.svg"],
+        ["samples", 0, "eval", 3],
+        ["metrics", 0],
+        ["samples", 1, "samples", 3],
+        ["metrics", 1],
+        ["samples", 2, "samples", 3],
+        ["metrics", 2],
+        ["samples", 3, "samples", 3],
+        ["metrics", 3],
+        ["file", "report.html"],
+        ["closed", False],
+    ]
+    assert all(
+        same(a, b)
+        for (_, a), (_, b) in zip(taken(tmp_path / "run"), rows(tmp_path / "run"), strict=True)
+    )
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_killed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, own, everything):
+    folder, trackers = tmp_path / "run", [own("Slow")]
+    process = start(folder, first=1, last=6, trackers=trackers, then="wait")
+    kill(process, folder, 6, everything=everything)
+    run(folder, first=5, last=9, attempt=1, trackers=trackers)
+    assert len(list(folder.glob("lines-*.txt"))) == 1
+    got, wanted = taken(folder), rows(folder)
+    assert [step for step, _ in got] == [step for step, _ in wanted] == list(range(10))
+    assert all(same(a, b) for (_, a), (_, b) in zip(got, wanted, strict=True))
+    # the processes of the first start have stored all that it wrote, if they lived
+    opened = [line[1] for line in lines(folder) if line[0] == "opened"]
+    assert len(opened) == 2 and opened[1] <= 4
+    assert everything or opened[1] == 4
+    steps = [line[1] for line in lines_of(folder)]
+    assert steps.count(4) == 1 and steps.count(7) == 1
+
+
+def test_a_run_that_starts_anew_is_a_new_run_of_the_tracker(tmp_path, own):
+    folder, trackers = tmp_path / "run", [own("Lines")]
+    process = start(folder, first=1, last=2, trackers=trackers, then="wait")
+    kill(process, folder, 2, everything=True)
+    run(folder, first=1, last=3, trackers=trackers)
+    assert [step for step, _ in taken(folder)] == [0, 1, 2, 3]
+    assert lines(folder)[0] == ["opened", -1, 1]
+
+
+def test_a_tracker_that_comes_later_gets_the_steps_before(tmp_path, own):
+    run(tmp_path / "run", first=1, last=4, trackers=[])
+    run(tmp_path / "run", first=5, last=6, trackers=[own("Lines")])
+    assert [step for step, _ in taken(tmp_path / "run")] == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("Hangs", "did not end within observe.tracker_seconds=2"),
+        ("Spins", "did not end within observe.tracker_seconds=2"),
+        ("HangsAtFirst", "did not end within observe.tracker_seconds=2"),
+        ("Raises", "KeyError: 'no connection'"),
+        ("Dies", "its process ended with code 3"),
+    ],
+)
+def test_a_bad_tracker_costs_a_warning_and_no_step(tmp_path, own, caplog, name, warning):
+    folder, before = tmp_path / "run", family(os.getpid())
+    trackers = Trackers([own(name), "tensorboard"], folder, seconds=2)
+    writer = RunWriter(folder, trackers=trackers)
+    writer.plan("1. rollout")
+    for step in range(1, 5):
+        writer.metrics(step, metrics(step))
+    writer.close()
+    assert sum(warning in message for message in caplog.messages) == 1
+    assert sum("it has the steps to -1 of" in message for message in caplog.messages) == 1
+    assert [step for step, _ in rows(folder)] == [1, 2, 3, 4]
+    assert {step for step, _, _ in scalars(folder)} == {1, 2, 3, 4}
+    assert family(os.getpid()) == before
+
+
+def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, monkeypatch):
+    folder = tmp_path / "run"
+    writer = RunWriter(folder, trackers=Trackers([own("Gated")], folder, seconds=1))
+    for step in range(1, 4):
+        writer.metrics(step, metrics(step))
+    writer.close()
+    (message,) = [message for message in caplog.messages if "python -m" in message]
+    (tmp_path / "open").touch()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    subprocess.run([sys.executable, *message.partition("python ")[2].split()], check=True)
+    assert [step for step, _ in taken(folder)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["RaisesOnce", "RefusesStep3"])
+def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own, name):
+    folder, told = tmp_path / "run", []
+    writer = RunWriter(folder)
+    follower = Follower(own(name), folder, "", -1, told.append)
+    for step in range(1, 7):
+        writer.metrics(step, metrics(step))
+        follower.command("rows")
+    writer.close()
+    follower.command("end")
+    refused = name == "RefusesStep3"
+    assert [step for step, _ in taken(folder)] == [1, 2, *([] if refused else [3]), 4, 5, 6]
+    problems = [message["problem"] for message in told if "problem" in message]
+    assert ("the row of step 3 was refused and left out" in problems) == refused
+
+
+def scalars(folder):
+    """(step, name, value) of all event files, in order. TFRecord: length (8 bytes), checksum (4),
+    content, checksum (4)."""
+    for path in sorted((folder / "tensorboard").glob("events.*")):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    yield event.step, value.tag, value.simple_value
+            data = data[12 + size + 4 :]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    writer = RunWriter(tmp_path, trackers=Trackers(["tensorboard"], tmp_path))
+    writer.metrics(1, {"critic/score/mean": 0.25, "val/mean@8": 1})
+    writer.metrics(2, {"critic/score/mean": 0.5})
+    writer.close()
+    assert list(scalars(tmp_path)) == [
+        (1, "critic/score/mean", 0.25),
+        (1, "val/mean_8", 1),
+        (2, "critic/score/mean", 0.5),
+    ]
+
+
+def test_names_are_checked():
+    for tree, message in {
+        ("wandbb",): "unknown observe.trackers 'wandbb'; did you mean wandb?",
+        ("wandb", "wandb"): "names a tracker twice",
+    }.items():
+        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+            from_config_dict(ObserveConfig, {"trackers": tree})
+    with pytest.raises(ValueError, match="must be positive"):
+        from_config_dict(ObserveConfig, {"tracker_seconds": 0.0})
+
+
+def test_a_tracker_that_cannot_be_loaded_is_named(tmp_path, own, monkeypatch):
+    with pytest.raises(ValueError, match="has no 'Line'; did you mean 'Lines'"):
+        check_trackers([own("Line")])
+    with pytest.raises(FileNotFoundError, match="did you mean .*own_trackers.py"):
+        check_trackers([str(tmp_path / "own_tracker.py") + ":Lines"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="not installed: pip install wandb"):
+        check_trackers(["wandb"])
+
+
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True], ids=["run killed", "all killed"])
+def test_own_readers_give_back_the_metrics_after_a_kill(tmp_path, everything):
+    """The trackers' own readers give metrics.jsonl, one value per step and metric, after a kill of
+    the run, or of it with all its trackers. A fault of report/trackers breaks it.
+    """
+    trackers = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
+    if set(trackers) < set(PACKAGES):
+        pytest.skip(f"needs requirements-trackers.txt; installed are {trackers}")
+    folder = tmp_path / "run"
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline"}
+    for name in ("WANDB_DIR", "MLFLOW_TRACKING_URI"):
+        environment[name] = ""
+    job = {"trackers": trackers, "pause": 1.0}
+    process = start(folder, environment, first=1, last=12, then="wait", **job)
+    kill(process, folder, 12, everything=everything, awaited=-1)
+    run(folder, environment, first=9, last=15, attempt=1, **job)
+    for tracker in trackers:
+        found = read_back(tracker, folder, environment)
+        wanted = {
+            (step, written_name(tracker, name)): written_value(tracker, value)
+            for step, values in rows(folder)
+            for name, value in values.items()
+        }
+        assert found.keys() == wanted.keys(), tracker
+        wrong = {
+            key: (found[key], value)
+            for key, value in wanted.items()
+            if not np.array_equal(found[key], value, equal_nan=True)
+        }
+        assert not wrong, tracker
+
+
+def read_back(tracker, folder, environment):
+    """{(step, name): value}; of several values the last."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "support.tracker_readers", tracker, str(folder)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    values = json.loads(done.stdout.splitlines()[-1])
+    if tracker == "tensorboard":
+        keys = [(step, name) for step, name, _ in values]
+        assert len(set(keys)) == len(keys)  # it takes rows back
+    return {(step, name): value for step, name, value in values}
+
+
+def written_name(tracker, name):
+    """The name of a metric in a tracker."""
+    return name.replace("@", "_") if tracker in ("tensorboard", "mlflow") else name
+
+
+def written_value(tracker, value):
+    """A number as the tracker keeps it."""
+    if tracker == "tensorboard":
+        return float(np.float32(value))
+    if tracker == "mlflow" and math.isinf(value):  # its database has none
+        return math.copysign(sys.float_info.max, value)
+    return value
