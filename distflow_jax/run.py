@@ -47,6 +47,7 @@ from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
+from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import describe_run, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, sample_records
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
@@ -101,6 +102,7 @@ def _train(
     stop: threading.Event,
     chosen: Collection[str],
 ) -> int:
+    began = time.time()
     check_writable(folder)
     with contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved:
         done = saved.latest()
@@ -114,14 +116,15 @@ def _train(
         with kept_programs(config.compilation_cache):
             prepared = prepare(config, chosen)
             with contextlib.closing(prepared.rewards):
-                return Run(prepared, folder, saved, watchdog).loop(stop)
+                return Run(prepared, folder, saved, watchdog, began).loop(stop)
 
 
 class Run:
     """The loop over steps.
 
     `prepared` was checked before any device worked, `runtime` lives on the devices, `state` changes
-    from step to step, `instruments` observe without effect on any number.
+    from step to step, `instruments` observe without effect on any number. `began` is when this
+    start of the run began, in seconds since 1970.
     """
 
     def __init__(
@@ -130,13 +133,17 @@ class Run:
         folder: pathlib.Path,
         checkpointer: Checkpointer,
         watchdog: Watchdog,
+        began: float,
     ):
+        self.began, self.stop_reason = began, "done"
         self.prepared, self.config, self.folder = prepared, prepared.config, folder
         self.checkpointer = checkpointer
         self.is_first = processes.process_index() == 0
         self.instruments = open_instruments(self.config.observe, folder, watchdog)
         self.phases = self.instruments.phases
+        started = time.perf_counter()
         self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+        self.compile_seconds = time.perf_counter() - started
         if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
             raise ValueError(missing)
@@ -157,6 +164,7 @@ class Run:
         with contextlib.ExitStack() as files:
             for resource in (self.writer, self.instruments, self.utilization):
                 files.callback(resource.close)
+            files.push(self._record_stop)
             self._start()
             line = progress.Progress(steps, done_steps=state.step, enabled=self.is_first)
             files.callback(line.close)
@@ -186,6 +194,7 @@ class Run:
                     self.save()
                 self._check_finite()
                 if stopping and not last:
+                    self.stop_reason = "stopped by SIGTERM"
                     log.warning(
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
@@ -230,27 +239,46 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the sampler's weights, which `step` steps trained; writes the responses.
         Collective."""
+        started = time.perf_counter()
         with self.phases.span("testing"):
             scored = evaluate_sampler(self.prepared, self.runtime, self.state)
             metrics = validation_metrics(scored, self.config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))
+        self._record("evaluation", started, step)
         return metrics
 
     def save(self) -> None:
         """Starts a checkpoint of this step."""
+        started = time.perf_counter()
         with self.phases.span("save_checkpoint"):
             save_state(self.prepared, self.state, self.checkpointer)
+        self._record("checkpoint", started, self.state.step)
 
     # -- what surrounds the loop ------------------------------------------------------------------
 
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
         prepared, runtime, state = self.prepared, self.runtime, self.state
+        if self.is_first:
+            facts = {"step": state.step, **provenance(self.folder)}
+            self.writer.event("start", facts, at=self.began)
         describe_run(prepared, runtime, self.writer, self.folder, state.step)
+        started = time.perf_counter() - self.compile_seconds
         runtime.compiled = start_samplers(prepared, runtime, state, self.phases)
         if missing := runtime.compiled.shortage:
             raise ValueError(missing)
         self.writer.memory(runtime.compiled.memory.to_tree())
+        self._record("ready", started, state.step)
+
+    def _record(self, event: str, started: float, step: int) -> None:
+        """Records an event that began at `started`, a reading of time.perf_counter."""
+        seconds = round(time.perf_counter() - started, 3)
+        self.writer.event(event, {"step": step, "seconds": seconds})
+
+    def _record_stop(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Records why the run ends: an error, or `stop_reason`."""
+        reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
+        self.writer.event("stop", {"step": self.state.step, "reason": reason})
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -316,6 +344,7 @@ class Run:
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
+        self.stop_reason = "the data ended"
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self.checkpointer.latest() != step:

@@ -1,32 +1,31 @@
-"""Writes report.html of a run's folder again, for a finished, running or killed run.
+"""Writes report.html of a run's folder again, or shows runs live in a browser.
 
-Example:
+Examples:
   python scripts/report.py --workdir=runs/first
+  python scripts/report.py --out=compare.html runs/first runs/second
+  python scripts/report.py --serve=6006 runs/first runs/second
 """
-
-import pathlib
 
 from absl import flags
 
 from distflow_jax.config.command_line import run_main
-from distflow_jax.report.page import report
-from distflow_jax.report.run_writer import write_atomic
+from distflow_jax.report.live.write_or_serve import write_or_serve
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of a run, or of several runs; further ones are given without a flag."
+)
 OUT = flags.DEFINE_string("out", "", "File to write; empty: report.html in the run's folder.")
-flags.mark_flag_as_required("workdir")
+SERVE = flags.DEFINE_integer(
+    "serve", None, "Port of a live page of the runs, 0: any free one; nothing is written.", 0, 65535
+)
+HOST = flags.DEFINE_string("host", "127.0.0.1", "Address at which the live page is served.")
 
 
 def main(argv: list[str]) -> int:
-    """Reads the folder and writes the report."""
-    folder = pathlib.Path(WORKDIR.value)
-    if not folder.is_dir():
-        raise ValueError(f"--workdir {str(folder)!r} does not exist; name the folder of a run")
-    path = pathlib.Path(OUT.value or folder / "report.html")
-    write_atomic(path, report(folder))
-    print(f"wrote {path}")
-    return 0
+    """Reads the folders, and writes or serves the report."""
+    folders = [*([WORKDIR.value] if WORKDIR.value else []), *argv[1:]]
+    return write_or_serve(folders, out=OUT.value, port=SERVE.value, host=HOST.value)
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, takes_arguments=True)

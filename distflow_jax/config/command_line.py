@@ -21,8 +21,8 @@ _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 _USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
-def run_main(main: Callable[[list[str]], int | None]) -> None:
-    """Parses the flags, calls `main([program])` and exits with its result.
+def run_main(main: Callable[[list[str]], int | None], *, takes_arguments: bool = False) -> None:
+    """Parses the flags, calls `main([program, ...])` and exits with its result.
 
     The config's flag must be named "config", without a default: config_flags.DEFINE_config_file
     would load a default while the script is imported, where its errors cannot be explained. Use
@@ -30,10 +30,12 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
 
     User errors (a ValueError raised by this package or by the user's code, a missing or forbidden
     file) are printed as one line "error: ..." with exit code 2; --debug shows their traceback. All
-    other errors show theirs always. Arguments that are not flags are user errors.
+    other errors show theirs always. Arguments that are not flags are user errors, unless
+    `takes_arguments`: main gets them after the program's name.
     """
     flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=sys.argv[0])
-    app.run(functools.partial(_call, main), flags_parser=parse_flags)
+    parse = functools.partial(parse_flags, takes_arguments=takes_arguments)
+    app.run(functools.partial(_call, main), flags_parser=parse)
 
 
 def define_job_flags() -> None:
@@ -56,14 +58,14 @@ def find_job() -> job.Job:
     )
 
 
-def parse_flags(argv: list[str]) -> list[str]:
+def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
             getattr(flags.FLAGS["config"].value, "lock", None)
-        if rest[1:]:
+        if rest[1:] and not takes_arguments:
             raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     except SystemExit:
         # absl exits with 1 after --help, which a caller would take for a failure

@@ -1,9 +1,10 @@
 """Writer of a run's folder.
 
 It contains config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
-tensorboard/, samples/ and report.html. metrics.jsonl has one JSON object per step with "step" and
-the metrics by name. Floats have as many digits as give the same float64 again. JSON has no NaN or
-infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts.
+events.jsonl, tensorboard/, samples/ and report.html. metrics.jsonl has one JSON object per step
+with "step" and the metrics by name. Floats have as many digits as give the same float64 again. JSON
+has no NaN or infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics`
+converts.
 """
 
 import json
@@ -18,6 +19,7 @@ import numpy as np
 import tensorboardX
 
 from distflow_jax.report.page import report
+from distflow_jax.report.run_events import RunEvents
 
 NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -66,6 +68,7 @@ class RunWriter:
         for path in (self.folder / "samples").glob("*.jsonl"):
             if path.stem.isdigit() and int(path.stem) > self._last_step:
                 path.unlink()
+        self._events = RunEvents(self.folder / "events.jsonl")
         self._file = self._metrics_path.open("a", encoding="utf-8")
         self._tensorboard = tensorboardX.SummaryWriter(
             str(self.folder / "tensorboard"), purge_step=self._last_step + 1, flush_secs=10
@@ -88,6 +91,11 @@ class RunWriter:
         if self._enabled:
             write_atomic(self.folder / "memory.json", json.dumps(tree, indent=1) + "\n")
 
+    def event(self, kind: str, facts: Mapping[str, Any], *, at: float | None = None) -> None:
+        """Appends an event to events.jsonl, see RunEvents.add."""
+        if self._enabled:
+            self._events.add(kind, facts, at=at)
+
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends the metrics of one step to metrics.jsonl and TensorBoard.
 
@@ -107,6 +115,7 @@ class RunWriter:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()  # a SIGKILL then loses nothing
         self._last_step = step
+        self._events.step(step)
         for name, value in values.items():
             # TensorBoard allows no @: mean@8 becomes mean_8
             self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
