@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
@@ -19,7 +20,6 @@ from distflow_jax.stages.stage_context import (
     NodeContext,
     RewardContext,
     SamplingContext,
-    Stage,
     TrainContext,
 )
 from distflow_jax.stages.update_model import (
