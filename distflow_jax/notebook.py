@@ -305,7 +305,9 @@ class Results:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """{"step": 1, "critic/score/mean": 0.2, ...} per step; docs/metrics.md lists the names.
+        """{"step": 1, "critic/score/mean": 0.2, ...} per step.
+
+        docs/reference/metrics.md explains the names.
 
         Step 0 has the evaluation of the untrained weights, if there is one.
         """

@@ -19,38 +19,51 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, PolicyLossKind
 class AlgorithmConfig:
     """Choice of advantage, policy loss, KL and correction, in any combination."""
 
+    # estimator of the advantages: grpo, dr_grpo, rloo, gae, reinforce_plus_plus,
+    # reinforce_plus_plus_baseline, remax, gpg, opo or cpgd
     advantage: str = "grpo"
-    gamma: float = 1.0  # discount per token (gae, reinforce_plus_plus)
-    lam: float = 1.0  # of gae: 1 is the full return, 0 the one-step estimate
-    cpgd_weight: str = "std"  # of the advantage cpgd: std, equal or clip_filter
+    gamma: float = 1.0  # discount per token, of gae and reinforce_plus_plus
+    lam: float = 1.0  # lambda of gae: 1 is the full return, 0 the one-step estimate
+    cpgd_weight: str = "std"  # weight of groups in cpgd: std, equal or clip_filter
 
+    # ppo_clip, gspo, cispo, sapo, gmpo, gpg, cpgd, kl_cov, dro or decoupled
     policy_loss: str = "ppo_clip"
-    clip: float | None = None  # epsilon on both sides; None: the loss's own, mostly 0.2
-    clip_low: float | None = None  # the ratio is clipped below 1 - clip_low; None: as clip
-    clip_high: float | None = None  # above 1 + clip_high; 0.28 is DAPO's clip-higher; None: as clip
-    dual_clip: float | None = None  # bound of the loss where the advantage is negative; None: 3
-    sapo_tau_positive: float | None = None  # steepness of sapo's gate for A > 0; None: 1
-    sapo_tau_negative: float | None = None  # for all others; None: 1.05
+    clip: float | None = None  # clip range on both sides; None: the loss's own, mostly 0.2
+    clip_low: float | None = None  # the ratio is clipped below 1 - clip_low; None: clip
+    # the ratio is clipped above 1 + clip_high; 0.28 is DAPO's clip-higher; None: clip
+    clip_high: float | None = None
+    dual_clip: float | None = None  # bound of the ratio for negative advantages; None: 3
+    sapo_tau_positive: float | None = None  # steepness of sapo's gate, advantage above 0; None: 1
+    # steepness of sapo's gate for all other tokens; None: 1.05
+    sapo_tau_negative: float | None = None
     cpgd_drift_coef: float | None = None  # weight of the drift term of the loss cpgd; None: 0.001
     kl_cov_share: float | None = None  # share of tokens that kl_cov penalises; None: 0.0002
-    kl_cov_coef: float | None = None  # weight of |logp - old| on these; None: 1
+    kl_cov_coef: float | None = None  # weight of kl_cov's penalty |logp - old|; None: 1
     dro_beta: float | None = None  # weight of dro's square; None: 0.05
-    aggregation: str = ""  # see aggregate.py; "": the loss's own, mostly token-mean
+    # token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm or
+    # fixed-budget; "": the loss's own, mostly token-mean
+    aggregation: str = ""
     token_budget: int = 0  # response tokens per optimizer step, with aggregation fixed-budget
 
     kl_coef: float = 0.0  # weight of KL(policy || reference); 0: no reference model
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3"  # in the loss k2, k3 or k3+; with kl_in_reward k1, abs, k2 or k3
     kl_in_reward: bool = False  # subtract the KL from the rewards instead of adding it to the loss
     kl_target: float = 0.0  # KL per token, nats, to adapt kl_coef to (kl_in_reward); 0: fixed coef
     kl_horizon: int = 10_000  # sequences over which kl_coef adapts to kl_target
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
-    correction: str = "none"  # weight for the gap between sampler and trainer
-    correction_low: float | None = None  # least ratio (token_mis); None: 0.5
-    correction_high: float | None = None  # greatest ratio; None: 2, for token_mis 5
-    rejection: str = "none"  # rule that leaves out sequences for that gap
-    rejection_low: float | None = None  # least mean ratio (geometric); None: 0.99
-    rejection_high: float | None = None  # greatest; None: 1.01, for k2 and k3 0.01 nats
+    # weight for the gap between sampler and trainer: none, token_tis, token_mis, sequence_tis or
+    # sequence_mis
+    correction: str = "none"
+    correction_low: float | None = None  # least ratio of token_mis; None: 0.5
+    correction_high: float | None = None  # greatest ratio of a correction; None: 2, for token_mis 5
+    # rule that leaves out sequences for the gap between sampler and trainer: none, geometric, k2
+    # or k3
+    rejection: str = "none"
+    rejection_low: float | None = None  # least mean ratio of geometric; None: 0.99
+    # greatest mean ratio of geometric, greatest KL of k2 and k3; None: 1.01, for k2 and k3 0.01
+    # nats
+    rejection_high: float | None = None
     proximal: str = "recomputed"  # source of the old log-probs: recomputed, rollout or a3po
 
     def __post_init__(self):

@@ -16,7 +16,7 @@ from distflow_jax.batch import Rows
 class PreferenceConfig:
     """Loss over pairs of a chosen and a rejected response."""
 
-    loss: str = "dpo"
+    loss: str = "dpo"  # dpo or ipo
     beta: float = 0.1  # strength of the pull towards the reference; smaller lets the policy move on
 
     def __post_init__(self):

@@ -14,8 +14,8 @@ from distflow_jax.algorithms.masked import masked_variance, safe_divide
 class ValueConfig:
     """Loss of a critic."""
 
-    clip: float = 0.5  # distance from the old value beyond which a smaller error is not rewarded
-    aggregation: str = "token-mean"
+    clip: float = 0.5  # distance from the old value beyond which a smaller error counts no more
+    aggregation: str = "token-mean"  # as algorithm.aggregation, without fixed-budget
 
     def __post_init__(self):
         if self.clip <= 0:

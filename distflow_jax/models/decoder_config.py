@@ -85,7 +85,7 @@ class LoraConfig:
     """
 
     rank: int = 0  # rows of A, columns of B; 0: no adapters, all parameters are trained
-    alpha: float = 32.0
+    alpha: float = 32.0  # adapters are scaled by alpha / rank
     targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters
 
     def __post_init__(self):

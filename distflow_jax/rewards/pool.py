@@ -25,17 +25,18 @@ CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
 class RewardConfig:
     """The reward function, its worker processes, and the handling of its errors."""
 
-    # the function: gsm8k, math, exact, format, pattern, reasoning_gym, zero (all rewards come from
-    # rollout.environment), my_module:my_function or file.py:function
+    # the reward function: gsm8k, math, exact, format, pattern, reasoning_gym, zero (all rewards
+    # come from rollout.environment), my_module:my_function or file.py:function
     function: str = "gsm8k"
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its keyword arguments
-    timeout_seconds: float = 10.0  # deadline of one call
+    # keyword arguments of the function
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    timeout_seconds: float = 10.0  # deadline of one call of the function
     start_seconds: float = 60.0  # deadline for starting a worker and importing the function
     # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
-    # these, one per core up to 8 for others
+    # quick built-in functions, one per core up to 8 for others
     num_workers: int = -1
     on_error: float = 0.0  # score of a response whose call raises, hangs or crashes
-    max_error_rate: float = 0.1  # share of a step's responses above which errors end the run
+    max_error_rate: float = 0.1  # above this share of a step's responses, errors end the run
     # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of
     # the limit; 0: no penalty
     overlong_buffer: float = 0.0

@@ -17,36 +17,37 @@ class RolloutConfig:
     """Settings of sampling and of the samplers. Sizes are global."""
 
     num_samples: int = 8  # responses per prompt (n of a group)
-    max_response_length: int = 16  # tokens, the end token included
-    temperature: float = 1.0  # the trainer's log-probs use the same one
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
+    max_response_length: int = 16  # longest response in tokens, the end token included
+    temperature: float = 1.0  # sampling temperature; log-probs in training use it too
+    top_k: int = 0  # sample from the k most probable tokens; 0: all
+    top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
     num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
-    cache_fraction: float = 0.3  # of a device's memory for the cache, where num_slots is 0
+    cache_fraction: float = 0.3  # share of a device's memory for the KV cache if num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
-    speculative_tokens: int = 0  # guessed in a step from what a slot's text repeats; 0: off
-    speculative_ngram: int = 2  # tokens that must have stood before for a guess
-    attention: str = "auto"  # the platform's: "pages" on CPU, the kernels "gpu" and "tpu" there
+    speculative_tokens: int = 0  # tokens guessed per step from repeated text; 0: off
+    speculative_ngram: int = 2  # repeated tokens that a guess needs before it
+    attention: str = "auto"  # attention of a decode step: auto, pages (CPU), gpu or tpu
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
-    # keys and values: auto (the compute dtype), or int8 with a float32 per token and head, which
-    # takes about half the room of bfloat16 and makes log-probs less exact
+    # type of keys and values: auto (the compute dtype), or int8 with a float32 per token and head,
+    # which takes about half the room of bfloat16 and makes log-probs less exact
     # (docs/decisions/014-int8-kv-cache.md)
     cache_dtype: str = "auto"
     # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
     # output: half of bfloat16's bytes, and log-probs less exact
     # (docs/decisions/015-int8-sampler-weights.md)
     weights_dtype: str = "auto"
-    cache_tokens: int = 0  # room of the caches of all processes; 0: for full slots
-    prefill_tokens: int = 512  # read at a time: short prompts together, long ones in chunks
-    # of cached shared prefixes (a system prompt), read once in a rollout; in each sampler, at least
-    # a page; 0: off
+    cache_tokens: int = 0  # tokens in the KV caches of all processes; 0: for full slots
+    prefill_tokens: int = 512  # tokens prefilled at a time: short prompts together, long in chunks
+    # tokens of cached shared prefixes such as a system prompt, prefilled once in a rollout; in each
+    # sampler, at least a page; 0: off
     prefix_tokens: int = 0
-    # called between the turns of a response: calculator, tools, my_module:MyClass,
+    # environment between the turns of a response: calculator, tools, my_module:MyClass,
     # file.py:MyClass; "": a response is one turn
     environment: str = ""
-    environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for it
-    environment_seconds: float = 10.0  # one call of it; the response ends above that
-    max_turns: int = 4  # of the model in one response
+    # keyword arguments of the environment
+    environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment_seconds: float = 10.0  # deadline of one call; a response ends there
+    max_turns: int = 4  # turns of the model in one response
     turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
 
     def __post_init__(self):

@@ -30,13 +30,13 @@ _FIRST_COUNTER = 1 << 30
 class EvalConfig:
     """The evaluation set, how it is sampled, and when."""
 
-    dataset: str = ""  # as data.train; "": no evaluation
+    dataset: str = ""  # data set, named as in data.train; "": no evaluation
     every: int = 0  # steps between evaluations; 0: only the untrained weights and the last ones
-    num_prompts: int = 128  # the first so many of the data set; 0: all
-    num_samples: int = 1  # N of mean@N, best@N and maj@N
-    temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # 1: off
-    max_response_length: int = 0  # tokens; 0: as rollout.max_response_length
+    num_prompts: int = 128  # number of prompts, the first of the data set; 0: all
+    num_samples: int = 1  # responses per prompt: N of mean@N, best@N and maj@N
+    temperature: float = 0.0  # sampling temperature; 0: greedy
+    top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
+    max_response_length: int = 0  # longest response in tokens; 0: rollout.max_response_length
 
     def __post_init__(self):
         for name in ("every", "num_prompts", "max_response_length"):

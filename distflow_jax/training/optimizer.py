@@ -16,14 +16,14 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
 
     lr: float = 1e-6  # peak learning rate
-    schedule: str = "constant"  # after the warm-up: constant, or cosine to min_lr_ratio * lr
+    schedule: str = "constant"  # of lr after the warm-up: constant, or cosine to min_lr_ratio * lr
     warmup_steps: int = 0  # optimizer steps over which lr rises linearly, from lr/(n+1)
     min_lr_ratio: float = 0.0  # learning rate at the end of the cosine, as a share of lr
-    b1: float = 0.9
-    b2: float = 0.95  # 0.95, not 0.999: RL runs are short and gradients noisy
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices only, not on norms and biases
-    clip_norm: float = 1.0  # global norm of the gradient; 0 = off
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment; not 0.999: runs are short, gradients noisy
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases have none
+    clip_norm: float = 1.0  # largest global norm of the gradient; 0: no clipping
     # format of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
     # scale per block; see compressed_moments.py). Arithmetic is float32
     moments: str = "float32"

@@ -10,9 +10,9 @@ from distflow_jax.training.optimizer import OptimizerConfig
 class TrainingConfig:
     """Settings of training. Sizes are global."""
 
-    steps: int = 20  # RL steps: one batch of prompts each
+    steps: int = 20  # steps of the run: one batch of prompts each
     mini_batches: int = 1  # optimizer steps per pass over a batch
-    epochs: int = 1  # passes over a batch
+    epochs: int = 1  # passes over each batch
     row_tokens: int = 256  # L: tokens per packed row
     row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4
     micro_batch_rows: int = 0  # rows of a micro-batch over all data ranks; 0: one per rank
@@ -24,10 +24,12 @@ class TrainingConfig:
     # a stage; needs a remat other than none
     pipeline_repeats: int = 1
     share_prompts: bool = True  # store a prompt once per row for all its responses there
-    compute_dtype: str = "auto"  # auto: bfloat16 if the hardware supports it, float32 on CPU
-    # masked: all scores of a row at once. blocks: tiles, without those that packing masks. kernel:
-    # tiles by a kernel of the platform. auto: blocks on CPU and a kernel elsewhere, masked if their
-    # sizes do not fit (attention_choice.py)
+    # type of activations and matrix products: bfloat16 or float32; auto: bfloat16 if the hardware
+    # supports it, float32 on CPU
+    compute_dtype: str = "auto"
+    # attention of the trainer. masked: all scores of a row at once. blocks: tiles, without those
+    # that packing masks. kernel: tiles by a kernel of the platform. auto: blocks on CPU and a
+    # kernel elsewhere, masked if their sizes do not fit (attention_choice.py)
     attention: Literal["auto", "masked", "blocks", "kernel"] = "auto"
     # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
     logp_chunk: int = 0
@@ -41,8 +43,8 @@ class TrainingConfig:
     # router (Ma et al. 2025, arxiv.org/abs/2510.11370)
     router_replay: bool = False
     fuse: bool = True  # compile adjacent nodes on one mesh into one program
-    # idle: models, optimizers and samplers that a node does not use stay in host memory, and every
-    # node on a mesh is a program of its own
+    # none: everything stays on the devices. idle: models, optimizers and samplers that a node does
+    # not use stay in host memory, and every node on a mesh is a program of its own
     offload: Literal["none", "idle"] = "none"
     # GiB of a device that the run may use; a run that needs more ends with an error before step 1.
     # 0: the memory that the device reports, for a CPU device its share of the host's memory
