@@ -144,7 +144,7 @@ def test_a_run_leaves_a_report_of_all_it_wrote(tmp_path):
     assert words == ["mean", "max", "min"]
     expected = {step: step / 7 for step in range(1, 7)}
     assert page.points("critic/score/mean") == pytest.approx(expected, rel=1e-4)
-    assert all(word in page.text for word in ("a1", "a2", "step 1", "eval-6"))
+    assert all(word in page.text for word in ("a1", "a2", "step 1", "evaluation at step 6"))
 
 
 def test_an_empty_folder_has_a_report(tmp_path):

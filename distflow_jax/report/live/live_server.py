@@ -30,6 +30,7 @@ from distflow_jax.report.sections.chart_data import chart_data
 LOOPBACK = "127.0.0.1"
 MOST_RUNS = 21  # colours times dashes of the page's lines
 _IDLE_SECONDS = 120  # after which a connection is closed
+_SIGNAL_SECONDS = 0.5  # at most, until a signal that another thread received ends the server
 _FILES = ("config.json", "metrics.jsonl", "plan.json", "events.jsonl", "stragglers.jsonl")
 _MARKS = ("config.json", "metrics.jsonl", "events.jsonl", "plan.json")  # of a run's folder
 
@@ -265,7 +266,7 @@ def open_server(
 def serve(server: LiveServer) -> None:
     """Answers requests until SIGINT (Ctrl-C) or SIGTERM, then closes the port."""
     with server, _until_signal():
-        server.serve_forever(poll_interval=60.0)  # a signal interrupts the wait
+        server.serve_forever(poll_interval=_SIGNAL_SECONDS)
 
 
 @contextlib.contextmanager
