@@ -1,9 +1,10 @@
 """Writes report.html of a run's folder again, or shows runs live in a browser.
 
-Examples:
+With --serve=PORT the page grows while the runs train. Several folders, or one that contains several
+runs, are compared; a page of them needs --out=FILE.html.
+
+Example:
   python scripts/report.py --workdir=runs/first
-  python scripts/report.py --out=compare.html runs/first runs/second
-  python scripts/report.py --serve=6006 runs/first runs/second
 """
 
 from absl import flags

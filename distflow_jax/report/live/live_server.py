@@ -264,8 +264,10 @@ def open_server(
 
 
 def serve(server: LiveServer) -> None:
-    """Answers requests until SIGINT (Ctrl-C) or SIGTERM, then closes the port."""
+    """Prints the address and answers requests until SIGINT (Ctrl-C) or SIGTERM."""
     with server, _until_signal():
+        count = len(server.report)
+        print(f"{count} run{'s' if count > 1 else ''} at {server.url} (Ctrl-C ends)", flush=True)
         server.serve_forever(poll_interval=_SIGNAL_SECONDS)
 
 

@@ -31,10 +31,7 @@ def write_or_serve(
     if port is not None:
         if out:
             raise ValueError(f"--out={out} and --serve={port} exclude each other; leave one out")
-        server = open_server(folders, port, host)
-        count = len(server.report)
-        print(f"{count} run{'s' if count > 1 else ''} at {server.url} (Ctrl-C ends)", flush=True)
-        serve(server)
+        serve(open_server(folders, port, host))
         return 0
     runs = find_runs(folders)
     if len(runs) > 1 and not out:
