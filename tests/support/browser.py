@@ -139,7 +139,7 @@ class Page:
     def wait_for(self, script, seconds=60.0):
         """Waits until a JavaScript expression is true."""
         end = time.monotonic() + seconds
-        while not self.run(script):
+        while not self.run(f"Boolean({script})"):
             assert time.monotonic() < end, f"not true in {seconds} s: {script}"
             time.sleep(0.1)
 

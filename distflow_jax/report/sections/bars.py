@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from distflow_jax.report.charts import format_value, ticks
 from distflow_jax.report.page_style import escaped
-from distflow_jax.report.progress import format_seconds
 
-_MINUTES = 120.0  # seconds from which an axis shows minutes
+_UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))  # of an axis, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +33,11 @@ def bars_html(rows: Sequence[BarRow], end: float) -> str:
     if not rows:
         return ""
     end = end if end > 0 else 1.0
+    unit, word = next(found for found in _UNITS if end >= 2 * found[0] or found[0] == 1.0)
     labels = "".join(
-        f"<i style='left:{_percent(value, end)}'>{escaped(_time(value, end))}</i>"
-        for value in ticks(0.0, end, 5)
-        if value <= 0.96 * end  # a label at the edge would leave the page
+        f"<i style='left:{_percent(value * unit, end)}'>{escaped(format_value(value))} {word}</i>"
+        for value in ticks(0.0, end / unit, 5)
+        if value * unit <= 0.92 * end  # a label at the edge would leave the page
     )
     body = "".join(
         f"<div class='row'><div class='label' title='{escaped(row.label)}'>{escaped(row.label)}"
@@ -57,7 +57,3 @@ def _bar(bar: Bar, end: float) -> str:
 
 def _percent(value: float, end: float) -> str:
     return f"{100 * min(max(value / end, 0.0), 1.0):.2f}%"
-
-
-def _time(value: float, end: float) -> str:
-    return format_seconds(value) if end > _MINUTES else f"{format_value(value)} s"

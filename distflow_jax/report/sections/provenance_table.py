@@ -25,7 +25,7 @@ def provenance_table(events: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(attempt: Attempt) -> str:
     start = attempt.events[0]
-    facts = {"date": date(attempt.begin)} | {
+    facts = {"date": f"{date(attempt.begin)} UTC"} | {
         name: _text(start[name]) for name in _FACTS if name in start
     }
     rows = "".join(

@@ -72,7 +72,8 @@ def run_timeline(events: Sequence[Mapping[str, Any]]) -> str:
         for a, b in zip(shown, shown[1:], strict=False)
     ]
     stops = f"<ul class='about'>{''.join(gaps)}</ul>" if gaps else ""
-    return f"<div class='legend'>{legend}</div>{more}{bars_html(rows, length)}{stops}"
+    about = "<p class='about'>A row per start of the run, from its beginning. Dates are in UTC.</p>"
+    return f"{about}<div class='legend'>{legend}</div>{more}{bars_html(rows, length)}{stops}"
 
 
 def date(seconds: float) -> str:
@@ -81,7 +82,7 @@ def date(seconds: float) -> str:
         found = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (OverflowError, OSError, ValueError):
         return "?"
-    return found.strftime("%Y-%m-%d %H:%M UTC")
+    return found.strftime("%Y-%m-%d %H:%M")
 
 
 def _row(attempt: Attempt) -> BarRow:
@@ -105,8 +106,8 @@ def _row(attempt: Attempt) -> BarRow:
             bars.append(Bar(at - seconds, at, kind, title))
     if attempt.find("stop"):
         bars.append(Bar(end - begin, end - begin, "stop", _stop(attempt)))
-    word = "started" if not first else f"resumed after step {first}"
-    return BarRow(f"{word}, {date(begin)}", bars, f"{format_seconds(end - begin)}, step {made}")
+    label = f"{date(begin)}, step {first + 1}"
+    return BarRow(label, bars, f"{format_seconds(end - begin)}, to step {made}")
 
 
 def _stop(attempt: Attempt) -> str:
