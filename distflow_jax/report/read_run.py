@@ -20,7 +20,7 @@ _MOST_NAMED = 12  # files of samples named in an error
 _KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines that contain one of these are always read
 _EARLIER = 4  # steps whose samples are read in addition to the last
 _MOST_EARLIER_BYTES = 16 << 20  # of further files, read for the same prompts
-_MOST_EVENTS = 5_000
+_MOST_EVENTS = 100_000  # a month of steps
 # objectives of nodes that train a model, where their options name none
 _OBJECTIVES = {"ACTOR": "policy", "CRITIC": "value", "REWARD": "reward_model"}
 

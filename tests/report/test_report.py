@@ -158,7 +158,11 @@ def test_a_run_that_has_not_begun_has_a_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "metrics.jsonl", "trace.json", "plan.json", "plan.svg", "plan.txt"]
+    "name",
+    [
+        *("config.json", "metrics.jsonl", "events.jsonl", "trace.json", "stragglers.jsonl"),
+        *("plan.json", "plan.svg", "plan.txt"),
+    ],
 )
 @pytest.mark.parametrize("content", [None, "", '{"a": ', "[1, 2]\n", "\x00\xff<svg onload=x>", "7"])
 def test_any_file_may_be_missing_or_spoilt(tmp_path, name, content):

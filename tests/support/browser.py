@@ -20,7 +20,7 @@ import time
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 120.0
 
 # Chromium reads commands from descriptor 3 and writes answers to 4
 _START = "import os, sys; r, w = map(int, sys.argv[1:3]); os.dup2(r, 13); os.dup2(w, 14); " + (
@@ -136,7 +136,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait_for(self, script, seconds=60.0):
+    def wait_for(self, script, seconds=300.0):
         """Waits until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.run(f"Boolean({script})"):

@@ -11,6 +11,7 @@ from distflow_jax.report.progress import format_seconds
 from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ATTEMPTS = 20
+_MOST_BARS = 300  # of a kind in a row
 _LEGEND = (
     ("setup", "start"),
     ("compile", "compile"),
@@ -100,7 +101,8 @@ def _row(attempt: Attempt) -> BarRow:
         title = f"steps {first + 1} to {made}: {format_seconds(end - trained)}"
         bars.append(Bar(trained - begin, end - begin, "steps", title))
     for kind, word in (("testing", "evaluation"), ("checkpoint", "checkpoint")):
-        for event in attempt.find(word):
+        found = attempt.find(word)
+        for event in found[:: 1 + len(found) // _MOST_BARS]:
             at, seconds = event["time"] - begin, _seconds(event)
             title = f"{word} of step {_step(event)}: {seconds:.1f} s"
             bars.append(Bar(at - seconds, at, kind, title))

@@ -146,7 +146,7 @@ const chooseRun = (number) => {
 };
 byId("run")?.addEventListener("change", (event) => {
   chooseRun(Number(event.target.value));
-  if (page.live) showStatus(), refreshSections();
+  if (page.live) showStatus(), refreshSections().catch(showLost);
   else setStatus(...page.status[chosen]);
 });
 
@@ -170,6 +170,7 @@ const fetchJson = async (url) => {
   return reply.json();
 };
 
+const showLost = () => setStatus("lost", "no answer from the server");
 const showStatus = () => {
   const { last, total } = runs[chosen];
   if (total && last >= total) setStatus("done", `done: ${last} steps`);
@@ -283,7 +284,7 @@ const follow = async () => {
     wait = Math.min(LONGEST, Math.max(SHORTEST, work * SHARE));
   } catch (error) {
     failures += 1;
-    setStatus("lost", "no answer from the server");
+    showLost();
     wait = Math.min(LONGEST, SHORTEST * 2 ** failures);
   }
   following = false;
@@ -301,7 +302,7 @@ const start = async () => {
     if (runs.length > 1)
       byId("differences").innerHTML = (await fetchJson("differences")).html;
   } catch (error) {
-    setStatus("lost", "no answer from the server");
+    showLost();
   }
   timer = setTimeout(follow, SHORTEST);
 };
