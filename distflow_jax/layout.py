@@ -13,7 +13,7 @@ ROWS_COLUMNS = ("prompt", "response", "response_mask")
 # response, integers [tokens, layers, experts of a token], -1 where unknown
 ROUTED_EXPERTS = "routed_experts"
 
-Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/metrics.md)
+Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/reference/metrics.md)
 
 
 @dataclasses.dataclass(frozen=True)

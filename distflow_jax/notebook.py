@@ -40,15 +40,15 @@ from distflow_jax.report.cells import (
     preformatted,
     size_table,
 )
+from distflow_jax.report.chart_choice import TOGETHER, charts_of, main_charts
 from distflow_jax.report.charts import COLORS, PALE, Series
-from distflow_jax.report.curves import FIRST, TOGETHER, charts_of
 from distflow_jax.report.drawing import Drawing, to_svg
 from distflow_jax.report.headline import status, tiles
 from distflow_jax.report.page import page
 from distflow_jax.report.page_style import escaped
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
-from distflow_jax.report.tables import answers
+from distflow_jax.report.sections.sample_cards import answers
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.records import RewardRequest
 
@@ -295,7 +295,9 @@ class Results:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """{"step": 1, "critic/score/mean": 0.2, ...} per step; docs/metrics.md lists the names.
+        """{"step": 1, "critic/score/mean": 0.2, ...} per step.
+
+        docs/reference/metrics.md explains the names.
 
         Step 0 has the evaluation of the untrained weights, if there is one.
         """
@@ -307,12 +309,7 @@ class Results:
         Without names, the main metrics. Raises ValueError for an unknown metric.
         """
         charts = charts_of(self.contents.rows)
-        names = names or tuple(
-            title
-            for first in FIRST
-            for title in charts
-            if title == first or (first.endswith("/") and title.startswith(first))
-        )
+        names = names or tuple(main_charts(self.contents))
         return Charts([(name, _lines(self.contents, name, charts)) for name in names])
 
     def samples(self, step: int | str | None = None) -> Table:

@@ -51,6 +51,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments, open_trackers
 from distflow_jax.runtime.mfu import Utilization
+from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import (
     describe_end,
     describe_run,
@@ -115,6 +116,7 @@ def _train(
     *,
     argv: Sequence[str] = (),
 ) -> int:
+    began = time.time()
     check_writable(folder)
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
@@ -131,7 +133,7 @@ def _train(
         files.enter_context(kept_programs(config.compilation_cache))
         prepared = prepare(config, chosen, terminal.activity)
         files.enter_context(contextlib.closing(prepared.rewards))
-        run = Run(prepared, folder, saved, watchdog, terminal)
+        run = Run(prepared, folder, saved, watchdog, terminal, began)
         code = run.loop(stop)
     if code == EXIT_DONE:
         describe_end(prepared, terminal, folder, run.state.step, argv)
@@ -148,7 +150,8 @@ class Run:
     """The loop over steps.
 
     `prepared` was checked before any device worked, `runtime` lives on the devices, `state` changes
-    from step to step, `instruments` observe without effect on any number.
+    from step to step, `instruments` observe without effect on any number. `began` is when this
+    start of the run began, in seconds since 1970.
     """
 
     def __init__(
@@ -158,7 +161,9 @@ class Run:
         checkpointer: Checkpointer,
         watchdog: Watchdog,
         terminal: Terminal,
+        began: float,
     ):
+        self.began, self.stop_reason = began, "done"
         self.prepared, self.config, self.folder = prepared, prepared.config, folder
         self.checkpointer, self.terminal = checkpointer, terminal
         self.is_first = processes.process_index() == 0
@@ -167,8 +172,10 @@ class Run:
             self.config.observe, folder, watchdog, terminal.activity
         )
         self.phases = self.instruments.phases
+        started = time.perf_counter()
         with terminal.activity("build"):
             self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+        self.compile_seconds = time.perf_counter() - started
         if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
             raise ValueError(missing)
@@ -191,6 +198,7 @@ class Run:
         with contextlib.ExitStack() as files:
             for resource in (self.writer, self.instruments, self.utilization):
                 files.callback(resource.close)
+            files.push(self._record_stop)
             self._start()
             self.line = Progress(
                 steps, terminal=self.terminal, done_steps=state.step, is_due=self._is_due
@@ -222,6 +230,7 @@ class Run:
                     self.save()
                 self._check_finite()
                 if stopping and not last:
+                    self.stop_reason = "stopped by SIGTERM"
                     log.warning(
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
@@ -265,28 +274,47 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the sampler's weights, which `step` steps trained; writes the responses.
         Collective."""
+        started = time.perf_counter()
         with self.phases.span("testing"):
             scored = evaluate_sampler(self.prepared, self.runtime, self.state)
             metrics = validation_metrics(scored, self.config.eval.num_samples)
         self.writer.samples(f"eval-{step}", records(scored))
+        self._record("evaluation", started, step)
         return metrics
 
     def save(self) -> None:
         """Starts a checkpoint of this step."""
+        started = time.perf_counter()
         with self.phases.span("save_checkpoint"):
             save_state(self.prepared, self.state, self.checkpointer)
+        self._record("checkpoint", started, self.state.step)
 
     # -- what surrounds the loop ------------------------------------------------------------------
 
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
         prepared, runtime, state = self.prepared, self.runtime, self.state
+        if self.is_first:
+            facts = {"step": state.step, **provenance(self.folder)}
+            self.writer.event("start", facts, at=self.began)
         describe_run(prepared, runtime, self.writer, self.terminal, self.folder, state.step)
+        started = time.perf_counter() - self.compile_seconds
         runtime.compiled = start_samplers(prepared, runtime, state, self.phases)
         if missing := runtime.compiled.shortage:
             raise ValueError(missing)
         self.writer.memory(runtime.compiled.memory.to_tree())
+        self._record("ready", started, state.step)
         describe_start(runtime, self.terminal, self.folder, state.step)
+
+    def _record(self, event: str, started: float, step: int) -> None:
+        """Records an event that began at `started`, a reading of time.perf_counter."""
+        seconds = round(time.perf_counter() - started, 3)
+        self.writer.event(event, {"step": step, "seconds": seconds})
+
+    def _record_stop(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Records why the run ends: an error, or `stop_reason`."""
+        reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
+        self.writer.event("stop", {"step": self.state.step, "reason": reason})
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -363,6 +391,7 @@ class Run:
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
+        self.stop_reason = "the data ended"
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self.checkpointer.latest() != step:

@@ -1,4 +1,7 @@
-"""Writes report.html of a run's folder again, for a finished, running or killed run.
+"""Writes report.html of a run's folder again, or shows runs live in a browser.
+
+With --serve=PORT the page grows while the runs train. Several folders, or one that contains several
+runs, are compared; a page of them needs --out=FILE.html.
 
     python scripts/report.py --workdir=runs/first
 

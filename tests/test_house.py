@@ -39,7 +39,18 @@ FLOORS = [
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
     "models": [{"weights"}, {"families"}, {"."}, {"kernels"}, {"attention"}, {"remat"}],
-    "report": [{"."}, {"plan_picture", "trackers"}, {"drawing", "json_lines"}],
+    "report": [
+        {"live"},
+        {"."},
+        {"page"},
+        {"sections"},
+        {"headline", "chart_choice"},
+        {"progress"},
+        {"cells"},
+        {"read_run", "charts", "page_style", "metric_reference", "terminal"},
+        {"plan_picture", "trackers"},
+        {"drawing", "json_lines", "log_lines"},
+    ],
     "training": [{"objectives"}, {"."}],
     "rollout": [
         {"sampler"},

@@ -160,15 +160,30 @@ little memory, or a user error. The one-line message names the fix.""",
 
 REPORT = Subcommand(
     "report",
-    "Writes report.html of a run's folder again, for a finished, running or killed run.",
+    "Writes report.html of a run's folder again, or shows runs live in a browser.",
     (
-        string("workdir", None, "Folder of the run.", required=True),
+        string(
+            "workdir",
+            None,
+            "Folder of a run, or of several; further ones need no flag before them.",
+        ),
         string("out", "", "File to write; empty: report.html in the run's folder."),
+        integer(
+            "serve",
+            None,
+            "Port of a live page of the runs, 0: any free one; nothing is written.",
+            0,
+            65535,
+        ),
+        string("host", "127.0.0.1", "Address at which the live page is served."),
     ),
-    ("--workdir=runs/first",),
+    ("--workdir=runs/first", "--serve=8080 runs/first runs/second"),
     """\
-The page is made from the files of the run's folder and nothing else.""",
+The page is made from the files of the run's folder and nothing else. With
+--serve it grows while the runs train. Several folders, or one that contains
+several runs, are compared; a page of them needs --out=FILE.html.""",
     "report_command",
+    arguments="RUN ...",
 )
 
 EXPORT = Subcommand(

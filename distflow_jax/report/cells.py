@@ -12,8 +12,7 @@ from typing import Any
 
 from distflow_jax.report.charts import COLORS, Series, downsample, format_value, line_chart
 from distflow_jax.report.drawing import Drawing, to_svg
-from distflow_jax.report.page_style import escaped
-from distflow_jax.report.tables import long_text
+from distflow_jax.report.page_style import escaped, long_text
 
 # colours of compared runs; the first are the report's
 LINES = (*COLORS, "#7e22ce", "#be123c", "#4d7c0f", "#0891b2", "#78716c")

@@ -56,7 +56,8 @@ def tiles(run: RunFolder) -> list[Tile]:
         if points:
             last, best = points[max(points)], max(points.values())
             more = f"from {format_value(points[min(points)])}, best {format_value(best)}"
-            found.append(Tile(name.removeprefix("val-core/"), format_value(last), more))
+            label = name.removeprefix("val-core/").replace("/reward/", " ")
+            found.append(Tile(label, format_value(last), more))
     speed = sorted(series(rows, "perf/throughput").values())
     if speed:
         median = format_value(speed[len(speed) // 2])

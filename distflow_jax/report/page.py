@@ -1,29 +1,46 @@
-"""A run's report.html: one self-contained file, made from the run's folder.
+"""Pages of runs: report.html of one run, comparisons of several, and the live page.
 
     write_atomic(folder / "report.html", report(folder))
 
-It has curves, times in the plan's order, the plan's picture, samples, stragglers and the config.
-Charts are SVG; the page's script (report/page_style.py) only hides, shows and points at them.
+A page is one self-contained file, made from the folders of its runs: curves, timelines, the plan's
+picture, samples, stragglers, provenance and the config. The page's script (web/) draws the curves
+from numbers that stand in the page; a live page fetches these, and its sections, from a server.
 Everything from a run (prompts, responses, names) is escaped: a response may contain a script.
 """
 
 import json
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.report import page_style
-from distflow_jax.report.charts import LEFT, RIGHT, WIDTH
-from distflow_jax.report.curves import curves
-from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.headline import Tile, status, tiles
-from distflow_jax.report.page_style import escaped
+from distflow_jax.report.page_style import escaped, fill
 from distflow_jax.report.read_run import RunFolder, read_run
-from distflow_jax.report.tables import processes, samples
-from distflow_jax.report.timeline import timeline
+from distflow_jax.report.sections.chart_data import chart_data
+from distflow_jax.report.sections.process_table import processes
+from distflow_jax.report.sections.provenance_table import provenance_table
+from distflow_jax.report.sections.run_timeline import run_timeline
+from distflow_jax.report.sections.sample_cards import sample_cards
+from distflow_jax.report.sections.step_bars import step_bars
 
 _SVG_TAGS = {"svg", "g", "rect", "text", "polyline", "polygon", "path", "title"}
+_ABOUT = ("model.source", "dag", "data.train")  # settings named at the top
+_CURVES = """<section id="curves"><h2>Curves</h2>
+<div class="toolbar">
+<input id="find" type="search" placeholder="find a metric" aria-label="find a metric">
+<label>smoothing <input id="smooth" type="range" min="0" max="0.98" step="0.02" value="0">
+<output id="smoothness">0</output></label>
+<label>over <select id="axis"><option value="step">steps</option>
+<option value="seconds">time in steps</option><option value="tokens">tokens</option>
+</select></label>
+<label><input id="log" type="checkbox"> log scale</label>
+<button id="unzoom" type="button" hidden>reset zoom</button>
+</div>
+<div id="legend" class="legend" hidden></div>
+<div id="charts"></div>
+<noscript><p class="about">the curves need JavaScript</p></noscript>
+</section>"""
 
 
 def report(folder: str | os.PathLike) -> str:
@@ -33,63 +50,140 @@ def report(folder: str | os.PathLike) -> str:
 
 def page(run: RunFolder) -> str:
     """The page of a run's contents."""
-    sections = [
-        ("Curves", "curves", curves(run.rows)),
-        ("Where the time goes", "times", _times(run)),
-        ("Plan", "plan", _plan(run)),
-        ("Samples", "samples", samples(run.samples)),
-        ("Processes", "processes", processes(run.stragglers)),
-        ("Config", "config", _config(run.config)),
-    ]
-    shown = [(title, name, body) for title, name, body in sections if body]
-    links = "".join(f"<a href='#{name}'>{escaped(title)}</a>" for title, name, _ in shown)
-    notes = "".join(f"<p class='note'>{escaped(note)}</p>" for note in run.notes)
-    word, what = status(run)
+    return compare_page({run.name: run})
+
+
+def compare_page(named: Mapping[str, RunFolder]) -> str:
+    """A page of one or several runs by name: the curves of all, the other sections of each."""
+    names, runs = list(named), list(named.values())
+    found = [run_sections(run, number) for number, run in enumerate(runs)]
+    states = [status(run) for run in runs]
+    data = {"live": False, "status": states, "runs": [chart_data(run) for run in runs]}
+    for run, name in zip(data["runs"], names, strict=True):
+        run["name"] = name
+    configs = {name: run.config for name, run in named.items()}
+    return _document(names, states, found, data, differences(configs))
+
+
+def live_page(names: Sequence[str]) -> str:
+    """The live page of runs: empty, its script fetches the runs' contents from the server."""
+    data = {"live": True, "runs": [{"name": name} for name in names]}
+    return _document(names, [("none", "loading")], [{} for _ in names], data, "")
+
+
+def _document(
+    names: Sequence[str],
+    states: Sequence[tuple[str, str]],
+    sections: Sequence[Mapping[str, str]],
+    data: Mapping[str, Any],
+    differing: str,
+) -> str:
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    word, what = states[0]
+    options = "".join(
+        f"<option value='{i}'>{escaped(name)}</option>" for i, name in enumerate(names)
+    )
+    choice = (
+        f"<label class='choice'>show <select id='run' aria-label='run'>{options}</select></label>"
+        if len(names) > 1
+        else ""
+    )
+    links = "<a href='#curves'>Curves</a>" + "".join(
+        f"<a href='#{name}-0' data-section='{name}'{'' if name in sections[0] else ' hidden'}>"
+        f"{label}</a>"
+        for name, label in SECTIONS.items()
+    )
     head = (
-        f"<header><h1>{escaped(run.name)}</h1><span class='status {word}'>{escaped(what)}</span>"
-        f"<nav>{links}</nav><button id='theme' type='button'>light / dark</button></header>"
+        f"<header><h1>{escaped(title)}</h1>{choice}<span id='status' class='status {word}'>"
+        f"{escaped(what)}</span><nav>{links}</nav>"
+        "<button id='theme' type='button' aria-label='light or dark'>light / dark</button></header>"
     )
-    keys = ("model.source", "dag", "data.train")
-    facts = [str(run.config[key]) for key in keys if key in run.config]
+    tops = _blocks("top", [found.get("top", "") for found in sections])
+    rest = _blocks("run", ["".join(found.get(name, "") for name in SECTIONS) for found in sections])
+    body = f"{head}<main>{tops}{_CURVES}<div id='differences'>{differing}</div>{rest}</main>"
+    return fill(title=escaped(f"{title}: report"), body=body, data=data, live=bool(data["live"]))
+
+
+def _blocks(kind: str, contents: Sequence[str]) -> str:
+    return "".join(
+        f"<div class='{kind}' data-run='{i}'{' hidden' if i else ''}>{content}</div>"
+        for i, content in enumerate(contents)
+    )
+
+
+SECTIONS = {
+    "timeline": "Timeline",
+    "times": "Where the time goes",
+    "plan": "Plan",
+    "samples": "Samples",
+    "processes": "Processes",
+    "provenance": "Provenance",
+    "config": "Config",
+}
+
+
+def run_sections(run: RunFolder, number: int) -> dict[str, str]:
+    """HTML of a run's parts by name, those that have content: "top", and SECTIONS in their order.
+
+    `number` is the run's place on the page.
+    """
+    bodies = {
+        "timeline": run_timeline(run.events),
+        "times": step_bars(run.plan, run.steps),
+        "plan": _plan(run),
+        "samples": sample_cards(run),
+        "processes": processes(run.stragglers),
+        "provenance": provenance_table(run.events),
+        "config": _config(run.config),
+    }
+    facts = [str(run.config[key]) for key in _ABOUT if key in run.config]
     about = f"<p class='about'>{escaped('  |  '.join(facts))}</p>" if facts else ""
-    body = "".join(
-        f"<section id='{name}'><h2>{escaped(title)}</h2>{body}</section>"
-        for title, name, body in shown
+    notes = "".join(f"<p class='note'>{escaped(note)}</p>" for note in run.notes)
+    top = f"{about}{_tiles(tiles(run))}{notes}"
+    return {"top": top} | {
+        name: f"<section id='{name}-{number}'><h2>{SECTIONS[name]}</h2>{body}</section>"
+        for name, body in bodies.items()
+        if body
+    }
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """HTML of the settings in which runs differ, by the runs' names; "" for one run.
+
+    `configs` are flat, as in RunFolder.
+    """
+    if len(configs) < 2:
+        return ""
+    rows = []
+    for key in sorted({key for config in configs.values() for key in config}):
+        values = [json.dumps(c[key]) if key in c else "" for c in configs.values()]
+        if len(set(values)) > 1:
+            cells = "".join(f"<td>{escaped(value)}</td>" for value in values)
+            rows.append(f"<tr><td>{escaped(key)}</td>{cells}</tr>")
+    heads = "".join(f"<th>{escaped(name)}</th>" for name in configs)
+    table = (
+        f"<div class='wide'><table class='config'><thead><tr><th>setting</th>{heads}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
-    return page_style.fill(
-        title=escaped(f"{run.name}: report"),
-        body=f"{head}<main>{about}{_tiles(tiles(run))}{notes}{body}</main>",
-        plot=(WIDTH, LEFT, RIGHT),
-    )
+    equal = "<p class='about'>All settings are equal.</p>"
+    return f"<section><h2>Settings that differ</h2>{table if rows else equal}</section>"
 
 
 def _tiles(found: Iterable[Tile]) -> str:
     cells = "".join(
-        f"<div class='tile{' bad' if tile.bad else ''}'><b>{escaped(tile.value)}</b>"
-        f"<span>{escaped(tile.name)}</span><i>{escaped(tile.more)}</i></div>"
+        f"<div class='tile{' bad' if tile.bad else ''}'><span>{escaped(tile.name)}</span>"
+        f"<b>{escaped(tile.value)}</b><i>{escaped(tile.more)}</i></div>"
         for tile in found
     )
     return f"<div class='tiles'>{cells}</div>" if cells else ""
 
 
-def _times(run: RunFolder) -> str:
-    parts = []
-    for step, spans in run.steps.items():
-        note = "the last" if step == max(run.steps) else "the first in trace.json"
-        svg = to_svg(timeline(run.plan, spans), f"times of step {step}")
-        parts.append(f"<h3>Step {step} <i>{note}</i></h3><div class='wide'>{svg}</div>")
-    if not parts:
-        return ""
-    about = (
-        "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey rows are "
-        "other work. Process 0; seconds on the right are sums.</p>"
-    )
-    return about + "".join(reversed(parts))
-
-
 def _plan(run: RunFolder) -> str:
     svg = run.plan_svg
-    picture = f"<div class='wide picture'>{svg}</div>" if is_plain_svg(svg) else ""
+    picture = ""
+    if is_plain_svg(svg):
+        button = "<button class='full' type='button'>full size</button>"
+        picture = f"<div class='picture'>{svg}</div><div class='toolbar'>{button}</div>"
     if not run.plan_text:
         return picture
     shown = "" if picture else " open"

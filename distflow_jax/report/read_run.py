@@ -19,6 +19,10 @@ _MOST_RECORDS = 100  # of one file of samples
 _MOST_NAMED = 12  # files of samples named in an error
 _KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines that contain one of these are always read
 _EARLIER = 4  # steps whose samples are read in addition to the last
+_MOST_EARLIER_BYTES = 16 << 20  # of further files, read for the same prompts
+_MOST_EVENTS = 100_000  # a month of steps
+# objectives of nodes that train a model, where their options name none
+_OBJECTIVES = {"ACTOR": "policy", "CRITIC": "value", "REWARD": "reward_model"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,47 +48,69 @@ class Span:
 class RunFolder:
     """The contents of a run's folder.
 
-    `rows` are the metrics by step, in order; `samples` the first records of a few files by name;
+    `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
+    `earlier` those of other files that have the same prompts;
     `steps` the spans of the first and the last step in the trace; `stragglers` the records of
-    RunWriter.stragglers; `notes` the problems that were met.
+    RunWriter.stragglers, `events` those of RunWriter.event; `objectives` what the plan's nodes
+    train, in their order, as "policy" or "value"; `samples_prompts` whether a node samples
+    responses; `notes` the problems that were met.
     """
 
     name: str
     config: Mapping[str, Any]  # flat: {"training.steps": 20, ...}
     rows: Mapping[int, Mapping[str, float]]
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
+    earlier: Mapping[str, Sequence[Mapping[str, Any]]]
     steps: Mapping[int, Sequence[Span]]
     stragglers: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
     plan: Sequence[PlannedNode]
+    objectives: Sequence[str]
+    samples_prompts: bool
     plan_text: str
     plan_svg: str
     notes: Sequence[str]
 
 
 def read_run(folder: str | os.PathLike) -> RunFolder:
-    """Reads a folder; a folder without a run gives an empty RunFolder."""
+    """Reads a folder; a folder without a run gives an empty RunFolder.
+
+    Symbolic links that lead out of the folder are not followed.
+    """
     folder = pathlib.Path(folder)
     notes: list[str] = []
-    rows: dict[int, dict[str, float]] = {}
-    for row in _thinned(folder / "metrics.jsonl", _MOST_LINES, notes):
-        step = row.get("step")
-        if isinstance(step, int) and 0 <= step < 1 << 53:
-            numbers = {name: _number(value) for name, value in row.items() if name != "step"}
-            rows[step] = {name: n for name, n in numbers.items() if n is not None}
-    config = _json(folder / "config.json", notes)
     tree = _json(folder / "plan.json", notes)
+    objectives, samples_prompts = _trained(tree)
+    samples = _samples(folder / "samples", notes)
     return RunFolder(
         name=folder.resolve().name,
-        config=dict(_dotted(config)),
-        rows={step: rows[step] for step in sorted(rows)},
-        samples=_samples(folder / "samples", notes),
+        config=read_config(folder, notes),
+        rows=_rows(folder / "metrics.jsonl", notes),
+        samples=samples,
+        earlier=_earlier(folder / "samples", samples),
         steps=_steps(folder / "trace.json", notes),
         stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
+        events=_thinned(folder / "events.jsonl", _MOST_EVENTS, notes),
         plan=_plan(tree),
+        objectives=objectives,
+        samples_prompts=samples_prompts,
         plan_text=_text(folder / "plan.txt"),
         plan_svg=_text(folder / "plan.svg"),
         notes=notes,
     )
+
+
+def read_config(folder: pathlib.Path, notes: list[str] | None = None) -> dict[str, Any]:
+    """A run's settings by dotted path, {"training.steps": 20, ...}; appends problems to `notes`."""
+    return dict(_dotted(_json(folder / "config.json", [] if notes is None else notes)))
+
+
+def inside(path: pathlib.Path, folder: pathlib.Path) -> bool:
+    """Whether a path is a regular file that lies below a folder, links followed."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return False
 
 
 def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
@@ -104,7 +130,7 @@ def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
 
 def _text(path: pathlib.Path, most: int = 1 << 28) -> str:
     """The first `most` bytes of a file as text; "" without a file."""
-    if not path.is_file():
+    if not inside(path, path.parent):
         return ""
     with path.open("rb") as file:
         return file.read(most).decode("utf-8", "replace")
@@ -133,7 +159,7 @@ def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _thinned(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
     """Objects of about `most` equidistant lines, with the last one, and of all _KEPT lines."""
-    if not path.is_file():
+    if not inside(path, path.parent):
         return []
     with path.open("rb") as file:
         count = sum(1 for _ in file)
@@ -165,6 +191,25 @@ def _objects(lines: Iterable[bytes], name: str, notes: list[str]) -> list[dict[s
     return rows
 
 
+def _rows(path: pathlib.Path, notes: list[str]) -> dict[int, dict[str, float]]:
+    """Metrics by step, in the order of steps."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in _thinned(path, _MOST_LINES, notes):
+        found = metrics_of(line)
+        if found is not None:
+            rows[found[0]] = found[1]
+    return {step: rows[step] for step in sorted(rows)}
+
+
+def metrics_of(line: Mapping[str, Any]) -> tuple[int, dict[str, float]] | None:
+    """(step, metrics) of a line of metrics.jsonl; None if it has no step."""
+    step = line.get("step")
+    if not isinstance(step, int) or not 0 <= step < 1 << 53:
+        return None
+    numbers = {name: _number(value) for name, value in line.items() if name != "step"}
+    return step, {name: n for name, n in numbers.items() if n is not None}
+
+
 def _number(value: Any) -> float | None:
     """A metric's value; values that are not finite are words in the file, which float() parses."""
     try:
@@ -180,6 +225,8 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
     """Samples of the last and some earlier steps, of the first and last evaluation and failure."""
     groups: dict[str, list[tuple[int, str]]] = {"": [], "eval-": [], "nonfinite-": []}
     for path in folder.glob("*.jsonl"):
+        if not inside(path, folder.parent):
+            continue
         kind = path.stem.rstrip("0123456789")
         if kind in groups and path.stem != kind:
             groups[kind].append((int(path.stem[len(kind) :]), path.name))
@@ -194,6 +241,31 @@ def _samples(folder: pathlib.Path, notes: list[str]) -> dict[str, list[dict[str,
         with (folder / name).open("rb") as file:
             lines = itertools.islice(file, _MOST_RECORDS)
             found[name.removesuffix(".jsonl")] = _objects(lines, name, notes)
+    return found
+
+
+def prompt_key(record: Mapping[str, Any]) -> str:
+    """The key by which records of the same prompt are found in several files."""
+    return json.dumps([record.get("row"), record.get("prompt")], default=str)
+
+
+def _earlier(
+    folder: pathlib.Path, shown: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Records of the other steps' files whose prompts are among those shown."""
+    wanted = {prompt_key(r) for name, records in shown.items() for r in records if name.isdigit()}
+    files = [p for p in folder.glob("*.jsonl") if p.stem.isdigit() and p.stem not in shown]
+    found, size = {}, 0
+    for path in sorted(files, key=lambda p: int(p.stem), reverse=True):
+        if not wanted or not inside(path, folder.parent):
+            continue
+        size += path.stat().st_size
+        if size > _MOST_EARLIER_BYTES:
+            break
+        with path.open("rb") as file:
+            records = [r for r in _objects(file, path.name, []) if prompt_key(r) in wanted]
+        if records:
+            found[path.stem] = records
     return found
 
 
@@ -213,6 +285,21 @@ def _plan(tree: Mapping[str, Any]) -> list[PlannedNode]:
         ]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         return []
+
+
+def _trained(tree: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The objectives that a plan's nodes train, and whether a node samples responses."""
+    objectives, sampled = [], False
+    try:
+        for task in tree.get("tasks", ()):
+            node = task["node"]
+            sampled |= node["role"] == "ROLLOUT"
+            if node["type"] == "MODEL_TRAIN":
+                default = _OBJECTIVES.get(str(node["role"]), "")
+                objectives.append(str(node.get("options", {}).get("objective", default)))
+    except (KeyError, TypeError, AttributeError):
+        return [], False
+    return list(dict.fromkeys(filter(None, objectives))), sampled
 
 
 def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
@@ -246,7 +333,7 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
 
 def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
     """Complete events of a trace; of a large file only those of its beginning and end."""
-    if not path.is_file():
+    if not inside(path, path.parent):
         return
     with path.open("rb") as file:
         data = file.read(_HEAD_BYTES + _TAIL_BYTES)

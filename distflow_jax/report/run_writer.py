@@ -1,10 +1,10 @@
 """Writer of a run's folder.
 
 It contains config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
-samples/ and report.html; trackers follow it (trackers/). metrics.jsonl has one JSON object per step
-with "step" and the metrics by name. Floats have as many digits as give the same float64 again. JSON
-has no NaN or infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics`
-converts.
+events.jsonl, samples/ and report.html; trackers follow it (trackers/). metrics.jsonl has one JSON
+object per step with "step" and the metrics by name. Floats have as many digits as give the same
+float64 again. JSON has no NaN or infinity: they are the strings "NaN", "Infinity" and "-Infinity",
+which `read_metrics` converts.
 """
 
 import json
@@ -18,6 +18,7 @@ import numpy as np
 
 from distflow_jax.report.json_lines import complete_lines, json_number, json_value, metrics_row
 from distflow_jax.report.page import report
+from distflow_jax.report.run_events import RunEvents
 from distflow_jax.report.trackers.workers import Trackers
 
 log = logging.getLogger("distflow_jax")
@@ -67,6 +68,7 @@ class RunWriter:
         for path in (self.folder / "samples").glob("*.jsonl"):
             if path.stem.isdigit() and int(path.stem) > self._last_step:
                 path.unlink()
+        self._events = RunEvents(self.folder / "events.jsonl")
         self._file = self._metrics_path.open("a", encoding="utf-8")
 
     def config(self, config: Mapping[str, Any]) -> None:
@@ -88,6 +90,11 @@ class RunWriter:
         if self._enabled:
             write_atomic(self.folder / "memory.json", json.dumps(tree, indent=1) + "\n")
 
+    def event(self, kind: str, facts: Mapping[str, Any], *, at: float | None = None) -> None:
+        """Appends an event to events.jsonl, see RunEvents.add."""
+        if self._enabled:
+            self._events.add(kind, facts, at=at)
+
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends the metrics of one step to metrics.jsonl, and wakes the trackers.
 
@@ -107,6 +114,7 @@ class RunWriter:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()  # a SIGKILL then loses nothing
         self._last_step = step
+        self._events.step(step)
         if self._trackers:
             self._trackers.rows(step)
         if self._report_every and step and step % self._report_every == 0:

@@ -15,7 +15,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.runtime.instruments import Instruments
 
 # node (role, type) -> verl's name of its time
-_TIMINGS = {
+VERL_TIMINGS = {
     ("ROLLOUT", "MODEL_INFERENCE"): "gen",
     ("REWARD", "COMPUTE"): "reward",
     ("ACTOR", "MODEL_INFERENCE"): "old_log_prob",
@@ -109,6 +109,6 @@ def _timing(unit: Unit) -> str:
     words = []
     for node in (task.node for task in unit.tasks):
         # a function of the user's own has no name of verl's
-        known = _TIMINGS.get((node.role, node.type)) if node.fn is None else None
+        known = VERL_TIMINGS.get((node.role, node.type)) if node.fn is None else None
         words.append(known or node.id)
     return ".".join(words)

@@ -71,11 +71,13 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """One prompt with its n responses."""
+    """One prompt with its n responses: texts, scores, tokens, and whether each ended by itself."""
 
     prompt: Prompt
     texts: list[str]
     scores: list[float]
+    lengths: list[int]
+    finished: list[bool]
 
 
 def vote(texts: Sequence[str], scores: Sequence[float]) -> float:
@@ -116,8 +118,11 @@ def evaluate(
         ]
     )
     scores = [r.score + e.reward for r, e in zip(results, episodes, strict=True)]
+    lengths = [len(e.response.tokens) for e in episodes]
+    finished = [bool(e.response.finished) for e in episodes]
+    columns = (texts, scores, lengths, finished)
     return state, [
-        Scored(prompt, texts[i * n : (i + 1) * n], scores[i * n : (i + 1) * n])
+        Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
         for i, prompt in enumerate(prompts[own])
     ]
 
@@ -172,6 +177,8 @@ def records(scored: Sequence[Scored]) -> list[dict[str, Any]]:
             "ground_truth": s.prompt.ground_truth,
             "responses": s.texts,
             "scores": s.scores,
+            "lengths": s.lengths,
+            "finished": s.finished,
         }
         for s in scored
     ]

@@ -1,5 +1,7 @@
 """A report shows what a run left, whatever state that is in, and runs nothing that a run wrote."""
 
+import base64
+import hashlib
 import html.parser
 import json
 import math
@@ -43,6 +45,8 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
+        if self.open and self.open[-1] == "script" and data.lstrip().startswith("{"):
+            self.data = json.loads(data)
         if self.open and self.open[-1] not in ("script", "style"):
             self.texts.append(data)
 
@@ -53,6 +57,16 @@ class Page(html.parser.HTMLParser):
     def attributes(self, name):
         return [found[name] for _, found in self.tags if name in found]
 
+    @property
+    def run(self):
+        """The numbers of the charts of the first run."""
+        return self.data["runs"][0]
+
+    def points(self, name):
+        """{step: value} of a metric; None for a value that is not finite."""
+        grid, values, _ = self.run["metrics"][name]
+        return dict(zip(self.run["grids"][grid], values, strict=True))
+
 
 def checked(folder):
     """The page of a folder, after what must hold of every page."""
@@ -61,14 +75,29 @@ def checked(folder):
     page = Page(text)
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
-    assert [tag for tag, _ in page.tags].count("script") == 1
-    assert {value for value in page.attributes("href")} <= {f"#{name}" for name in ids}
+    kinds = [found.get("type") for tag, found in page.tags if tag == "script"]
+    assert kinds == ["application/json", None]
+    links = [found for tag, found in page.tags if tag == "a" and "hidden" not in found]
+    assert {found["href"] for found in links} <= {f"#{name}" for name in ids}
     assert not page.attributes("src")
     assert not [name for _, found in page.tags for name in found if name.startswith("on")]
     assert not re.search(r"@import|url\(", text)
+    assert_only_its_own_script_runs(text)
     for svg in re.findall(r"<svg .*?</svg>", text, re.DOTALL):
         ET.fromstring(svg)
     return page
+
+
+def assert_only_its_own_script_runs(text):
+    """The policy names script and style of the page by their digests, and no other source."""
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'"
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    for name, content in (("script-src", script), ("style-src-elem", style)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules[name] == f"'sha256-{digest}'"
 
 
 def write_run(folder, steps=6, *, first=1, resume_step=None):
@@ -109,14 +138,13 @@ def test_a_run_leaves_a_report_of_all_it_wrote(tmp_path):
     for word in ("done: 6 steps", "random:llama", "Step 6", "1. rollout", "2. values.old", "p6"):
         assert word in page.text
     assert "note" not in " ".join(page.attributes("class")).split()
-    names = page.attributes("data-name")
-    assert names == ["critic/score", "timing_s/step", "x/kurtosis"]
-    points = json.loads(page.attributes("data-points")[0])
-    assert points["scale"] == [1, 6]
-    assert [name for name, _, _ in points["series"]] == ["mean", "max", "min"]
-    assert points["series"][0][1] == [1, 2, 3, 4, 5, 6]
-    assert points["series"][0][2] == pytest.approx([step / 7 for step in range(1, 7)], rel=1e-4)
-    assert all(word in page.text for word in ("a1", "a2", "step 1", "eval-6"))
+    titles = [chart["title"] for chart in page.run["charts"]]
+    assert titles == ["critic/score", "timing_s/step", "x/kurtosis"]
+    words = [word for word, _ in page.run["charts"][0]["lines"]]
+    assert words == ["mean", "max", "min"]
+    expected = {step: step / 7 for step in range(1, 7)}
+    assert page.points("critic/score/mean") == pytest.approx(expected, rel=1e-4)
+    assert all(word in page.text for word in ("a1", "a2", "step 1", "evaluation at step 6"))
 
 
 def test_an_empty_folder_has_a_report(tmp_path):
@@ -130,7 +158,11 @@ def test_a_run_that_has_not_begun_has_a_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "metrics.jsonl", "trace.json", "plan.json", "plan.svg", "plan.txt"]
+    "name",
+    [
+        *("config.json", "metrics.jsonl", "events.jsonl", "trace.json", "stragglers.jsonl"),
+        *("plan.json", "plan.svg", "plan.txt"),
+    ],
 )
 @pytest.mark.parametrize("content", [None, "", '{"a": ', "[1, 2]\n", "\x00\xff<svg onload=x>", "7"])
 def test_any_file_may_be_missing_or_spoilt(tmp_path, name, content):
@@ -147,7 +179,7 @@ def test_a_torn_line_costs_that_line(tmp_path):
         file.write('{"step": 4, "critic/score/me')
     page = checked(tmp_path)
     assert "metrics.jsonl: 1 lines cannot be read" in page.text
-    assert json.loads(page.attributes("data-points")[0])["scale"] == [1, 3]
+    assert list(page.points("critic/score/mean")) == [1, 2, 3]
 
 
 def test_hostile_samples_stay_text(tmp_path):
@@ -176,11 +208,11 @@ def test_what_is_not_finite_is_shown_and_breaks_nothing(tmp_path):
     writer.close()
     page = checked(tmp_path)
     assert "metrics not finite" in page.text
-    assert "inf in step 3" in page.text
-    svgs = re.findall(r"<svg .*?</svg>", report(tmp_path), re.DOTALL)
-    for svg in svgs:
-        places = re.findall(r" (?:x|y|width|height|points)='([^']*)'", svg)
-        assert not re.search("nan|inf", " ".join(places))
+    grid, values, odd = page.run["metrics"]["actor/grad_norm"]
+    assert odd == [[1, "nan"], [3, "inf"], [4, "-inf"]]
+    assert [value is None for value in values] == [True, False, True, True, False, False, False]
+    places = re.findall(r" style='([^']*)'", report(tmp_path))
+    assert not re.search("nan|inf", " ".join(places))
 
 
 def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path):
@@ -214,7 +246,7 @@ def test_many_metrics_make_a_page_of_bounded_size(tmp_path):
     lines = [json.dumps({"step": step} | row) for step in range(1, 101)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     text = report(tmp_path)
-    assert "2700 more are in metrics.jsonl" in text
+    assert Page(text).run["more"] == 2700
     assert len(text) < 3_000_000
 
 

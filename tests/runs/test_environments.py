@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from support.documented import unexplained_metrics
 from support.paths import ROOT
 
 from configs import tiny
@@ -47,6 +48,7 @@ def folder(tmp_path_factory):
 
 
 def test_its_metrics(folder):
+    assert unexplained_metrics(folder) == {"environment/wrong"}  # of its own
     first, *steps = read_metrics(folder / "metrics.jsonl")
     assert "val-core/arithmetic/reward/mean@1" in first and len(steps) == 2
     for metrics in steps:

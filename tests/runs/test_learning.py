@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.documented import unexplained_metrics
 from support.paths import ROOT
 from support.trace_rules import check_trace
 
@@ -83,6 +84,7 @@ def test_its_objective_moves_the_right_way(name, tmp_path):
     assert len(rows) == STEPS
     assert not any(row["perf/compilations"] for row in rows[1:])
     check_trace(json.loads((tmp_path / "run" / "trace.json").read_text()))
+    assert unexplained_metrics(tmp_path / "run") <= {"brevity/weight"}
     metric, sign, least = EXPECTED[name]
     values = [row[metric] for row in rows]
     assert sign * (np.mean(values[-5:]) - values[0]) >= least, values

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.documented import unexplained_metrics
 
 from configs import tiny
 from distflow_jax import run
@@ -54,6 +55,7 @@ def test_a_mixture_learns_from_what_it_samples(tmp_path, replay, expert):
         ),
     )
     assert run.train(config, tmp_path / "run") == 0
+    assert not unexplained_metrics(tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import haste
+from support.documented import unexplained_metrics
 from support.paths import ROOT
 
 from distflow_jax.dag.load_graph import built_in
@@ -41,6 +42,7 @@ def check_equal(folder, overrides, of_two=()):
     """Runs both; returns the metrics of the run on one process and of that on two."""
     one = run([*TRAIN, *overrides], folder / "one")
     two = run([*LAUNCH, *TRAIN, *overrides, *of_two], folder / "two")
+    assert not unexplained_metrics(folder / "two")
     # or equality would say little
     assert any(value > 0 for name, value in one[-1].items() if name.endswith("/grad_norm"))
     for a, b in zip(one, two, strict=True):

@@ -1,0 +1,412 @@
+"""The metrics of a run: the meaning of each name, and of a bad value.
+
+One table for the reference in docs/reference/metrics.md, which is generated from it, and for the
+report's explanations. In a name {a,b} stands for a or b; {word} stands for a name that the run
+gives, such as a node's id.
+"""
+
+import dataclasses
+import functools
+import re
+
+_PART = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """Metrics that share a meaning. `bad` describes a bad value and its likely cause; "": none."""
+
+    name: str
+    meaning: str
+    bad: str = ""
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """The expression that matches every name this entry stands for, and no other."""
+        pieces = _PART.split(self.name)  # text and the inside of braces by turns
+        for i in range(0, len(pieces), 2):
+            pieces[i] = re.escape(pieces[i])
+        for i in range(1, len(pieces), 2):
+            choices = pieces[i].split(",")
+            pieces[i] = f"(?:{'|'.join(map(re.escape, choices))})" if choices[1:] else ".+"
+        return re.compile("".join(pieces), re.DOTALL)
+
+
+_NOT_FINITE = "NaN or infinity: lower training.optimizer.lr"
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Scores, rewards, advantages": (
+        Metric(
+            "critic/score/{mean,max,min}",
+            "score of a response: reward function, environment and length penalty; no KL",
+            "flat: max equals min in every group (no signal), or the reward never finds an answer",
+        ),
+        Metric(
+            "critic/rewards/{mean,max,min}",
+            "score less the KL penalty of algorithm.kl_in_reward, of responses with trained tokens",
+            "far below the score: the KL penalty dominates; lower algorithm.kl_coef",
+        ),
+        Metric(
+            "critic/advantages/{mean,max,min}",
+            "advantage of response tokens",
+            "all 0: every group has equal scores, nothing is learned from this step",
+        ),
+        Metric(
+            "critic/returns/{mean,max,min}",
+            "return of response tokens: the critic's target; without a critic the rewards to come",
+        ),
+        Metric(
+            "critic/values/{mean,max,min}",
+            "value that the critic predicts for response tokens",
+            "far outside the range of the returns: critic.optimizer.lr is too high",
+        ),
+        Metric(
+            "critic/vf_explained_var",
+            "share of the returns' variance that the values explain; 1 is perfect",
+            "below 0: worse than a constant; raise critic.warmup",
+        ),
+    ),
+    "Policy update": (
+        Metric("actor/pg_loss", "policy loss, averaged as algorithm.aggregation says"),
+        Metric(
+            "actor/kl_loss",
+            "KL to the reference model by algorithm.kl_estimator, with algorithm.kl_coef above 0",
+            "grows without end: the policy leaves the reference; raise algorithm.kl_coef",
+        ),
+        Metric(
+            "actor/loss",
+            "the minimised sum: policy loss, weighted KL, entropy and balance loss; or the "
+            "preference or SFT loss",
+            _NOT_FINITE,
+        ),
+        Metric(
+            "actor/nll",
+            "SFT: negative log-likelihood in nats per response token",
+            "rises: training.optimizer.lr is too high",
+        ),
+        Metric(
+            "actor/entropy",
+            "nats per response token at the sampling temperature",
+            "falls to 0 early: responses become equal; raise algorithm.clip_high, or add KL. Rises "
+            "without end: training.optimizer.lr is too high",
+        ),
+        Metric(
+            "actor/pg_clipfrac",
+            "share of response tokens whose ratio is clipped",
+            "above 0.2: batches are too stale; use fewer training.mini_batches and training.epochs",
+        ),
+        Metric(
+            "actor/pg_clipfrac_lower",
+            "share of response tokens at the dual clip: bad tokens that became much likelier",
+            "above 0.01: the policy moves too far in one step",
+        ),
+        Metric(
+            "actor/ppo_kl",
+            "mean of old - new log-prob per token within a step; 0 with one update per batch",
+            "above 0.1: training.optimizer.lr or the number of updates per batch is too high",
+        ),
+        Metric(
+            "actor/reward_kl_penalty",
+            "with algorithm.kl_in_reward: KL to the reference, mean over responses of token means",
+            "grows without end: raise algorithm.kl_coef",
+        ),
+        Metric("actor/reward_kl_penalty_coeff", "its weight, which algorithm.kl_target steers"),
+    ),
+    "All updates": (
+        Metric(
+            "{actor,critic,reward_model}/grad_norm",
+            "global norm of the gradient before clipping",
+            "sudden peaks: unstable; lower training.optimizer.lr. 0: no signal in the batch",
+        ),
+        Metric("{actor,critic,reward_model}/lr", "learning rate of the update"),
+        Metric(
+            "{actor,critic,reward_model}/balance_loss",
+            "mixture of experts: sum of f_i P_i, mean over sequences and layers; 1 is even, "
+            "experts / active experts is the most",
+            "far above 1: few experts do the work; raise training.balance_coef",
+        ),
+        Metric(
+            "{actor,critic,reward_model}/expert_share_max",
+            "share of all tokens' choices that the busiest expert of any layer gets; even: "
+            "1 / experts",
+            "many times 1 / experts: raise training.balance_coef",
+        ),
+        Metric(
+            "actor/router_mismatch",
+            "with training.router_replay: share of (token, layer) pairs for which the policy's own "
+            "router would have chosen other experts than the sampler",
+            "above 0.1: sampler and trainer differ much; check rollout.weights_dtype",
+        ),
+        Metric(
+            "training/nonfinite",
+            "updates skipped because loss or gradient was not finite",
+            "above 0: see samples/nonfinite-STEP.jsonl; lower training.optimizer.lr",
+        ),
+    ),
+    "Critic update": (
+        Metric("critic/{vf_loss,loss}", "value loss; with a mixture also its balance loss"),
+        Metric(
+            "critic/vf_clipfrac",
+            "share of tokens whose value loss is clipped",
+            "above 0.2: critic.optimizer.lr is too high, or critic.loss.clip too small",
+        ),
+        Metric("critic/vpred_mean", "mean value after the critic's forward pass of the update"),
+    ),
+    "Preferences and reward model": (
+        Metric(
+            "rewards/{chosen,rejected}",
+            "implicit reward of DPO: beta x (log-prob - reference log-prob), mean over pairs",
+            "both fall far below 0: the policy forgets; raise preference.beta or lower the lr",
+        ),
+        Metric(
+            "rewards/margins",
+            "chosen less rejected implicit reward, mean over pairs",
+            "does not rise above 0: nothing is learned",
+        ),
+        Metric(
+            "rewards/accuracies",
+            "share of pairs whose chosen response has the higher implicit reward",
+            "stays at 0.5: nothing is learned",
+        ),
+        Metric(
+            "logps/{chosen,rejected}",
+            "summed log-prob of a response, mean over pairs",
+            "chosen falls steadily: the policy moves away from the good answers too",
+        ),
+        Metric(
+            "preference/unpaired_fraction",
+            "share of responses without a partner in their row",
+            "above 0: pairs exceed training.row_tokens; raise that",
+        ),
+        Metric("reward_model/loss", "Bradley-Terry loss, mean over pairs", _NOT_FINITE),
+        Metric("reward_model/{score_chosen,score_rejected}", "score of the response, over pairs"),
+        Metric("reward_model/score_margin", "chosen less rejected score, mean over pairs"),
+        Metric(
+            "reward_model/accuracy",
+            "share of pairs whose chosen response scores higher",
+            "stays at 0.5: nothing is learned",
+        ),
+    ),
+    "Sampler against trainer": (
+        Metric(
+            "training/rollout_probs_diff_{mean,max}",
+            "gap between sampler's and trainer's probability of the sampled tokens",
+            "mean above 0.01: the sampler does not draw from the trained policy; set "
+            "algorithm.correction, or use wider dtypes",
+        ),
+        Metric(
+            "rollout_corr/log_ratio_abs_{mean,max}",
+            "the same gap in log-probs",
+            "mean above 0.1: see training/rollout_probs_diff",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_{mean,max}",
+            "weight of algorithm.correction",
+            "mean far from 1: sampler and policy are different distributions",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_changed_fraction",
+            "share of tokens whose ratio is outside the correction's bounds",
+            "above 0.05: most of the correction is a cut",
+        ),
+        Metric(
+            "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
+            "share of tokens, and of responses, that algorithm.rejection leaves out",
+            "near 1: nothing is trained on; widen algorithm.rejection_low and rejection_high",
+        ),
+    ),
+    "Responses and prompts": (
+        Metric(
+            "response_length/{mean,max,min}",
+            "tokens of a response, observations of an environment included",
+            "mean rises to the limit while the score does not: responses ramble; use "
+            "reward.overlong_buffer",
+        ),
+        Metric(
+            "response_length/clip_ratio",
+            "share of responses cut by a limit",
+            "above 0.1: raise rollout.max_response_length",
+        ),
+        Metric("prompt_length/{mean,max,min}", "tokens of a prompt"),
+        Metric("global_seqlen/{mean,max,min}", "prompt + response tokens of a sequence"),
+        Metric(
+            "global_seqlen/balanced_{min,max}",
+            "tokens in the packed rows of the lightest and of the heaviest data rank",
+            "max far above min: few long sequences; raise data.prompts_per_step",
+        ),
+    ),
+    "Steps and rounds": (
+        Metric("training/global_step", "number of the step, from 1"),
+        Metric("training/epoch", "passes through the data so far"),
+        Metric("training/sampling_rounds", "with a region: rounds of the step"),
+        Metric("training/groups_{sampled,kept}", "groups sampled in them, and worth training on"),
+        Metric(
+            "training/groups_missing",
+            "groups that the step lacks after the region's max_rounds",
+            "above 0 for long: prompts are too easy or too hard for this policy",
+        ),
+    ),
+    "Rewards": (
+        Metric(
+            "reward/errors",
+            "responses whose reward function raised an exception; they get reward.on_error",
+            "above 0: the log has the traceback of the first one",
+        ),
+        Metric(
+            "reward/timeouts",
+            "responses whose reward function missed reward.timeout_seconds",
+            "above 0: raise reward.timeout_seconds or reward.num_workers, or speed up the function",
+        ),
+        Metric(
+            "reward/overlong_penalty",
+            "length penalty of reward.overlong_buffer, mean over responses; at most 0",
+            "falls: responses grow towards the limit",
+        ),
+        Metric("reward/environment", "reward of the environment, mean over responses"),
+        Metric(
+            "reward/{name}",
+            "mean of a number that a reward function returns beside its score, or of a score that "
+            "weighted_sum adds",
+        ),
+    ),
+    "Environments": (
+        Metric("environment/turns/{mean,max}", "turns of the model in a response"),
+        Metric("environment/observation_tokens", "observed tokens, mean over responses"),
+        Metric(
+            "environment/ended/{done,max_turns,turn_length,response_length}",
+            "share of responses that ended for this reason",
+            "done is low: raise the limit that ends the others",
+        ),
+        Metric(
+            "environment/deadlines",
+            "responses whose environment missed rollout.environment_seconds",
+            "above 0: the environment hangs or is slow",
+        ),
+        Metric(
+            "environment/errors",
+            "responses whose environment raised an exception",
+            "above 0: the log has the traceback of the first one",
+        ),
+        Metric("environment/{name}", "mean over responses of a number that an environment logs"),
+    ),
+    "Evaluation": (
+        Metric(
+            "val-core/{data source}/reward/mean@{N}",
+            "mean score of N responses per prompt: accuracy where scores are 0 or 1",
+            "falls while critic/score/mean rises: the policy exploits the reward, or overfits",
+        ),
+        Metric("val-core/{data source}/reward/best@{N}/mean", "mean of the best of N scores"),
+        Metric("val-core/{data source}/reward/maj@{N}/mean", "mean score of the majority's answer"),
+        Metric("val-aux/{data source}/num_prompts", "prompts of the evaluation"),
+        Metric(
+            "val-aux/{data source}/reward/stderr@{N}",
+            "standard error of mean@N over prompts",
+            "as large as the change that you want to see: raise eval.num_prompts",
+        ),
+    ),
+    "Seconds": (
+        Metric("timing_s/step", "whole step, evaluation included"),
+        Metric("timing_s/gen", "sampling"),
+        Metric("timing_s/{reward,adv,old_log_prob,ref,values}", "that node of the graph"),
+        Metric("timing_s/score", "reward calls, also those that run while others are decoded"),
+        Metric("timing_s/{update_actor,update_critic}", "that update"),
+        Metric("timing_s/update_weights", "weight sync from trainer to sampler"),
+        Metric("timing_s/{testing,save_checkpoint}", "evaluation; start of a checkpoint"),
+        Metric("timing_s/{compile_programs,compile_sampler}", "compilation, before step 1"),
+        Metric("timing_s/{statistics,write_profile}", "metrics of the step; writing of a profile"),
+        Metric(
+            "timing_s/read_prompts",
+            "waiting for the loader",
+            "above 0.1: the data are slow; see coordinator.double_buffer",
+        ),
+        Metric("timing_s/reshard", "packing and moving the batch"),
+        Metric(
+            "timing_s/host_communication",
+            "collectives among hosts, waiting included",
+            "large: processes wait for each other; see perf/idle and stragglers.jsonl",
+        ),
+        Metric(
+            "timing_s/{node}",
+            "a node with a function of its own, by its id. Nodes in one program have one time, "
+            "old_log_prob.ref",
+        ),
+        Metric(
+            "timing_per_token_ms/{gen,update_actor}",
+            "milliseconds per response token; per prompt + response token",
+        ),
+    ),
+    "Speed, memory, processes": (
+        Metric("perf/throughput", "prompt + response tokens per second and device"),
+        Metric("perf/time_per_step", "seconds of the step without its evaluation"),
+        Metric("perf/total_num_tokens", "prompt + response tokens of the step"),
+        Metric("perf/generate_calls", "decode calls of the step"),
+        Metric(
+            "perf/mfu/actor",
+            "model FLOPs utilisation of the actor's update, on devices whose peak is known",
+            "below 0.2: rows are short or empty; see docs/metrics.md",
+        ),
+        Metric(
+            "perf/compilations",
+            "programs compiled or fetched during the step",
+            "above 0 after step 1: shapes changed; the log names the programs",
+        ),
+        Metric("perf/compilations_fetched", "of them those from the compilation cache"),
+        Metric(
+            "perf/max_memory_allocated_gb",
+            "peak GiB of the device where it reports one, else of the process",
+            "near the device's memory: set training.remat or training.offload, see memory.json",
+        ),
+        Metric("perf/memory_live_gb", "GiB of arrays on the fullest device after step 1"),
+        Metric(
+            "perf/{memory_live_planned_gb,memory_planned_gb}",
+            "GiB planned of them, and the most that a node was planned to need (memory.json)",
+        ),
+        Metric(
+            "perf/pipeline_bubble",
+            "with mesh.pipeline above 1: share of a pipeline rank's time spent waiting",
+            "above 0.3: raise training.pipeline_microbatches or training.pipeline_repeats",
+        ),
+        Metric(
+            "perf/idle/{node}",
+            "mean over processes of the share of the slowest one's time that they did not need",
+            "above 0.2: one process is slow; stragglers.jsonl names it",
+        ),
+        Metric(
+            "perf/{cpu_seconds,coordination_cpu_seconds}",
+            "CPU seconds of a process, all threads; of that in collectives among hosts and packing",
+        ),
+        Metric("perf/bytes_received", "payload from other processes, of the one that got the most"),
+        Metric(
+            "rollout/prefix/{hits,tokens}",
+            "with rollout.prefix_tokens: prompts that reuse a shared prefix, and tokens not "
+            "prefilled again",
+            "hits 0: no prompts share that many first tokens",
+        ),
+        Metric(
+            "rollout/speculation/accepted_share",
+            "with rollout.speculative_tokens: share of guessed tokens that were drawn",
+            "below 0.2: guesses cost more than they save; set it to 0",
+        ),
+    ),
+}
+
+
+def find_metric(name: str) -> Metric | None:
+    """The entry of a metric's name; None for a name that only a user's own node writes.
+
+    Where a graph has several nodes of a kind, "NODE/" stands before the names of each; such a name
+    has the entry of its rest. Of several entries that match, the first in the table is taken, and
+    one without a free {word} before one with it.
+    """
+    entries = [metric for section in METRICS.values() for metric in section]
+    named = sorted(entries, key=lambda metric: bool(_free(metric.name)))
+    for candidate in (name, name.partition("/")[2]):
+        for metric in named:
+            if candidate and metric.pattern.fullmatch(candidate):
+                return metric
+    return None
+
+
+def _free(name: str) -> list[str]:
+    """The free {word}s of a name."""
+    return [part for part in _PART.findall(name) if "," not in part]

@@ -1,0 +1,38 @@
+"""The log of a run's events, events.jsonl: starts, steps, evaluations, checkpoints, stops.
+
+One JSON object a line: {"time": seconds since 1970, "event": kind, ...}. A run that is resumed
+appends to it, so that it holds every start of the run with its provenance, and every stop.
+"""
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+PULSE_SECONDS = 30.0  # between two events of steps
+
+
+class RunEvents:
+    """Appends events to a file; steps at most every PULSE_SECONDS."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = pathlib.Path(path)
+        self._next_pulse = 0.0
+
+    def add(self, event: str, facts: Mapping[str, Any], *, at: float | None = None) -> None:
+        """Appends an event. `at`: when it happened, seconds since 1970; None: now.
+
+        Values that JSON does not have become text.
+        """
+        line = {"time": round(time.time() if at is None else at, 3), "event": event, **facts}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+    def step(self, step: int) -> None:
+        """Appends the end of a step, unless one was appended shortly before."""
+        now = time.monotonic()
+        if now >= self._next_pulse:
+            self._next_pulse = now + PULSE_SECONDS
+            self.add("step", {"step": step})

@@ -1,0 +1,1 @@
+"""Sections of a report's page: charts, timelines, samples, tables."""

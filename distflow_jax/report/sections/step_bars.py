@@ -1,0 +1,72 @@
+"""Times of single steps: bars over seconds, with a row per node in the planned order."""
+
+from collections.abc import Mapping, Sequence
+
+from distflow_jax.report.read_run import PlannedNode, Span
+from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
+
+_MOST_ROWS = 48
+_INVISIBLE = 0.001  # share of the axis below which a gap between bars is not drawn
+_ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
+
+
+def step_bars(plan: Sequence[PlannedNode], steps: Mapping[int, Sequence[Span]]) -> str:
+    """HTML of the times of steps, the last step first; "" without any."""
+    parts = []
+    for step, spans in reversed(steps.items()):
+        note = "the last" if step == max(steps) else "the first in trace.json"
+        end = max([span.end for span in spans], default=0.0)
+        rows = [
+            BarRow(
+                name, [Bar(a, b, kind, f"{name}: {a:.3f} s to {b:.3f} s") for a, b in bars], sum_
+            )
+            for name, bars, kind, sum_ in _rows(plan, spans, end * _INVISIBLE)
+        ]
+        parts.append(f"<h3>Step {step} <i>{note}</i></h3>{bars_html(rows, end)}")
+    if not parts:
+        return ""
+    about = (
+        "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey rows are "
+        "other work. Process 0; seconds on the right are sums.</p>"
+    )
+    return about + "".join(parts)
+
+
+def _rows(
+    plan: Sequence[PlannedNode], spans: Sequence[Span], near: float
+) -> list[tuple[str, list[tuple[float, float]], str, str]]:
+    """(label, bars, kind, sum) of the plan's nodes, of other spans, and of other threads."""
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in spans:
+        bars.setdefault((span.thread, span.name), []).append((max(0.0, span.start), span.end))
+    rows = [
+        (f"{place}. {node.id}", bars.pop(("", node.id), []), _kind(node.role))
+        for place, node in enumerate(plan, 1)
+    ]
+    main = {key: value for key, value in bars.items() if not key[0]}
+    others = {key: value for key, value in bars.items() if key[0]}
+    rows += [(name, value, "other") for (_, name), value in main.items()]
+    rows += [(f"{name} ({thread})", value, "thread") for (thread, name), value in others.items()]
+    return [
+        (label, _merged(found, near), kind, _sum(found)) for label, found, kind in rows[:_MOST_ROWS]
+    ]
+
+
+def _kind(role: str) -> str:
+    return role.lower() if role in _ROLES else "other"
+
+
+def _sum(bars: Sequence[tuple[float, float]]) -> str:
+    seconds = sum(stop - start for start, stop in _merged(bars, 0.0))
+    return f"{seconds:,.3f} s" if bars else "not run"
+
+
+def _merged(bars: Sequence[tuple[float, float]], near: float) -> list[tuple[float, float]]:
+    """Merges bars whose distance is at most `near`, which is not visible."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(bars):
+        if merged and start <= merged[-1][1] + near:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
