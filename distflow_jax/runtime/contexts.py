@@ -8,6 +8,7 @@ import jax
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
+from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
@@ -22,7 +23,6 @@ from distflow_jax.stages.stage_context import (
     ResponseListener,
     RewardContext,
     SamplingContext,
-    Stage,
     TrainContext,
 )
 from distflow_jax.training.update import UpdateShape
