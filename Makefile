@@ -14,9 +14,11 @@ TORCH_VENV ?= .venv-torch
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile
 DURATIONS := --durations=40 --durations-min=5
-INPUTS := requirements.txt pyproject.toml $(wildcard third_party/seqio/*.toml third_party/seqio/seqio/*.py)
+INPUTS := requirements.txt pyproject.toml
+# without its dependencies: it asks for seqio, and seqio for TensorFlow
+JETSTREAM := google-jetstream==0.2.2
 
-.PHONY: train test test-nightly test-soak lint docs reference clean setup setup-dev setup-torch
+.PHONY: train test test-nightly test-soak lint docs reference dist clean setup setup-dev setup-torch
 
 # large pages: an update's temporaries are mapped anew each time, 4 KiB a time a tenth of it on a CPU
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -38,6 +40,11 @@ test-soak: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# the wheel and the source distribution
+dist: $(VENV)/installed-dev
+	$(BIN)/python -m hatchling build -d dist
 
 # the site, strictly and without a network, from an environment of its own; build/docs/index.html
 docs: $(DOCS_VENV)/installed
@@ -58,6 +65,7 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: $(VENV)/bin/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps $(JETSTREAM)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
@@ -78,5 +86,5 @@ $(TORCH_VENV)/installed: scripts/golden/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -186,7 +186,6 @@ def build(
         environments=None,
     )
     runtime = runtime_lib.build(prepared, Spans())
-    runtime.compile()
     (reward,) = (unit for unit in plan.units if unit.name == "reward")
     runtime.runners["reward"] = make_runner(reward, {"reward": share_of_lower_half(vocab)})
     runtime.runners = {name: blocking(runner) for name, runner in runtime.runners.items()}

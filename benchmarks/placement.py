@@ -94,7 +94,6 @@ class Side:
         self.config, self.watch, self.step = config, Watch(), 0
         self.prepared = prepare(config)
         self.runtime = build(self.prepared, _NoSpans())
-        self.runtime.compile()
         offload = self.runtime.offload
         states = States(self.prepared.models, self.prepared.source, config, self.runtime.meshes)
         self.states = states.initial({}, offload.adopt)

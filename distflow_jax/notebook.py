@@ -25,6 +25,7 @@ from distflow_jax import run as run_lib
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.shipped import config_file, open_config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.planning.machine import Machine
@@ -50,9 +51,7 @@ from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.tables import answers
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.records import RewardRequest
-from distflow_jax.user_functions import load_function
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _HERE = "__main__"  # the module of functions that cells define
 _EXAMPLE_KEYS = ("response", "ground_truth", "prompt", "data_source", "extra_info")
 
@@ -121,8 +120,8 @@ def load_config(
     """Loads a config by its name, from a file or an object, with other values at some keys.
 
     Args:
-      source: "tiny", a file of the project's configs/; the path of a .py file with a `get_config`;
-        a Config, or its ConfigDict.
+      source: "tiny", a shipped config, or the path of a .py file with a `get_config`, both with its
+        argument after a colon; a Config, or its ConfigDict.
       overrides: {"training.steps": 10, ...}, see RunConfig.override.
 
     Raises:
@@ -131,19 +130,10 @@ def load_config(
     """
     name = "from a cell"
     if isinstance(source, str | os.PathLike):
-        name = pathlib.Path(source).stem
-        source = load_function(f"{_config_file(os.fspath(source))}:get_config", "config")()
+        name = pathlib.Path(config_file(source).partition(":")[0]).stem
+        source = open_config(source)
     config = source if isinstance(source, Config) else from_config_dict(Config, source)
     return RunConfig(name, config).override(overrides or {})
-
-
-def _config_file(source: str) -> str:
-    known = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
-    if source in known:
-        return str(known[source])
-    if not source.endswith(".py"):
-        raise ValueError(f"unknown config {source!r} ({hint(source, known)}); or give a .py file")
-    return source
 
 
 def _plain_value(key: str, value: Any) -> Any:

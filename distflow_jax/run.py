@@ -40,19 +40,17 @@ from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import ALONE, Job
-from distflow_jax.planning.memory_plan import plan_memory
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
-from distflow_jax.programs.costs import costs_of
 from distflow_jax.report import progress
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.run_description import check_memory, describe_run, planned_metrics
+from distflow_jax.runtime.run_description import describe_run, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, sample_records
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
-from distflow_jax.runtime.run_state import first_state, loader_position, save_state
+from distflow_jax.runtime.run_state import first_or_restored_state, loader_position, save_state
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
@@ -138,21 +136,14 @@ class Run:
         self.is_first = processes.process_index() == 0
         self.instruments = open_instruments(self.config.observe, folder, watchdog)
         self.phases = self.instruments.phases
-        self.runtime = build(prepared, self.instruments.spans)
-        with self.phases.span("compile_programs"):
-            self.runtime.compile()
-        programs = self.runtime.programs
-        self.costs = {name: costs_of(p.traced, p.compile()) for name, p in programs.items()}
-        self.memory = plan_memory(prepared, programs, self.costs)
-        try:
-            check_memory(prepared, self.runtime, self.memory, self.costs)
-        except ValueError:  # before there is an array
+        self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+        if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
-            raise
-        self.utilization = Utilization(prepared, programs)
+            raise ValueError(missing)
+        self.utilization = Utilization(prepared, self.runtime.programs)
         self.runners = self.utilization.following(self.runtime.runners)
         self.times = StepTimes(prepared.plan, self.instruments)
-        self.state = first_state(prepared, self.runtime, checkpointer)
+        self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self.writer = RunWriter(
             folder,
             enabled=self.is_first,
@@ -255,12 +246,11 @@ class Run:
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
         prepared, runtime, state = self.prepared, self.runtime, self.state
-        describe_run(
-            prepared, runtime, self.memory, self.costs, self.writer, self.folder, state.step
-        )
-        self.memory = start_samplers(prepared, runtime, state, self.memory, self.phases)
-        check_memory(prepared, runtime, self.memory, self.costs)
-        self.writer.memory(self.memory.to_tree())
+        describe_run(prepared, runtime, self.writer, self.folder, state.step)
+        runtime.compiled = start_samplers(prepared, runtime, state, self.phases)
+        if missing := runtime.compiled.shortage:
+            raise ValueError(missing)
+        self.writer.memory(runtime.compiled.memory.to_tree())
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -311,7 +301,7 @@ class Run:
             with self.phases.span("write_profile"):
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
-        metrics = {} if self.times.warm else planned_metrics(self.prepared, self.memory)
+        metrics = {} if self.times.warm else planned_metrics(self.prepared, self.runtime)
         if not (config.eval.dataset and self.prepared.samplers):
             return metrics
         if step == 1:

@@ -1,4 +1,4 @@
-"""Functions that a user names: "module:function" or "path/to/file.py:function".
+"""Functions that a user names: "module:function" or "path/to/file.py:function"; shipped files.
 
 Imports only the standard library, since workers that must start fast use it too.
 """
@@ -18,6 +18,13 @@ from typing import Any
 from distflow_jax.did_you_mean import nearest
 
 _MAX_LISTED = 8  # functions named in an error
+
+
+def shipped_folder() -> pathlib.Path:
+    """Folder of the shipped configs and graphs, inside an installed package or in a checkout."""
+    package = pathlib.Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:

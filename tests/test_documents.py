@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import itertools
+import pathlib
 import re
 
 import pytest
@@ -137,11 +138,9 @@ def test_documents_show_commands():
 
 @functools.cache
 def flags_of(script):
-    path = ROOT / script
-    found = make_reference.flags_of(path)
-    if path.parent.name == "launch":
-        found += make_reference.flags_of(path.parent / "hosts.py")
-    return {flag.name for flag in found}
+    name = pathlib.Path(script).with_suffix("").relative_to("scripts")
+    command = "launch local" if str(name) == "launch_local" else " ".join(name.parts)
+    return {flag.name for flag in make_reference.flags_of(command)}
 
 
 @pytest.mark.parametrize(

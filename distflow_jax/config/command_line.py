@@ -1,19 +1,18 @@
-"""Entry point of the scripts: parsing of flags, and user errors as one line with exit code 2."""
+"""Parsing of flags, and user errors as one line with exit code 2."""
 
 import functools
-import os
 import pathlib
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import app, flags
+from ml_collections import config_flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
 from distflow_jax.did_you_mean import nearest
-from distflow_jax.parallel import job
 
 EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 
@@ -21,49 +20,55 @@ _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 _USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
-def run_main(main: Callable[[list[str]], int | None]) -> None:
-    """Parses the flags, calls `main([program])` and exits with its result.
+def run_main(
+    main: Callable[[list[str]], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    takes_arguments: bool = False,
+) -> None:
+    """Parses the flags of `argv`, calls `main([program, ...])` and exits with its result.
+
+    `argv` begins with the program; None: sys.argv.
 
     The config's flag must be named "config", without a default: config_flags.DEFINE_config_file
-    would load a default while the script is imported, where its errors cannot be explained. Use
+    would load a default while it is defined, where its errors cannot be explained. Use
     flags.mark_flag_as_required instead.
 
     User errors (a ValueError raised by this package or by the user's code, a missing or forbidden
     file) are printed as one line "error: ..." with exit code 2; --debug shows their traceback. All
-    other errors show theirs always. Arguments that are not flags are user errors.
+    other errors show theirs always. Arguments that are not flags are user errors, unless
+    `takes_arguments`: main gets them after the program's name.
     """
-    flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=sys.argv[0])
-    app.run(functools.partial(_call, main), flags_parser=parse_flags)
+    argv = list(sys.argv if argv is None else argv)
+    flags.DEFINE_boolean("debug", False, "Show tracebacks.", module_name=argv[0])
+    parse = functools.partial(parse_flags, takes_arguments=takes_arguments)
+    app.run(functools.partial(_call, main), argv=argv, flags_parser=parse)
 
 
-def define_job_flags() -> None:
-    """Defines --coordinator, --num_processes and --process_id, for jobs that are not detected."""
-    kind = {"module_name": sys.argv[0]}
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, for a job that is not detected.", **kind
-    )
-    flags.DEFINE_integer("num_processes", None, "Number of processes of the job.", 1, **kind)
-    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0, **kind)
+def define_config(meaning: str) -> None:
+    """Defines the flag --config, and with it --config.KEY=VALUE."""
+    config_flags.DEFINE_config_file("config", None, meaning)
 
 
-def find_job() -> job.Job:
-    """The job that these flags name, or else the environment."""
-    return job.find(
-        os.environ,
-        coordinator=flags.FLAGS.coordinator,
-        num_processes=flags.FLAGS.num_processes,
-        process_id=flags.FLAGS.process_id,
-    )
+def chosen_keys() -> set[str]:
+    """The keys that --config.KEY=VALUE gave, once the flags are parsed."""
+    return set(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
-def parse_flags(argv: list[str]) -> list[str]:
+def user_error(message: str) -> int:
+    """Prints the line of a user error; returns its exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
             getattr(flags.FLAGS["config"].value, "lock", None)
-        if rest[1:]:
+        if rest[1:] and not takes_arguments:
             raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     except SystemExit:
         # absl exits with 1 after --help, which a caller would take for a failure
@@ -75,8 +80,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         message = _explain(error, argv)
         if message is None or "--debug" in argv:
             raise
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        sys.exit(user_error(message))
     return rest
 
 
@@ -118,8 +122,7 @@ def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | Non
     except _USER_ERRORS as error:
         if flags.FLAGS.debug or not _meant_for_user(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return user_error(str(error))
 
 
 def _meant_for_user(error: Exception) -> bool:

@@ -1,1 +1,1 @@
-"""Data: where they come from and how they move between stages."""
+"""The fields of a step and their moves between layouts."""

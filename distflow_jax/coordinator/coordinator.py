@@ -73,13 +73,13 @@ class Coordinator:
         self._per_token = dict(per_token or {})
         self._span = span or (lambda name: contextlib.nullcontext())
         self._repartitions = repartitions(packing, meshes)
-        self.resume(FieldStore(self._writers, np.zeros((0, 2), np.int64), np.zeros(0, np.int64)))
+        self.use(FieldStore(self._writers, np.zeros((0, 2), np.int64), np.zeros(0, np.int64)))
 
     def begin(self, given: Mapping[str, Sequence[Any]]) -> None:
         """Starts a step with the loader's columns, see FieldStore.of_step."""
-        self.resume(FieldStore.of_step(self._writers, given, processes.process_index()))
+        self.use(FieldStore.of_step(self._writers, given, processes.process_index()))
 
-    def resume(self, store: FieldStore) -> None:
+    def use(self, store: FieldStore) -> None:
         """Continues with the fields of `store`, whose responses are not packed yet."""
         self.store = store
         self._shares: Shares | None = None

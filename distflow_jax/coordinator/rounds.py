@@ -111,7 +111,7 @@ class Rounds:
                 self._sampled // len(self._rounds),
                 "going on with these" if len(winners) else "this step changes no weights",
             )
-        self._coordinator.resume(joined(self._rounds, winners))
+        self._coordinator.use(joined(self._rounds, winners))
 
     def metrics(self) -> dict[str, float]:
         """Rounds of the step, and groups that were sampled, kept and missing."""

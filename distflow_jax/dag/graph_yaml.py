@@ -21,8 +21,9 @@ import yaml
 
 from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
+from distflow_jax.user_functions import shipped_folder
 
-BUILT_IN = pathlib.Path(__file__).parents[2] / "configs" / "dags"
+BUILT_IN = shipped_folder() / "dags"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 

@@ -101,14 +101,14 @@ def derive_sizes(
         training.micro_batch_rows or mesh.ranks,
         {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
-    stages = [m.pipeline for m in meshes]
-    together = pipeline_microbatches(training.pipeline_microbatches, stages)
-    check_pipeline_repeats(training.pipeline_repeats, stages, model.num_layers)
+    pipelines = [m.pipeline for m in meshes]
+    together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
+    check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
     hosts = _sampler_hosts(config, machine)
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
-    rows = micro * max((together // n for n in stages if n > 1), default=1)
+    rows = micro * max((together // n for n in pipelines if n > 1), default=1)
     attention = row_attention(
         training.attention,
         machine.platform,

@@ -90,11 +90,15 @@ class Program:
         """The jax.stages.Traced of the program that most steps run."""
         return list(self._variants.values())[-1].traced
 
-    def compile(self) -> Any:
-        """Compiles all variants once; returns the jax.stages.Compiled that most steps run."""
+    def compile(self, *, for_costs: bool = False) -> Any:
+        """Compiles all variants once; returns the jax.stages.Compiled that most steps run.
+
+        With `for_costs` the program's code is not optimized, since it will not run. XLA's own
+        passes, and so the program's memory and traffic, are the same.
+        """
         for absent, variant in self._variants.items():
             if absent not in self._compiled:
-                options = compiler_options(self.mesh)
+                options = compiler_options(self.mesh, runs=not for_costs)
                 self._compiled[absent] = variant.traced.lower().compile(compiler_options=options)
         return list(self._compiled.values())[-1]
 

@@ -29,6 +29,10 @@ OF_SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "cpu": _CPU,
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
+# Programs that are compiled for their costs and never run: LLVM's part is most of a compilation.
+NEVER_RUN: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+}
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # Overlap of collectives with other work, for training programs on several devices. None of these is
 # on by default.
@@ -54,13 +58,16 @@ OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def compiler_options(mesh: Mesh, *, sampler: bool = False) -> dict[str, Any]:
+def compiler_options(mesh: Mesh, *, sampler: bool = False, runs: bool = True) -> dict[str, Any]:
     """Options of a program on a mesh, for jax.jit's `compiler_options`.
 
-    Options unknown to this version of XLA are left out and logged once.
+    `runs` is false for a program that is compiled for its costs alone. Options unknown to this
+    version of XLA are left out and logged once.
     """
     device = _own_device(mesh)
     wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
+    if not runs:
+        wanted |= NEVER_RUN.get(device.platform, _NONE)
     return {name: value for name, value in wanted.items() if _known(device, name, value)}
 
 

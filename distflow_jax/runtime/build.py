@@ -1,8 +1,8 @@
 """The runtime of a prepared run: meshes, engine, programs and coordinator."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
+from distflow_jax.planning.compiled_plan import CompiledPlan, compile_plan
 from distflow_jax.planning.field_specs import FieldSpecs, per_token_values
 from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout
 from distflow_jax.planning.run_models import States
@@ -22,23 +23,22 @@ from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program, trace_plan
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.runtime.contexts import Contexts
+from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 
-Span = Callable[[str], AbstractContextManager]
+Span = Callable[[str], contextlib.AbstractContextManager]
 
 
 @dataclasses.dataclass
 class Runtime:
     """All that lives on the devices of a run, and the coordinator beside it.
 
-    `runners` are keyed by the plan's units, `programs` are those of them on meshes. `engine` and
-    `sync` are None where nothing is sampled.
+    `runners` are keyed by the plan's units. `engine` and `sync` are None where nothing is sampled.
     """
 
     runners: dict[str, Runner]
-    programs: dict[str, Program]
+    compiled: CompiledPlan  # the programs of the units on meshes, their costs and memory
     first_states: dict[str, Any]  # of nodes that begin with one of their own
     coordinator: Coordinator
     engine: RolloutEngine | None
@@ -48,14 +48,19 @@ class Runtime:
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
 
-    def compile(self) -> None:
-        """Compiles the programs of all units; those of the moves compile in step 1."""
-        for program in self.programs.values():
-            program.compile()
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        """The programs of the units on meshes."""
+        return self.compiled.programs
 
 
-def build(run: PreparedRun, spans: Spans) -> Runtime:
-    """Builds meshes, engine, coordinator and programs (not compiled yet); `spans` times them."""
+def build(
+    run: PreparedRun, spans: Spans, phase: Span = lambda name: contextlib.nullcontext()
+) -> Runtime:
+    """Builds meshes, engine and coordinator, and compiles the programs; no array exists yet.
+
+    `spans` times the coordinator's work in every step, `phase` the compilation.
+    """
     config, sizes, source = run.config, run.sizes, run.source
     meshes = make_meshes(sizes)
     engine = make_engine(source, config, sizes) if run.samplers else None
@@ -64,7 +69,7 @@ def build(run: PreparedRun, spans: Spans) -> Runtime:
     coordinator = _coordinator(run, meshes, spans.span)
     layouts = {key: found.layout for key, found in run.models.items()}
     offload = Offload(run.residencies, layouts, engine.init_decode_state if engine else None)
-    contexts = Contexts(
+    contexts = ContextFactory(
         run,
         meshes,
         engine=engine,
@@ -75,6 +80,8 @@ def build(run: PreparedRun, spans: Spans) -> Runtime:
     )
     stages, first = contexts.stages(run.plan.tasks)
     programs = _trace(run, stages, first, meshes)
+    with phase("compile_programs"):
+        compiled = compile_plan(run, programs)
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
@@ -82,7 +89,7 @@ def build(run: PreparedRun, spans: Spans) -> Runtime:
         runners[name] = offload.wrap(name, task.state_key, runners[name])
     return Runtime(
         runners=runners,
-        programs=programs,
+        compiled=compiled,
         first_states=first,
         coordinator=coordinator,
         engine=engine,
@@ -109,7 +116,7 @@ def trace(run: RunPlan) -> dict[str, Program]:
     """
     meshes = make_meshes(run.sizes, run.devices)
     tasks = [task for task in run.plan.tasks if task.layout.kind == "mesh"]
-    return _trace(run, *Contexts(run, meshes).stages(tasks), meshes)
+    return _trace(run, *ContextFactory(run, meshes).stages(tasks), meshes)
 
 
 def _trace(

@@ -28,7 +28,7 @@ from distflow_jax.stages.stage_context import (
 from distflow_jax.training.update import UpdateShape
 
 
-class Contexts:
+class ContextFactory:
     """Makes each node's context: on the mesh of its role, with the optimizer of its model.
 
     `meshes` are keyed by layout. Nodes on the host need what follows it, nodes on meshes do not.

@@ -3,13 +3,10 @@
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
 
 from distflow_jax.config.config_dict import to_config_dict, to_json
 from distflow_jax.observe.memory import GIB
 from distflow_jax.parallel import device_memory, processes
-from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import MemoryPlan
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
@@ -17,7 +14,6 @@ from distflow_jax.planning.program_table import (
     describe_options,
     fields_on_meshes,
 )
-from distflow_jax.programs.costs import Costs
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.picture import draw
@@ -28,19 +24,9 @@ from distflow_jax.runtime.run_files import warn_of_changes
 log = logging.getLogger("distflow_jax")
 
 
-def check_memory(
-    prepared: PreparedRun, runtime: Runtime, memory: MemoryPlan, costs: Mapping[str, Costs]
-) -> None:
-    """Raises ValueError where devices have less memory than the plan needs, if that is known."""
-    if missing := shortage(prepared, memory, runtime.programs, costs):
-        raise ValueError(missing)
-
-
 def describe_run(
     prepared: PreparedRun,
     runtime: Runtime,
-    memory: MemoryPlan,
-    costs: Mapping[str, Costs],
     writer: RunWriter,
     folder: pathlib.Path,
     step: int,
@@ -56,9 +42,9 @@ def describe_run(
         warn_of_changes(folder / "config.json", described)
     writer.config(described)
     fields = fields_on_meshes(plan, runtime.programs)
-    engine = runtime.engine
+    engine, compiled = runtime.engine, runtime.compiled
     options = describe_options(runtime.programs.values(), engine and engine.mesh)
-    tables = f"{describe(fields, costs)}\n{options}\n{memory.describe()}"
+    tables = f"{describe(fields, compiled.costs)}\n{options}\n{compiled.memory.describe()}"
     text = f"{prepared.text()}\n{tables}"
     picture = to_svg(draw(plan, sizes=bytes_of_fields(fields)), f"plan {plan.name}")
     writer.plan(f"{text}\n\ndigest {plan.digest}", svg=picture, tree=plan.to_json())
@@ -69,12 +55,12 @@ def describe_run(
             log.warning("%d overlong prompts were dropped", prepared.loader.dropped)
 
 
-def planned_metrics(prepared: PreparedRun, memory: MemoryPlan) -> dict[str, float]:
+def planned_metrics(prepared: PreparedRun, runtime: Runtime) -> dict[str, float]:
     """GiB on this process's fullest device between two steps, beside what was planned.
 
     With pipeline ranks also the planned share of time that they wait.
     """
-    bubble = prepared.sizes.bubble_share
+    bubble, memory = prepared.sizes.bubble_share, runtime.compiled.memory
     waits = {"perf/pipeline_bubble": bubble} if bubble else {}
     return waits | {
         "perf/memory_live_gb": device_memory.live_bytes() / GIB,

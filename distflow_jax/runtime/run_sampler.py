@@ -5,7 +5,7 @@ import jax
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.observe.phases import Phases
-from distflow_jax.planning.memory_plan import MemoryPlan
+from distflow_jax.planning.compiled_plan import CompiledPlan
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
@@ -14,15 +14,15 @@ from distflow_jax.stages.evaluate import Scored, evaluate
 
 
 def start_samplers(
-    prepared: PreparedRun, runtime: Runtime, state: RunState, memory: MemoryPlan, phases: Phases
-) -> MemoryPlan:
+    prepared: PreparedRun, runtime: Runtime, state: RunState, phases: Phases
+) -> CompiledPlan:
     """First weights for every sampler, and their programs compiled; updates `state`. Collective.
 
-    Returns `memory` with what these programs need; as it is where nothing is sampled.
+    Returns the runtime's compiled plan, with the memory that the sampler's programs need.
     """
-    engine, compiled = runtime.engine, False
+    engine, plan, compiled = runtime.engine, runtime.compiled, False
     if engine is None:
-        return memory
+        return plan
     with runtime.offload.staying(UPDATE_WEIGHTS, state.models):
         for key, policy in prepared.samplers.items():
             params = state.policy_params(policy)
@@ -33,9 +33,9 @@ def start_samplers(
                 with phases.span("compile_sampler"):
                     engine.compile(weights)
                     needed = engine.programs.temporaries(weights)
-                    memory = memory.with_sampler(needed, runtime.sync.temporaries(params))
+                    plan = plan.with_sampler(needed, runtime.sync.temporaries(params))
             compiled = True
-    return memory
+    return plan
 
 
 def sync_weights(

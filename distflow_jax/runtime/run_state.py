@@ -27,7 +27,9 @@ class RunState:
         return state.params if isinstance(state, TrainState) else state
 
 
-def first_state(prepared: PreparedRun, runtime: Runtime, checkpointer: Checkpointer) -> RunState:
+def first_or_restored_state(
+    prepared: PreparedRun, runtime: Runtime, checkpointer: Checkpointer
+) -> RunState:
     """The state of the newest checkpoint, to which the loader is set too, or that of step 0.
 
     Samplers have no state yet, see run_sampler.start_samplers.

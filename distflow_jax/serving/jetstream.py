@@ -23,9 +23,7 @@ import grpc
 import jax
 import numpy as np
 from flax import struct
-from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
-from jetstream.engine import engine_api, tokenizer_pb2
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
@@ -33,11 +31,16 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.messages import MAX_UID, Limits, prompt_length_error, token_ids_error
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.text_stream import TextStream
+
+# isort: split
+# after rollout.jetstream_api, which has imported its engine interface without seqio
+from jetstream.core import orchestrator
 
 STOPPING = "the server is stopping; ask again later"
 # the lengths that JetStream pads to

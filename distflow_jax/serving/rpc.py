@@ -1,4 +1,4 @@
-"""The RPCs of distflow.Sampler: Sample, LoadWeights, Status. Messages are those of serve_messages.
+"""The RPCs of distflow.Sampler: Sample, LoadWeights, Status. Messages are those of messages.py.
 
 Handlers are generic ones on bytes, so that no generated code is needed on either side.
 """

@@ -19,17 +19,17 @@ from distflow_jax.parallel.pipeline import check_repeats
 from distflow_jax.parallel.rules import constrain
 
 
-def pipeline_microbatches(setting: int, stages: Sequence[int]) -> int:
+def pipeline_microbatches(setting: int, pipelines: Sequence[int]) -> int:
     """Resolves training.pipeline_microbatches to the micro-batches in the pipeline at once.
 
-    `stages` are the numbers of pipeline stages of all training meshes; each divides the result,
+    `pipelines` are the sizes of the pipeline axis of all training meshes; each divides the result,
     which is 1 if all of them are 1. Raises ValueError for other settings.
     """
-    unit = math.lcm(*stages)
+    unit = math.lcm(*pipelines)
     if setting > 1 and unit == 1:
         raise ValueError(
-            f"training.pipeline_microbatches={setting} needs pipeline stages, and mesh.pipeline "
-            "is 1; use 0, or mesh.pipeline above 1"
+            f"training.pipeline_microbatches={setting} needs a pipeline, and mesh.pipeline is "
+            "1; use 0, or mesh.pipeline above 1"
         )
     if setting % unit:
         low, high = setting // unit * unit, -(-setting // unit) * unit
@@ -40,14 +40,14 @@ def pipeline_microbatches(setting: int, stages: Sequence[int]) -> int:
     return setting or unit
 
 
-def check_pipeline_repeats(repeats: int, stages: Sequence[int], layers: int) -> None:
-    """Raises ValueError unless training.pipeline_repeats fits the stages of all training meshes."""
-    if repeats > 1 and max(stages) == 1:
+def check_pipeline_repeats(repeats: int, pipelines: Sequence[int], layers: int) -> None:
+    """Raises ValueError unless training.pipeline_repeats fits all training meshes."""
+    if repeats > 1 and max(pipelines) == 1:
         raise ValueError(
-            f"training.pipeline_repeats={repeats} needs pipeline stages, and mesh.pipeline is 1; "
+            f"training.pipeline_repeats={repeats} needs a pipeline, and mesh.pipeline is 1; "
             "use 1, or mesh.pipeline above 1"
         )
-    for count in stages:
+    for count in pipelines:
         if count > 1:
             check_repeats(repeats, count, layers)
 

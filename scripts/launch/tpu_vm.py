@@ -1,111 +1,13 @@
 """Starts a run on the hosts of a Cloud TPU VM, by gcloud's ssh.
 
-python scripts/launch/tpu_vm.py --name=my-tpu --zone=us-east5-a --accelerator_type=v5p-32 -- \\
-    scripts/train.py --config=configs/grpo_smollm2.py --workdir=/shared/runs/first
+    python scripts/launch/tpu_vm.py --name=my-tpu --zone=us-east5-a \\
+        --accelerator_type=v5p-32 -- \\
+        scripts/train.py --config=configs/grpo_smollm2.py --workdir=/shared/runs/first
 
-The TPU must exist. Each of its hosts needs this repository in --directory, a virtual environment
-with the interpreter --python, and --workdir on a file system that all mount (such as Filestore).
-The output of all hosts is printed here. After a failure the same command resumes the run.
+In a checkout the same as `distflow launch tpu_vm`; --help shows the flags.
 """
 
-import argparse
-import re
-import shlex
-
-import hosts
-
-# {accelerator type: TensorCores per chip, which the number in its name counts}
-CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
-FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
-CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parses and checks the flags before `--`, and the script with its flags after it."""
-    parser = hosts.parser(__doc__, python=".venv/bin/python")
-    add = parser.add_argument
-    add("--name", required=True, help="name of the TPU")
-    add("--zone", required=True, help="its zone")
-    add("--project", default="", help="its project (default: gcloud's own)")
-    add("--accelerator_type", required=True, help="its type, such as v5p-32 or v6e-256")
-    add("--directory", default="distflow_jax", help="folder on the hosts (default distflow_jax)")
-    add("--internal_ip", action="store_true", help="connect within the same network")
-    options = parser.parse_args(arguments)
-    hosts.name_of("--name", options.name, length=63)
-    hosts.name_of("--zone", options.zone, length=63)
-    if options.project and not re.fullmatch(r"[a-z][-a-z0-9:.]*[a-z0-9]", options.project):
-        raise ValueError(f"--project must be the name of a project, got {options.project!r}")
-    hosts.variables(options.env)
-    hosts.one_line("the command", options.directory, options.python, *options.command)
-    num_hosts(options.accelerator_type)
-    return options
-
-
-def num_hosts(accelerator_type: str) -> int:
-    """Hosts of a TPU of this type: v5p-32 is 32 cores, 16 chips, 4 hosts."""
-    parts = re.fullmatch(r"(v\d\w*)-([1-9]\d*)", accelerator_type, re.ASCII)
-    if parts is None or parts[1] not in CORES_PER_CHIP:
-        raise ValueError(
-            f"--accelerator_type must be one of {', '.join(CORES_PER_CHIP)} with a number, such as "
-            f"v5p-32, got {accelerator_type!r}"
-        )
-    cores = int(parts[2])
-    if CORES_PER_CHIP[parts[1]] == 1:
-        if cores not in FLAT_SIZES:
-            raise ValueError(
-                f"--accelerator_type={accelerator_type}: sizes are "
-                f"{', '.join(map(str, FLAT_SIZES))}"
-            )
-        return max(1, cores // CHIPS_PER_HOST) if cores > 8 else 1
-    chips, rest = divmod(cores, CORES_PER_CHIP[parts[1]])
-    if rest or chips % CHIPS_PER_HOST:
-        raise ValueError(
-            f"--accelerator_type={accelerator_type} counts cores, 2 per chip and 8 per host; use a "
-            "multiple of 8"
-        )
-    return chips // CHIPS_PER_HOST
-
-
-def environment(options: argparse.Namespace) -> dict[str, str]:
-    """The variables of all hosts: JAX takes each host's place from the metadata server."""
-    return hosts.variables(options.env) | {"DISTFLOW_DISTRIBUTED": "auto"}
-
-
-def remote_command(options: argparse.Namespace) -> str:
-    """The shell command of each host."""
-    words = ["env", *(f"{name}={value}" for name, value in environment(options).items())]
-    words += [options.python, *options.command]
-    return f"cd {shlex.quote(options.directory)} && exec {shlex.join(words)}"
-
-
-def gcloud_command(options: argparse.Namespace) -> list[str]:
-    """The gcloud command that starts the run on all hosts."""
-    command = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name]
-    command += [f"--zone={options.zone}", "--worker=all"]
-    command += [f"--project={options.project}"] if options.project else []
-    command += ["--internal-ip"] if options.internal_ip else []
-    return [*command, f"--command={remote_command(options)}"]
-
-
-def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The workers of the TPU."""
-    command = [options.python, *options.command]
-    return [
-        hosts.Host(f"worker {i}", environment(options), command)
-        for i in range(num_hosts(options.accelerator_type))
-    ]
-
-
-def main(arguments: list[str]) -> int:
-    """Starts the run, or prints the command; returns the exit code."""
-    options = parse_arguments(arguments)
-    command = gcloud_command(options)
-    if options.dry_run:
-        where = f"in {options.directory} on the hosts"
-        print(f"{shlex.join(command)}\n\n{hosts.describe(run_hosts(options), where)}")
-        return 0
-    return hosts.submit(command)
-
+from distflow_jax.commands.launch import tpu_vm
 
 if __name__ == "__main__":
-    hosts.run_main(main)
+    tpu_vm.run(program="python scripts/launch/tpu_vm.py")

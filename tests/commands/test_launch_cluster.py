@@ -13,14 +13,10 @@ import yaml
 from support.launchers import GKE, GPU, SLURM, TPU, TRAIN, VM, dry_run, places, program
 from support.paths import ROOT
 
+from distflow_jax.commands.launch import gke, hosts, slurm, tpu_vm
 from distflow_jax.parallel import job
 
-LAUNCH = ROOT / "scripts" / "launch"
-sys.path.insert(0, str(LAUNCH))
-import gke  # noqa: E402
-import hosts  # noqa: E402
-import slurm  # noqa: E402
-import tpu_vm  # noqa: E402
+NAMED = {"gke": gke, "slurm": slurm, "tpu_vm": tpu_vm}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +46,14 @@ def test_each_host_finds_its_place(launcher, flags, kind, expected, capsys):
     assert len({name for name, _, _ in shown}) == len(expected)
     for _, _, command in shown:
         assert command[1:] == TRAIN
+
+
+@pytest.mark.parametrize("launcher, flags", [(slurm, SLURM), (gke, GPU), (tpu_vm, VM)])
+@pytest.mark.parametrize("prefix", [[], ["distflow"]])
+def test_a_subcommand_is_launched_as_a_module(launcher, flags, prefix, capsys):
+    words = ["train", "--config=tiny", "--workdir=/shared/runs/first"]
+    _, shown = dry_run(launcher, flags, capsys, command=[*prefix, *words])
+    assert all(command[1:] == ["-m", "distflow_jax.commands", *words] for _, _, command in shown)
 
 
 # -- GKE --------------------------------------------------------------------------------------
@@ -265,7 +269,7 @@ def test_a_job_in_the_environment_is_not_passed_on_unseen(monkeypatch):
 
 def run(name, *arguments, path):
     return subprocess.run(
-        [sys.executable, str(LAUNCH / f"{name}.py"), *arguments],
+        [sys.executable, f"scripts/launch/{name}.py", *arguments],
         cwd=ROOT,
         env=os.environ | {"PATH": str(path)},
         capture_output=True,
@@ -315,7 +319,7 @@ def test_help_shows_an_example_that_runs(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     ((script, *arguments),) = commands_in(run(name, "--help", path="").stdout)
     assert script == f"scripts/launch/{name}.py"
-    assert sys.modules[name].main(["--dry_run", *arguments]) == 0
+    assert NAMED[name].main(["--dry_run", *arguments]) == 0
 
 
 def test_the_commands_of_the_page_run(capsys, monkeypatch):
@@ -325,7 +329,7 @@ def test_the_commands_of_the_page_run(capsys, monkeypatch):
         f"scripts/launch/{name}.py" for name in ("slurm", "gke", "gke", "tpu_vm")
     ]
     for script, *arguments in commands:
-        assert sys.modules[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0
+        assert NAMED[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0
 
 
 def test_a_dry_run_can_be_submitted_as_it_is(capsys):

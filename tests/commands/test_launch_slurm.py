@@ -4,16 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from support.launchers import SLURM, dry_run, program
 from support.paths import ROOT
 
-LAUNCH = ROOT / "scripts" / "launch"
-sys.path.insert(0, str(LAUNCH))
-import slurm  # noqa: E402
+from distflow_jax.commands.launch import slurm
 
 # -- Slurm ------------------------------------------------------------------------------------
 

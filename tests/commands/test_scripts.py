@@ -1,7 +1,7 @@
-"""The commands that the quickstart and the scripts show do what they say, on a small model.
+"""The commands that the quickstart and --help show do what they say, on a small model.
 
-Where a command names configs/grpo_smollm2.py it runs on configs/tiny.py made smaller still, and its
-folders and files lie in a temporary one.
+Where a command names the config grpo_smollm2 it runs on tiny made smaller still, and its folders
+and files lie in a temporary one.
 """
 
 import ast
@@ -17,6 +17,10 @@ from support import haste
 from support.doc_blocks import blocks
 from support.paths import ROOT
 
+from distflow_jax.commands.command_help import shown
+from distflow_jax.commands.launch import local
+from distflow_jax.commands.subcommands import SUBCOMMANDS
+from distflow_jax.config.shipped import shipped_configs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.serving.client import SamplerClient
@@ -38,9 +42,18 @@ FLAGS = [f"--config.{assignment}" for assignment in SMALL]
 
 
 def commands_in(text):
-    """Every `python scripts/...` on lines of its own, as arguments with the small config's name."""
+    """Every `python scripts/...` and `distflow ...` on lines of its own, as a script's arguments.
+
+    They name the small config.
+    """
     joined = re.sub(r"\\\n\s*", " ", text).replace("grpo_smollm2", "tiny")
-    found = re.findall(r"^ *(python scripts/.*)$", joined, re.MULTILINE)
+    joined = re.sub(r"configs/tiny\.py(?=\s|$)", "tiny", joined, flags=re.MULTILINE)
+    joined = re.sub(
+        r"^( *)distflow launch local ", r"\1python scripts/launch_local.py ", joined, flags=re.M
+    )
+    names = "|".join(SUBCOMMANDS)
+    joined = re.sub(rf"^( *)distflow ({names}) ", r"\1python scripts/\2.py ", joined, flags=re.M)
+    found = re.findall(r"^ *(python scripts/\w+\.py .*)$", joined, re.MULTILINE)
     return [tuple(shlex.split(command)[1:]) for command in found]
 
 
@@ -52,6 +65,11 @@ def shown_commands():
     for script, text in texts.items():
         found = commands_in(text)
         assert found, f"the docstring of scripts/{script}.py shows no example"
+        if script in SUBCOMMANDS:
+            assert text.startswith(SUBCOMMANDS[script].summary)
+            found += commands_in("\n".join(shown(SUBCOMMANDS[script], f"distflow {script}")))
+        else:
+            found += commands_in(local.__doc__)
         assert all(command[0] == f"scripts/{script}.py" for command in found)
         commands += found
     return list(dict.fromkeys(commands))
@@ -244,12 +262,13 @@ def test_launch_local_trains_as_one_job(place, command):
     assert all(line.startswith(("[p0] ", "[p1] ")) for line in lines)
     assert any("cpu, in 2 processes" in line and line.startswith("[p0]") for line in lines)
     # one job, told once
-    assert [x for x in lines if "done: " in x] == ["[p0] done: 1 steps in runs/two"]
+    (workdir,) = [word[10:] for word in command if word.startswith("--workdir=")]
+    assert [x for x in lines if "done: " in x] == [f"[p0] done: 1 steps in {workdir}"]
 
 
 @pytest.mark.multiprocess
 def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
-    train = ["scripts/train.py", "--config=configs/tiny.py", "--workdir=runs/none"]
+    train = ["scripts/train.py", "--config=tiny", "--workdir=runs/none"]
     process = start(
         place, "scripts/launch_local.py", "--", *train, *FLAGS, "--config.data.train=nowhere.jsonl"
     )
@@ -347,5 +366,7 @@ def test_every_shown_script_and_config_exists():
         for path in command:
             for part in re.findall(r"(?:scripts|configs)/\w+\.py", path):
                 assert (ROOT / part).is_file()
+            for config in re.findall(r"^--config=(\w+)$", path):
+                assert config in shipped_configs()
     tested = {"train", "evaluate", "generate", "export", "serve", "plan", "report", "launch_local"}
     assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

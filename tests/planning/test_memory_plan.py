@@ -261,8 +261,8 @@ def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
     gc.collect()
     others, taken = live_bytes(), {}  # the first: what other tests still hold
 
-    def watching(prepared, spans):
-        runtime = build(prepared, spans)
+    def watching(prepared, spans, phase):
+        runtime = build(prepared, spans, phase)
 
         def watched(name, runner):
             def run(states, values):

@@ -15,9 +15,7 @@ import grpc
 import jax
 import numpy as np
 import pytest
-from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
-from jetstream.engine import engine_api, tokenizer_api
 from support.jetstream_requests import (
     PROMPT,
     answer,
@@ -42,8 +40,15 @@ from support.serving import (
 )
 from support.tiny_model import TINY, random_params
 
+from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.jetstream import GREEDY, DoorEngine, ServedDriver, door_config
+from distflow_jax.serving.jetstream import (
+    GREEDY,
+    DoorEngine,
+    ServedDriver,
+    door_config,
+    orchestrator,
+)
 from distflow_jax.serving.served_weights import Weights
 
 # -- every member of Engine ------------------------------------------------------------------------

@@ -146,12 +146,12 @@ SIZES = [
     ),
     (
         "training.pipeline_microbatches=4",
-        "needs pipeline stages, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
+        "needs a pipeline, and mesh.pipeline is 1; use 0, or mesh.pipeline above 1",
     ),
     ("training.pipeline_repeats=0", "training.pipeline_repeats must be at least 1, got 0"),
     (
         "training.pipeline_repeats=2 ; training.remat=full",
-        "training.pipeline_repeats=2 needs pipeline stages, and mesh.pipeline is 1; use 1, or",
+        "training.pipeline_repeats=2 needs a pipeline, and mesh.pipeline is 1; use 1, or",
     ),
     (
         "mesh.pipeline=2 ; training.pipeline_repeats=3 ; training.remat=full",

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 
 import grpc
-from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
+from distflow_jax.serving.jetstream import orchestrator
 from support.serving import (
     CONFIG,
 )

@@ -1,4 +1,4 @@
-"""Dry runs of the launchers in scripts/launch, and the flags that tests start them with."""
+"""Dry runs of the launchers for clusters, and the flags that tests start them with."""
 
 import re
 import shlex
@@ -7,9 +7,6 @@ import sys
 
 from distflow_jax.parallel import job
 from support.paths import ROOT
-
-LAUNCH = ROOT / "scripts" / "launch"
-sys.path.insert(0, str(LAUNCH))
 
 # quotes, a variable of the shell and one of Kubernetes, spaces: all are to arrive as they are
 TRAIN = [

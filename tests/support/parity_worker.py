@@ -92,7 +92,6 @@ def main():
         scores = [score(counter, sample) for counter, sample in fields["uid"].tolist()]
         return state, {"score": np.array(scores, np.float32)}, {}
 
-    runtime.compile()
     units = {unit.name: unit for unit in prepared.plan.units}
     sampler_node = units["rollout"].tasks[0].node
     update = runtime.runners["actor_train"]

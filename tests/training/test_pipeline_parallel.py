@@ -72,7 +72,10 @@ def test_loss_and_gradient_are_those_of_one_device(model, mesh, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("model, options", [("mixture", {}), ("dense", dict(block=32))])
 def test_bfloat16_goes_through_the_stages(model, options):
-    """Rounded as much as on one device: XLA:CPU once had no program for it."""
+    """Rounded as much as on one device: XLA:CPU once had no program for it.
+
+    Two devices: eight on two cores can block XLA's threads (docs/lab/xla_cpu.md).
+    """
 
     def of(**axes):
         grads, _ = gradient(MODELS[model], micro=4, dtype="bfloat16", **options, **axes)
@@ -81,7 +84,7 @@ def test_bfloat16_goes_through_the_stages(model, options):
 
     exact, _ = gradient(MODELS[model], fsdp=1, tensor=1)
     exact = np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(exact)])
-    one, stages = of(fsdp=1, tensor=1), of(fsdp=2, tensor=1, pipeline=2, context=2)
+    one, stages = of(fsdp=1, tensor=1), of(fsdp=1, tensor=1, pipeline=2)
     assert np.linalg.norm(stages - exact) < 1.5 * np.linalg.norm(one - exact)
 
 

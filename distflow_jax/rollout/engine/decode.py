@@ -5,7 +5,7 @@ it, runs the network: a response of n tokens costs n - 1 network steps, and the 
 response of a group comes from one prefill. Tokens that a slot is given instead (a tool's answer)
 are fed in the same steps, beside the others' drawing.
 
-With d tokens guessed in a step (speculation.py) the network reads them after the one that was
+With d tokens guessed in a step (ngram_speculation.py) the network reads them after the one that was
 drawn, and those that are then drawn too, by the noise of their own position, are as good as drawn
 one by one.
 

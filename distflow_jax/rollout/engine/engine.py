@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
@@ -35,6 +34,7 @@ from distflow_jax.rollout.engine.slot_commands import (
     insert_columns,
 )
 from distflow_jax.rollout.engine.slot_updates import prompt_end
+from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.requests import SamplingParams

@@ -2,9 +2,9 @@
 
 import jax
 import numpy as np
-from jetstream.engine import tokenizer_api
 
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.jetstream_api import tokenizer_api
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):

@@ -6,9 +6,9 @@ B slots, k tokens at most of a slot and call.
 import jax
 import numpy as np
 from flax import struct
-from jetstream.engine import engine_api
 
 from distflow_jax.rollout.decode_state import EngineConfig, result_tokens
+from distflow_jax.rollout.jetstream_api import engine_api
 
 
 @struct.dataclass

@@ -5,7 +5,7 @@ tokens of a slot, K key/value heads, G query heads of one, R = G Q query rows of
 tokens per page.
 
 A slot attends to its new tokens up to itself, to its prompt, and to what its response has so far;
-the three are merged by their log-sum-exp. Prompts that slots share: prompt_attention.py. In layers
+the three are merged by their log-sum-exp. Shared prompts: shared_prompt_attention.py. In layers
 with a window, pages that lie before it are not read.
 """
 

@@ -1,4 +1,4 @@
-"""Shared code of the cluster launchers: arguments, and the hosts that a dry run prints."""
+"""Shared code of the launchers: arguments, and the hosts that a dry run prints."""
 
 import argparse
 import dataclasses
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from distflow_jax.commands.subcommands import python_arguments
+from distflow_jax.config.command_line import user_error
 from distflow_jax.parallel import job
 
 
@@ -24,14 +26,39 @@ class Host:
         return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
 
 
-def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
-    """A parser with the flags of all launchers; `doc` has summary, example and details."""
+def parser(doc: str, program: str) -> argparse.ArgumentParser:
+    """A parser that shows a launcher's docstring: summary, an example, details.
+
+    `program` is how the launcher was called; it takes the place of `distflow launch NAME` in the
+    example.
+    """
     summary, example, details = doc.split("\n\n", 2)
-    result = argparse.ArgumentParser(
+    example = re.sub(r"distflow launch \w+", program, example)
+    return argparse.ArgumentParser(
+        prog=program,
         description=summary + "\n\n" + details,
         epilog="example:\n  " + example.replace("\n", "\n  "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Adds the command after --, which `python_command` reads."""
+    parser.add_argument(
+        "command",
+        nargs="+",
+        help="train or another subcommand, or a Python script, with its flags, after --",
+    )
+
+
+def python_command(options: argparse.Namespace) -> list[str]:
+    """Arguments of the Python interpreter for the command after --."""
+    return python_arguments(options.command)
+
+
+def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentParser:
+    """A parser with the flags of all launchers for clusters; see `parser`."""
+    result = parser(doc, program)
     result.add_argument(
         "--dry_run",
         action="store_true",
@@ -43,7 +70,7 @@ def parser(doc: str, *, python: str) -> argparse.ArgumentParser:
     result.add_argument(
         "--python", default=python, help=f"interpreter on the hosts (default {python})"
     )
-    result.add_argument("command", nargs="+", help="Python script and its arguments, after --")
+    add_command(result)
     return result
 
 
@@ -110,11 +137,15 @@ def submit(command: Sequence[str], text: str | None = None) -> int:
         ) from None
 
 
-def run_main(main: Callable[[list[str]], int]) -> None:
-    """Exits with the result of main(arguments), or with 2 and the message of a ValueError."""
+def run_main(
+    main: Callable[[list[str], str], int], arguments: list[str] | None, program: str
+) -> None:
+    """Exits with the result of main(arguments, program), or with 2 and a ValueError's message.
+
+    `arguments` of None are those of the process.
+    """
     try:
-        code = main(sys.argv[1:])
+        code = main(sys.argv[1:] if arguments is None else arguments, program)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = user_error(str(error))
     sys.exit(code)

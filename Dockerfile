@@ -1,0 +1,41 @@
+# syntax=docker/dockerfile:1
+# distflow_jax with its command, for a CPU, NVIDIA GPUs or TPUs:
+#
+#   docker build --tag=distflow .
+#   docker build --tag=distflow:gpu --build-arg=PLATFORM=gpu .
+#   docker build --tag=distflow:tpu --build-arg=PLATFORM=tpu .
+#   docker run --rm --volume="$PWD/runs:/runs" distflow train --config=tiny --workdir=/runs/tiny
+#
+# GPUs need the host's driver and --gpus=all: CUDA comes with jax. The process gets SIGTERM itself, so
+# that a stopped container leaves a checkpoint.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS build
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE CHANGELOG.md CITATION.cff ./
+COPY configs configs
+COPY distflow_jax distflow_jax
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir=/wheels .
+
+FROM python:${PYTHON}-slim
+# cpu, gpu or tpu
+ARG PLATFORM=cpu
+COPY --from=build /wheels /wheels
+RUN set -eu; \
+    case "${PLATFORM}" in \
+        cpu) extra="" ;; \
+        gpu|tpu) extra="[${PLATFORM}]" ;; \
+        *) echo "PLATFORM must be cpu, gpu or tpu, got ${PLATFORM}" >&2; exit 1 ;; \
+    esac; \
+    wheel="$(ls /wheels/distflow_jax-*.whl)"; \
+    pip install --no-cache-dir "${wheel}${extra}"; \
+    pip install --no-cache-dir --no-deps google-jetstream==0.2.2; \
+    rm -r /wheels; \
+    useradd --create-home distflow; \
+    install --directory --owner=distflow /runs
+ENV PYTHONUNBUFFERED=1 \
+    DISTFLOW_CACHE=/home/distflow/.cache/distflow_jax
+USER distflow
+WORKDIR /runs
+ENTRYPOINT ["distflow"]
+CMD ["--help"]

@@ -1,0 +1,1 @@
+"""The subcommands of `distflow`, which scripts/ calls too."""

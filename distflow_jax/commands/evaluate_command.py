@@ -1,0 +1,79 @@
+"""The subcommand evaluate."""
+
+import json
+import pathlib
+import tempfile
+from types import SimpleNamespace
+
+from distflow_jax.commands.join_job import join_job
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
+from distflow_jax.data.step_columns import entries_of_host, uid_column
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.parallel import processes
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import load_eval_prompts, open_environments
+from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.report.run_writer import write_atomic
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import trial_request
+from distflow_jax.runtime.standalone_sampler import open_answerer
+from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+
+
+def main(options: SimpleNamespace) -> int:
+    """Samples responses, scores them, prints and writes the metrics."""
+    config = from_config_dict(Config, options.config)
+    if not config.eval.dataset:
+        raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
+    join_job(options)
+    if options.out:
+        check_out(pathlib.Path(options.out))
+    source = open_model(config.model.source, **config.model.options())
+    machine = Machine.current()
+    sizes = derive_sizes(config, source.config, machine)
+    hosts = sizes.sampler_hosts
+    prompts = load_eval_prompts(config, source, sizes, machine)
+    with RewardPool(config.reward) as rewards:
+        rewards.check(trial_request(prompts[0]))
+        environments = open_environments(config, source, prompts[0])
+        model = open_answerer(config, source, options.run)
+        _, scored = evaluate(
+            model.engine,
+            model.state,
+            source.tokenizer,
+            rewards,
+            prompts,
+            config.eval.sampling_params(config.rollout.max_response_length),
+            own=entries_of_host(uid_column(prompts, 1), processes.process_index() % hosts, hosts),
+            environments=environments,
+        )
+        metrics = validation_metrics(scored, config.eval.num_samples)
+    for name, value in metrics.items():
+        print(f"{name} {value:.4f}")
+    if options.out and processes.process_index() == 0:
+        report = {
+            "model": config.model.source,
+            "run": options.run,
+            "step": model.step,
+            "dataset": config.eval.dataset,
+            "metrics": metrics,
+            "records": records(scored),
+        }
+        write_atomic(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    processes.shutdown()
+    return 0
+
+
+def check_out(path: pathlib.Path) -> None:
+    """Raises ValueError, before any sampling, if the report cannot be written to `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write --out {str(path)!r} ({error.strerror}); choose another folder"
+        ) from error
+    if path.is_dir():
+        raise ValueError(f"--out {str(path)!r} is a folder; name a .json file")

@@ -1,0 +1,303 @@
+"""Starts a run on Google Kubernetes Engine as a JobSet, one pod per host.
+
+distflow launch gke --name=first --image=IMAGE --tpu=v5p --topology=4x4x4 \\
+    --volume=shared:/shared -- train --config=grpo_smollm2 --workdir=/shared/runs/first
+
+The image contains this package with its extra tpu or gpu (Dockerfile makes one); IMAGE is its
+address. --workdir must be on a volume that all pods mount. For GPU nodes
+give --gpu=TYPE, --nodes and --gpus_per_node instead of --tpu and --topology.
+When a pod exits with another code than 0, all are restarted, at most --max_restarts times: after a
+crash, and after a SIGTERM (75, with a checkpoint saved). A user error (2) ends the run.
+The cluster needs JobSet 0.6 or later.
+"""
+
+import argparse
+import math
+import pathlib
+import re
+
+import yaml
+
+from distflow_jax.commands.launch import hosts
+
+PORT = 8476  # of process 0, on GPU nodes
+EXIT_USAGE = 2  # exit code of a subcommand for a user error
+REPLICATED_JOB = "hosts"
+
+# --tpu -> (label of the node pool, dims of a topology)
+TPUS = {
+    "v4": ("tpu-v4-podslice", 3),
+    "v5e": ("tpu-v5-lite-podslice", 2),
+    "v5p": ("tpu-v5p-slice", 3),
+    "v6e": ("tpu-v6e-slice", 2),
+    "tpu7x": ("tpu7x", 3),
+}
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
+
+
+def parse_arguments(
+    arguments: list[str], program: str = "distflow launch gke"
+) -> argparse.Namespace:
+    """Parses and checks the flags before `--`, and the command with its flags after it."""
+    parser = hosts.cluster_parser(__doc__, program, python="python")
+    add = parser.add_argument
+    add("--name", required=True, help="name of the JobSet")
+    add("--namespace", default="default", help="namespace (default default)")
+    add("--image", required=True, help="container image")
+    add("--tpu", choices=sorted(TPUS), help="TPU generation")
+    add("--topology", default="", help="chips of a slice, such as 4x4x4 or 16x16")
+    add("--slices", type=int, default=1, help="slices, each in a node pool of its own (default 1)")
+    add("--chips_per_host", type=int, default=0, help="8 for hosts of 8 chips (default 4)")
+    add("--gpu", default="", help="GPU type, such as nvidia-h100-80gb")
+    add("--nodes", type=int, default=1, help="GPU nodes (default 1)")
+    add("--gpus_per_node", type=int, default=8, help="GPUs of each node (default 8)")
+    add("--spot", action="store_true", help="use preemptible (spot) nodes")
+    add(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:PATH",
+        help="a PersistentVolumeClaim (ReadWriteMany) and its path in the pods",
+    )
+    add(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a Secret whose entries become environment variables, such as HF_TOKEN",
+    )
+    add("--directory", default="", help="folder to run in (default: the image's)")
+    add("--max_restarts", type=int, default=100, help="restarts of the whole run (default 100)")
+    add(
+        "--grace_seconds",
+        type=int,
+        default=300,
+        help="time between SIGTERM and SIGKILL, for a step and a checkpoint (default 300)",
+    )
+    options = parser.parse_args(arguments)
+    options.command = hosts.python_command(options)
+    check(options)
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that the cluster would refuse or misinterpret."""
+    if bool(options.tpu) == bool(options.gpu):
+        raise ValueError("give either --tpu and --topology, or --gpu")
+    hosts.at_least(1, slices=options.slices, nodes=options.nodes)
+    hosts.at_least(1, gpus_per_node=options.gpus_per_node, grace_seconds=options.grace_seconds)
+    hosts.at_least(0, max_restarts=options.max_restarts)
+    count = num_hosts(options)
+    if options.slices > 1 and not (options.tpu and count > 1):
+        raise ValueError(f"--slices={options.slices} needs TPU slices of more than one host")
+    # the longest name derived from it is a pod's, with at most 63 characters
+    longest = len(f"-{REPLICATED_JOB}-{options.slices - 1}-{count - 1}-xxxxx")
+    hosts.name_of("--name", options.name, length=63 - longest)
+    hosts.name_of("--namespace", options.namespace, length=63)
+    for secret in options.secret:
+        hosts.name_of("--secret", secret, length=63)
+    if options.gpu:
+        hosts.name_of("--gpu", options.gpu, length=63)
+    if not re.fullmatch(r"[^\s\"']+", options.image):
+        raise ValueError(f"--image takes no spaces or quotes, got {options.image!r}")
+    hosts.variables(options.env)
+    hosts.one_line("the command", options.python, *options.command)
+    check_workdir(options.command, volumes(options))
+
+
+def check_workdir(command: list[str], mounts: dict[str, str]) -> None:
+    """Raises ValueError for a --workdir outside the shared volumes, local to each pod."""
+    named = [
+        argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
+    ]
+    for folder in map(pathlib.PurePosixPath, named):
+        if not any(folder.is_relative_to(path) for path in mounts.values()):
+            raise ValueError(
+                f"--workdir={folder} is on no volume: each pod would write its own, and lose it; "
+                "give --volume=CLAIM:PATH and a --workdir below PATH"
+            )
+
+
+def volumes(options: argparse.Namespace) -> dict[str, str]:
+    """{claim: path in the pods}."""
+    result = {}
+    for volume in options.volume:
+        claim, _, path = volume.partition(":")
+        if not re.fullmatch(r"/[^\s:\"']+", path):
+            raise ValueError(f"--volume must be CLAIM:/PATH, got {volume!r}")
+        result[hosts.name_of("--volume", claim, length=63)] = path
+    return result
+
+
+def chips_per_host(options: argparse.Namespace) -> int:
+    """Chips of the machine type: 1, 4 or, for 2x4 on one host, 8."""
+    return options.chips_per_host or (1 if options.topology == "1x1" else 4)
+
+
+def num_hosts(options: argparse.Namespace) -> int:
+    """Hosts of one slice, or GPU nodes. Raises ValueError for a slice that does not exist."""
+    if options.gpu:
+        return options.nodes
+    check_topology(options.tpu, options.topology)
+    chips = math.prod(map(int, options.topology.split("x")))
+    each = chips_per_host(options)
+    if each not in (1, 4) and (each, options.topology) != (8, "2x4"):
+        raise ValueError(f"--chips_per_host must be 4, or 8 for 2x4, got {each}")
+    if (each == 1) != (chips == 1):
+        raise ValueError(f"hosts of {each} chips cannot make up --topology={options.topology}")
+    return chips // each
+
+
+def check_topology(tpu: str, topology: str) -> None:
+    """Raises ValueError for a topology that this generation does not have."""
+    _, dims = TPUS[tpu]
+    if dims == 2 and topology not in FLAT:
+        raise ValueError(f"--topology of {tpu} must be one of {', '.join(FLAT)}, got {topology!r}")
+    written = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology, re.ASCII)
+    sides = [int(side) for side in topology.split("x")] if written else []
+    large = written and sides == sorted(sides) and all(side % 4 == 0 for side in sides)
+    if dims == 3 and topology not in SMALL and not large:
+        raise ValueError(
+            f"--topology of {tpu} must be one of {', '.join(SMALL)}, or AxBxC with multiples of 4 "
+            f"in rising order, got {topology!r}"
+        )
+
+
+def verbatim(text: str) -> str:
+    """Escapes `text` for Kubernetes, which replaces $(NAME) by a variable's value."""
+    return text.replace("$(", "$$(")
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """The variables that the manifest sets, equal in all pods."""
+    mine = hosts.variables(options.env)
+    if num_hosts(options) * options.slices == 1:
+        return mine | {"DISTFLOW_DISTRIBUTED": "off"}
+    if options.tpu:
+        return mine  # GKE sets the variables by which pods and slices find each other
+    return mine | {
+        "DISTFLOW_COORDINATOR": f"{pod(options, 0, 0)}:{PORT}",
+        "DISTFLOW_NUM_PROCESSES": str(options.nodes),
+    }
+
+
+def pod(options: argparse.Namespace, part: int, index: int) -> str:
+    """A pod's name in the JobSet's own domain."""
+    return f"{options.name}-{REPLICATED_JOB}-{part}-{index}.{options.name}"
+
+
+def pod_template(options: argparse.Namespace) -> dict:
+    """The specification of one pod: its nodes, container and volumes."""
+    if options.tpu:
+        label, _ = TPUS[options.tpu]
+        nodes = {
+            "cloud.google.com/gke-tpu-accelerator": label,
+            "cloud.google.com/gke-tpu-topology": options.topology,
+        }
+        resources = {"google.com/tpu": chips_per_host(options)}
+    else:
+        nodes = {"cloud.google.com/gke-accelerator": options.gpu}
+        resources = {"nvidia.com/gpu": options.gpus_per_node}
+    if options.spot:
+        nodes["cloud.google.com/gke-spot"] = "true"
+    # NCCL's buffers go to /dev/shm, which has 64 MiB by default
+    volume_list = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for i, (claim, path) in enumerate(volumes(options).items()):
+        volume_list.append({"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"volume-{i}", "mountPath": path})
+    container = {
+        "name": "main",
+        "image": options.image,
+        # no shell: SIGTERM goes to process 1, which must be the script
+        "command": [verbatim(word) for word in (options.python, *options.command)],
+        "env": [
+            {"name": name, "value": verbatim(value)} for name, value in environment(options).items()
+        ],
+        "resources": {"limits": resources},
+        "volumeMounts": mounts,
+    }
+    if options.secret:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in options.secret]
+    if options.directory:
+        container["workingDir"] = options.directory
+    template = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_seconds,
+        "nodeSelector": nodes,
+        "containers": [container],
+        "volumes": volume_list,
+    }
+    if options.slices > 1:  # the hosts' network is faster between slices
+        template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return template
+
+
+def manifest(options: argparse.Namespace) -> dict:
+    """The JobSet: one job per slice, or one of all GPU nodes."""
+    count = num_hosts(options)
+    user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
+    job = {
+        "parallelism": count,
+        "completions": count,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # no pod restarts alone: the others could not continue with it
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": user_error}]},
+        "template": {"spec": pod_template(options)},
+    }
+    metadata = {"name": options.name, "namespace": options.namespace}
+    if options.tpu:  # each slice gets a node pool for itself
+        pool = "cloud.google.com/gke-nodepool"
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": pool}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": options.name},
+            # any other failure restarts all jobs
+            "failurePolicy": {
+                "maxRestarts": options.max_restarts,
+                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "replicatedJobs": [
+                {"name": REPLICATED_JOB, "replicas": options.slices, "template": {"spec": job}}
+            ],
+        },
+    }
+
+
+def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
+    """The pods, with the variables that Kubernetes and GKE add to those of the manifest."""
+    count, shared = num_hosts(options), environment(options)
+    command = [options.python, *options.command]
+    result = []
+    for part in range(options.slices):
+        names = [pod(options, part, index) for index in range(count)]
+        for index, name in enumerate(names):
+            added = {"JOB_COMPLETION_INDEX": str(index)}
+            if options.tpu:
+                added["TPU_WORKER_HOSTNAMES"] = ",".join(names) if count > 1 else "localhost"
+                added["TPU_WORKER_ID"] = str(index)
+            if options.slices > 1:
+                added["MEGASCALE_COORDINATOR_ADDRESS"] = pod(options, 0, 0)
+                added["MEGASCALE_NUM_SLICES"] = str(options.slices)
+                added["MEGASCALE_SLICE_ID"] = str(part)
+            result.append(hosts.Host(name.partition(".")[0], shared | added, command))
+    return result
+
+
+def main(arguments: list[str], program: str = "distflow launch gke") -> int:
+    """Submits the JobSet, or prints it; returns the exit code."""
+    options = parse_arguments(arguments, program)
+    text = yaml.safe_dump(manifest(options), sort_keys=False, width=10_000)
+    if options.dry_run:
+        print(f"{text}\n{hosts.describe(run_hosts(options), 'in the pods')}")
+        return 0
+    return hosts.submit(["kubectl", "create", "--filename=-"], text)
+
+
+def run(arguments: list[str] | None = None, program: str = "distflow launch gke") -> None:
+    """Ends the process with the launcher's exit code; `arguments` of None are the process's."""
+    hosts.run_main(main, arguments, program)

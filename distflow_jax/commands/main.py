@@ -1,0 +1,144 @@
+"""Entry point of `distflow SUBCOMMAND` and of scripts/: help, flags, then the subcommand's module.
+
+A subcommand's module is imported once its flags are known, so that --help needs no jax.
+"""
+
+import importlib
+import pydoc
+import sys
+import types
+
+from absl import flags
+
+import distflow_jax
+from distflow_jax.commands.command_flags import Flag
+from distflow_jax.commands.command_help import help_text, launch_overview, overview
+from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
+from distflow_jax.config.command_line import (
+    EXIT_USAGE,
+    chosen_keys,
+    define_config,
+    run_main,
+    user_error,
+)
+from distflow_jax.config.shipped import config_file
+from distflow_jax.did_you_mean import hint
+
+_CONFIG = ("--config", "-config")
+_HELP = ("--help", "-help", "-h", "--helpshort", "-?")
+
+
+def main() -> None:
+    """Runs `distflow`; ends the process with the subcommand's exit code."""
+    arguments = sys.argv[1:]
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in _HELP:
+        print(overview(), end="")
+        sys.exit(0 if arguments else EXIT_USAGE)
+    if name == "--version":
+        print(f"distflow_jax {distflow_jax.__version__}")
+        sys.exit(0)
+    if name == "launch":
+        launch(rest, "distflow launch")
+    if name not in SUBCOMMANDS:
+        sys.exit(user_error(f"unknown command {name!r} ({hint(name, [*SUBCOMMANDS, 'launch'])})"))
+    run_subcommand(name, rest, f"distflow {name}")
+
+
+def launch(arguments: list[str], program: str) -> None:
+    """Runs a launcher, "local --processes=2 -- train ..."; ends the process with its exit code."""
+    name = arguments[0] if arguments else "--help"
+    if name in _HELP:
+        print(launch_overview(), end="")
+        sys.exit(0 if arguments else EXIT_USAGE)
+    if name not in LAUNCHERS:
+        sys.exit(user_error(f"unknown launcher {name!r} ({hint(name, LAUNCHERS)})"))
+    launcher = importlib.import_module(f"{MODULE}.launch.{name}")
+    launcher.run(arguments[1:], f"{program} {name}")
+
+
+def run_script(name: str) -> None:
+    """Runs the subcommand of the script of that name with the process's arguments."""
+    run_subcommand(name, sys.argv[1:], f"python scripts/{name}.py")
+
+
+def run_subcommand(name: str, arguments: list[str], program: str) -> None:
+    """Parses the flags and runs the subcommand; ends the process with its exit code.
+
+    `program` is how it was called, for --help.
+    """
+    command = SUBCOMMANDS[name]
+    if set(arguments) & set(_HELP):
+        _show(help_text(command, program))
+        sys.exit(0)
+    for flag in command.flags:
+        _define(flag, program)
+    try:
+        module = importlib.import_module(f"{MODULE}.{command.module}")
+        argv = [program, *_with_config_files(arguments)]
+    except ImportError as error:
+        if error.name != "jetstream":
+            raise
+        sys.exit(user_error(str(error)))
+    except ValueError as error:
+        sys.exit(user_error(str(error)))
+    run_main(
+        lambda rest: module.main(_options(command, rest)),
+        argv,
+        takes_arguments=bool(command.arguments),
+    )
+
+
+def _define(flag: Flag, module: str) -> None:
+    """Defines a flag for absl, as one of `module`."""
+    name, default, meaning, of = flag.name, flag.default, flag.meaning, {"module_name": module}
+    match flag.kind:
+        case "config":
+            define_config(meaning)
+        case "enum":
+            flags.DEFINE_enum(name, default, list(flag.choices), meaning, **of)
+        case "integer":
+            flags.DEFINE_integer(name, default, meaning, flag.least, flag.most, **of)
+        case "float":
+            flags.DEFINE_float(name, default, meaning, flag.least, flag.most, **of)
+        case "boolean":
+            flags.DEFINE_boolean(name, default, meaning, **of)
+        case "list":
+            flags.DEFINE_list(name, default, meaning, **of)
+        case _:
+            flags.DEFINE_string(name, default, meaning, **of)
+    if flag.required:
+        flags.mark_flag_as_required(name)
+
+
+def _options(command: Subcommand, rest: list[str]) -> types.SimpleNamespace:
+    """The parsed flags of a subcommand.
+
+    Its attributes are the flags' values, `chosen`, the set of keys in --config.KEY=VALUE, and
+    `arguments`, those that are not flags.
+    """
+    values = {flag.name: flags.FLAGS[flag.name].value for flag in command.flags}
+    chosen = set()
+    if command.has_config:
+        chosen = chosen_keys()
+    return types.SimpleNamespace(**values, chosen=chosen, arguments=tuple(rest[1:]))
+
+
+def _with_config_files(arguments: list[str]) -> list[str]:
+    """The arguments with the file of a config in place of its name, in --config=tiny."""
+    found = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=")
+        if name in _CONFIG and equals:
+            found.append(f"{name}={config_file(value)}")
+        else:
+            found.append(config_file(argument) if before in _CONFIG else argument)
+    return found
+
+
+def _show(text: str) -> None:
+    """Prints a text, page by page on a terminal."""
+    if sys.stdout.isatty():
+        pydoc.pager(text)
+    else:
+        print(text, end="")

@@ -1,0 +1,172 @@
+"""The subcommand plan."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from distflow_jax.config.command_line import EXIT_USAGE
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.plan import Plan
+from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.compiled_plan import compile_plan
+from distflow_jax.planning.field_specs import Value
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import RunPlan, plan_run
+from distflow_jax.planning.program_table import (
+    bytes_of_fields,
+    describe,
+    fields_on_meshes,
+    to_tree,
+)
+from distflow_jax.pods.pod_picture import draw_pod
+from distflow_jax.pods.pod_plan import plan_on
+from distflow_jax.pods.sweep import sweep
+from distflow_jax.pods.topology import Pod, open_topology
+from distflow_jax.report import progress
+from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.plan_picture.mermaid import to_mermaid
+from distflow_jax.report.plan_picture.picture import draw
+from distflow_jax.runtime.build import trace
+
+
+def main(options: SimpleNamespace) -> int:
+    """Checks the config as a run does; prints the plan and its programs, and draws it."""
+    config = from_config_dict(Config, options.config)
+    if options.topology and options.devices:
+        raise ValueError(
+            f"--topology={options.topology} has a number of devices: leave "
+            f"--devices={options.devices} out"
+        )
+    if options.sweep and not options.topology:
+        raise ValueError("--sweep needs a pod: give --topology, such as v5p:4x4x4")
+    pod = open_topology(options.topology) if options.topology else None
+    if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
+        raise ValueError(
+            f"--only={','.join(options.only)} chooses programs to compile for one TPU --topology: "
+            "leave it out"
+        )
+    machine = pod.machine if pod else wanted_machine(options.devices, options.processes)
+    if options.sweep:
+        return sweep_pod(options, pod, config)
+    planned = plan_run(config, machine, options.chosen, open_source=open_shapes)
+    if pod:
+        planned = dataclasses.replace(planned, devices=pod.devices)
+    progress.table(planned.source.spec, planned.table())
+    if pod:
+        return plan_pod(options, pod, planned)
+    text, fields, costs, memory, missing = planned.text(), [], {}, None, ""
+    if jax.device_count() != machine.devices or machine.processes != jax.process_count():
+        here = f"{jax.device_count()} devices in {jax.process_count()} process"
+        text += f"\nprograms are not traced: this machine has {here}\n"
+    else:
+        programs = trace(planned)
+        fields = fields_on_meshes(planned.plan, programs)
+        how = "costs" if options.compile else "none"
+        compiled = compile_plan(planned, programs, compiles_for=how)
+        costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
+        text += f"\n{describe(fields, costs)}\n{memory.describe()}"
+    print(text)
+    if options.mermaid:
+        print(to_mermaid(planned.plan))
+    if options.out:
+        tree = to_tree(fields, costs) | ({} if memory is None else {"memory": memory.to_tree()})
+        write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(options.out))
+    if missing:
+        print(f"error: a run would end before step 1: {missing}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:
+    """Compiles the plan for a pod; prints its memory and seconds."""
+    found = plan_on(
+        pod,
+        planned,
+        mean_response=options.mean_response,
+        compiled=options.compile and pod.compiles,
+        only=options.only,
+    )
+    text = f"{planned.text()}\n{found.describe()}"
+    print(text)
+    if options.mermaid:
+        print(to_mermaid(planned.plan))
+    if options.out:
+        folder, drawing = pathlib.Path(options.out), draw_pod(found)
+        write_files(planned.plan, text, found.to_tree(), {}, folder)
+        (folder / "pod.svg").write_text(to_svg(drawing, f"plan for {pod.name}"), encoding="utf-8")
+    if found.problem:
+        print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
+    """Searches the fastest layout on a pod that fits, and prints it."""
+    found = sweep(
+        pod,
+        config,
+        options.chosen,
+        mean_response=options.mean_response,
+        compiles=options.sweep_compile if options.compile else 0,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    text = found.describe()
+    print(text)
+    if options.out:
+        folder = pathlib.Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sweep.txt").write_text(text, encoding="utf-8")
+        tree = json.dumps(found.to_tree(), indent=1)
+        (folder / "sweep.json").write_text(tree, encoding="utf-8")
+    if found.problem:
+        print(f"error: {found.problem}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def wanted_machine(devices: int, processes: int) -> Machine:
+    """The machine to plan for; on CPU this process gets the same number of devices.
+
+    `devices` in all `processes`; 0: those of this machine. Raises ValueError if one is not
+    divisible by the other.
+    """
+    if not devices:
+        return Machine.current()
+    if devices % processes:
+        raise ValueError(f"--devices={devices} is not divisible by --processes={processes}")
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
+    return dataclasses.replace(
+        Machine.current(),
+        processes=processes,
+        devices=devices,
+        local_devices=devices // processes,
+    )
+
+
+def write_files(
+    plan: Plan,
+    text: str,
+    tree: Mapping[str, Any],
+    sizes: Mapping[Value, int],
+    folder: pathlib.Path,
+) -> None:
+    """Writes plan.txt, plan.json, plan.mmd and plan.svg.
+
+    `tree`: further entries of plan.json; `sizes`: bytes of fields, for the picture.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawing = draw(plan, sizes=sizes)
+    whole = json.loads(plan.to_json()) | tree
+    (folder / "plan.txt").write_text(text, encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
+    (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")

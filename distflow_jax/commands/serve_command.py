@@ -1,0 +1,70 @@
+"""The subcommand serve."""
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.observe.memory import GIB, peak_memory_gb
+from distflow_jax.programs.units import format_bytes
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.standalone_sampler import answer_sizes, read_weights
+from distflow_jax.serving.jetstream import GREEDY, door_config, prepare
+from distflow_jax.serving.served_weights import Weights
+from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
+
+
+def main(options: SimpleNamespace) -> int:
+    """Loads the model and serves requests until a signal."""
+    prepare()  # before jax logs its first line
+    if options.slots is not None:
+        options.config.rollout.num_slots = options.slots
+    if options.top_p == 0:
+        raise ValueError("--top_p must be above 0, got 0; use 1 for all tokens")
+    config = from_config_dict(Config, options.config)
+    served = ServerConfig(
+        model=config.model.source,
+        seed=config.seed,
+        host=options.host,
+        port=options.port,
+        metrics_port=options.metrics_port,
+        default_response=config.rollout.max_response_length,
+        max_samples=options.max_samples,
+        grace_seconds=options.grace_seconds,
+        jetstream=dataclasses.replace(GREEDY, temperature=options.temperature, top_p=options.top_p),
+    )
+    check_addresses(served)  # before the model is loaded
+    source = open_model(config.model.source, **config.model.options())
+    params, step = read_weights(config, source, options.run)
+    weights = Weights(params, step)
+    engine = make_engine(source, config, answer_sizes(config, source, resumable))
+    jetstream_engine = make_engine(source, config, answer_sizes(config, source, door_config))
+
+    def load(path: str):
+        return read_weights(config, source, path, weights.turns)
+
+    server = Server(served, engine, jetstream_engine, weights, source.tokenizer, load)
+    code = asyncio.run(serve_until_signal(server, print_ready))
+    print("stopped", flush=True)
+    return code
+
+
+def resumable(sizes: EngineConfig) -> EngineConfig:
+    """Lets any sequence be preempted, and resumed after a prefill of its prompt and response."""
+    return dataclasses.replace(sizes, max_read=sizes.max_prompt + sizes.max_response)
+
+
+def print_ready(server: Server) -> None:
+    """Prints that the server is ready, with its model, address, sizes and memory."""
+    config, sizes = server.config, server.engine.config
+    metrics = f", metrics on http://{config.host}:{config.metrics_port}/metrics"
+    print(
+        f"ready: {config.model} (version {server.version}) on {config.host}:{server.port}, "
+        f"{sizes.slots} slots for each of two protocols, prompt {sizes.max_prompt} + response "
+        f"{sizes.max_response} tokens, peak memory {format_bytes(peak_memory_gb() * GIB)}"
+        f"{metrics if config.metrics_port else ''}",
+        flush=True,
+    )

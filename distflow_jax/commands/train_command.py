@@ -1,0 +1,20 @@
+"""The subcommand train."""
+
+from types import SimpleNamespace
+
+from distflow_jax import run
+from distflow_jax.commands.join_job import join_job
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
+from distflow_jax.parallel import processes
+
+
+def main(options: SimpleNamespace) -> int:
+    """Joins a job of several processes, if there is one, and trains; returns the exit code."""
+    if options.profile_steps is not None:
+        options.config.observe.profile_steps = options.profile_steps
+    config = from_config_dict(Config, options.config)
+    job = join_job(options)
+    code = run.train(config, options.workdir, job, chosen=options.chosen)
+    processes.shutdown()
+    return code

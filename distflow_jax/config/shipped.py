@@ -1,0 +1,49 @@
+"""The configs that come with the package, by name: --config=tiny, or qwen25_7b:v5p-64,8k.
+
+The text after the colon is the argument of the config's `get_config`. A .py file of the user's own
+starts from a shipped config in the same way in a checkout and in an installed package:
+
+    from distflow_jax.config.shipped import open_config
+
+    def get_config():
+        config = open_config("tiny")
+        config.training.steps = 10
+        return config
+"""
+
+import os
+import pathlib
+
+import ml_collections
+
+from distflow_jax.did_you_mean import hint
+from distflow_jax.user_functions import load_function, shipped_folder
+
+
+def shipped_configs() -> dict[str, pathlib.Path]:
+    """{name: file} of the configs that come with the package."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.py"))}
+
+
+def config_file(source: str | os.PathLike) -> str:
+    """The path of a config, with its argument: "tiny" -> ".../tiny.py", "file.py:x" as it is.
+
+    Raises ValueError, with the nearest name, for a name that no shipped config has.
+    """
+    name, colon, argument = os.fspath(source).partition(":")
+    if name.endswith(".py"):
+        return os.fspath(source)
+    known = shipped_configs()
+    if name not in known:
+        raise ValueError(f"unknown config {name!r} ({hint(name, known)}); or give a .py file")
+    return f"{known[name]}{colon}{argument}"
+
+
+def open_config(source: str | os.PathLike) -> ml_collections.ConfigDict:
+    """The config of a name or a .py file, with the argument after a colon.
+
+    Raises ValueError or FileNotFoundError for one that does not exist or cannot be loaded.
+    """
+    path, colon, argument = config_file(source).partition(":")
+    get_config = load_function(f"{path}:get_config", "config")
+    return get_config(argument) if colon else get_config()

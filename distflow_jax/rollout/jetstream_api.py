@@ -1,0 +1,63 @@
+"""JetStream's engine interface, imported without seqio, TensorFlow and tiktoken.
+
+JetStream 0.2.2 imports seqio, and so TensorFlow, and tiktoken for tokenizers of its own that this
+package does not use. While its modules are imported here, modules with the names that they look up
+stand in for both packages. Afterwards the process finds the installed ones again, if there are any.
+
+pip cannot leave out a dependency's dependencies, so JetStream is no dependency of this package:
+
+    pip install --no-deps google-jetstream==0.2.2
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+INSTALL = "pip install --no-deps google-jetstream==0.2.2"
+# {module: names that JetStream imports from it}
+_UNUSED = {
+    "seqio": (),
+    "seqio.vocabularies": ("SentencePieceVocabulary", "Vocabulary"),
+    "tiktoken": ("Encoding",),
+    "tiktoken.load": ("load_tiktoken_bpe",),
+}
+
+
+class _NotImported:
+    """A class of seqio or tiktoken, of which JetStream's own tokenizers are made."""
+
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError(
+            "JetStream was imported without seqio and tiktoken, which its own tokenizers need: "
+            "import jetstream.engine.token_utils before distflow_jax"
+        )
+
+
+@contextlib.contextmanager
+def _without_tokenizers() -> Iterator[None]:
+    """Modules of the table above stand in for the installed ones, which are restored at the end."""
+    installed = {name: sys.modules.get(name) for name in _UNUSED}
+    for name, attributes in _UNUSED.items():
+        module = ModuleType(name)
+        module.__dict__.update(dict.fromkeys(attributes, _NotImported))
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name, module in installed.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+try:
+    with _without_tokenizers():
+        from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "jetstream":
+        raise
+    raise ImportError(f"google-jetstream is not installed: {INSTALL}", name="jetstream") from None
+
+__all__ = ["engine_api", "token_utils", "tokenizer_api", "tokenizer_pb2"]

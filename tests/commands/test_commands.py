@@ -1,0 +1,128 @@
+"""`distflow` and its subcommands: help without jax, flags that the functions read, mistakes."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from support.paths import ROOT
+
+from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
+from distflow_jax.commands.subcommands import LAUNCHERS, SUBCOMMANDS, python_arguments
+from distflow_jax.config import key_reference
+from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.run_config import Config
+from distflow_jax.config.shipped import config_file, open_config, shipped_configs
+from distflow_jax.models.weights.safetensors_writer import DTYPES
+
+COMMANDS = ROOT / "distflow_jax" / "commands"
+
+
+def distflow(*arguments):
+    command = [sys.executable, "-m", "distflow_jax.commands", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def attributes(path):
+    """Attributes of `options` that a module reads."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "options"
+    }
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_flag_is_read_and_every_option_is_a_flag(name):
+    command = SUBCOMMANDS[name]
+    read = attributes(COMMANDS / f"{command.module}.py")
+    given = {flag.name for flag in command.flags}
+    if "coordinator" in given:
+        read |= attributes(COMMANDS / "join_job.py")
+    assert read - {"chosen", "arguments"} == given
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_fits_the_terminal_and_has_every_flag_and_key(name):
+    command = SUBCOMMANDS[name]
+    text = help_text(command, f"distflow {name}")
+    assert all(len(line) <= WIDTH for line in text.splitlines() if "://" not in line)
+    assert all(re.search(rf"^  --{flag.name}\b", text, re.M) for flag in command.flags)
+    keys = [key for key in key_reference.keys() if re.search(rf"^  {key} \(", text, re.M)]
+    assert keys == (list(key_reference.keys()) if command.has_config else [])
+
+
+def test_overviews_name_every_command_and_config():
+    text = overview()
+    assert all(re.search(rf"^  {name} ", text, re.M) for name in [*SUBCOMMANDS, "launch"])
+    assert all(name in text for name in shipped_configs())
+    assert all(re.search(rf"^  {name} ", launch_overview(), re.M) for name in LAUNCHERS)
+    assert all((COMMANDS / "launch" / f"{name}.py").is_file() for name in LAUNCHERS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["launch", "--help"]])
+def test_help_imports_no_jax(arguments):
+    code = (
+        f"import sys; sys.argv = ['distflow', *{arguments}]\n"
+        "from distflow_jax.commands.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["trian"], "unknown command 'trian' (did you mean 'train'? "),
+        (["launch", "slrum"], "unknown launcher 'slrum' (did you mean 'slurm'? "),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_name(arguments, message):
+    done = distflow(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_types_of_exported_weights_are_those_of_the_writer():
+    (flag,) = [flag for flag in SUBCOMMANDS["export"].flags if flag.name == "dtype"]
+    assert set(flag.choices) == set(DTYPES)
+
+
+def test_a_subcommand_or_a_script_is_launched():
+    train = ["train", "--config=tiny"]
+    assert python_arguments(train) == ["-m", "distflow_jax.commands", *train]
+    assert python_arguments(["distflow", *train]) == python_arguments(train)
+    assert python_arguments(["scripts/train.py", "--x"]) == ["scripts/train.py", "--x"]
+
+
+# -- configs by name --------------------------------------------------------------------------
+
+
+def test_a_name_is_the_file_of_the_shipped_config():
+    assert set(shipped_configs()) == {path.stem for path in ROOT.glob("configs/*.py")}
+    assert config_file("tiny") == str(ROOT / "configs" / "tiny.py")
+    assert config_file("qwen25_7b:v5p-64,8k").endswith("/qwen25_7b.py:v5p-64,8k")
+    assert config_file("my/own.py:x") == "my/own.py:x"
+
+
+def test_an_unknown_name_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown config 'tinny' .did you mean 'tiny'.*; or give"):
+        config_file("tinny")
+
+
+def test_a_config_of_ones_own_starts_from_a_shipped_one(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from distflow_jax.config.shipped import open_config\n"
+        "def get_config(steps='7'):\n"
+        "    config = open_config('tiny')\n"
+        "    config.training.steps = int(steps)\n"
+        "    return config\n"
+    )
+    own = from_config_dict(Config, open_config(tmp_path / "own.py"))
+    assert own.training.steps == 7
+    assert own.model == from_config_dict(Config, open_config("tiny")).model
+    assert open_config(f"{tmp_path / 'own.py'}:9").training.steps == 9

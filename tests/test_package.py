@@ -1,0 +1,179 @@
+"""The package as it is installed: dependencies, versions, the wheel away from the repository."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+import distflow_jax
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+JETSTREAM = "google-jetstream==0.2.2"
+# {module: distribution} where the names differ
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+# imported where it is needed: an optional package, or one that a notebook has
+OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}
+OF_JETSTREAM = {"protobuf", "shortuuid"}  # what JetStream imports and its own install would bring
+SMALL = [
+    "--config.model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300",
+    "--config.data.train=task:arithmetic?size=64",
+    "--config.data.prompts_per_step=4",
+    "--config.rollout.max_response_length=8",
+    "--config.eval.num_prompts=4",
+    "--config.training.steps=1",
+]
+
+
+def plain(name):
+    """A distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported(folder):
+    """First words of what the modules of a folder import, importlib.import_module included."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                found |= {x.value for x in node.args if isinstance(x, ast.Constant)}
+    return {name.split(".")[0] for name in found}
+
+
+def test_dependencies_are_what_is_imported():
+    names = imported(ROOT / "distflow_jax") | imported(ROOT / "configs")
+    names -= {"distflow_jax", *sys.stdlib_module_names, *OPTIONAL}
+    listed = {plain(re.match(r"[\w-]+", line)[0]) for line in PROJECT["dependencies"]}
+    assert listed == {plain(DISTRIBUTIONS.get(name, name)) for name in names} | OF_JETSTREAM
+
+
+def test_jetstream_has_one_version():
+    files = ["Makefile", "requirements.txt", "pyproject.toml", "Dockerfile"]
+    files += ["distflow_jax/rollout/jetstream_api.py"]
+    for file in files:
+        found = set(re.findall(r"google-jetstream==[\d.]+", (ROOT / file).read_text()))
+        assert found == {JETSTREAM}, file
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert set(re.findall(r"google-jetstream==[\d.]+", path.read_text())) <= {JETSTREAM}
+
+
+def test_the_version_is_the_same_everywhere():
+    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == distflow_jax.__version__
+
+
+def test_importing_the_package_imports_nothing_else():
+    code = "import sys, distflow_jax; assert not {'jax', 'numpy', 'absl'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- the wheel --------------------------------------------------------------------------------
+
+
+def build(folder):
+    """The wheel of this checkout."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def environment_of_a_stranger():
+    """The variables of a process that knows nothing of this checkout."""
+    return {k: v for k, v in haste.environment().items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def train(python, folder):
+    """Trains one step with `distflow` from an empty folder; returns what it printed."""
+    folder.mkdir()
+    command = [str(python.parent / "distflow"), "train", "--config=tiny", "--workdir=run", *SMALL]
+    done = subprocess.run(
+        command, cwd=folder, env=environment_of_a_stranger(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The interpreter of an environment with the wheel, which finds this one's packages too."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = build(folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    python = folder / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    # .pth files of that folder are not read: an editable install of the checkout is not seen
+    others = os.path.join(own.strip(), "others.pth")
+    with open(others, "w") as file:
+        file.write(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    return python
+
+
+def test_the_wheel_trains_from_another_folder(installed, tmp_path):
+    """With a graph and a config that it brings."""
+    output = train(installed, tmp_path / "empty")
+    assert "done: 1 steps" in output
+    config = json.loads((tmp_path / "empty/run/config.json").read_text())
+    assert config["dag"] == "grpo" and config["training"]["optimizer"]["lr"] == 1e-3
+
+
+def test_the_wheel_takes_no_top_level_name_but_its_own(installed):
+    code = (
+        "import importlib.util, importlib.metadata as m, pathlib, distflow_jax as d\n"
+        "files = m.files('distflow_jax')\n"
+        "print(sorted({f.parts[0] for f in files if '.dist-info' not in f.parts[0]}))\n"
+        "print(pathlib.Path(d.__file__).with_name('py.typed').is_file())\n"
+        "print([importlib.util.find_spec(n) for n in ('configs', 'scripts', 'tests')])"
+    )
+    done = subprocess.run(
+        [installed, "-c", code],
+        cwd=installed.parent,
+        env=environment_of_a_stranger(),
+        capture_output=True,
+        text=True,
+    )
+    first, typed, others = done.stdout.splitlines()
+    assert set(ast.literal_eval(first)) - {"..", "__pycache__"} == {"distflow_jax"}, done.stderr
+    assert typed == "True" and others == "[None, None, None]"
+
+
+@pytest.mark.slow
+def test_an_empty_environment_needs_nothing_but_the_two_commands(tmp_path):
+    """From the package index: the wheel, then JetStream, of which its absence is one line."""
+    pytest.importorskip("hatchling")
+    wheel = build(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    with pytest.raises(AssertionError, match=r"^error: google-jetstream is not installed: pip .*"):
+        train(python, tmp_path / "first")
+    subprocess.run([*pip, "--no-deps", JETSTREAM], check=True)
+    assert "done: 1 steps" in train(python, tmp_path / "second")
+    installed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True
+    )
+    names = {plain(package["name"]) for package in json.loads(installed.stdout)}
+    assert not names & {"tensorflow", "seqio", "torch", "ray", "vllm"}
+
+
+def test_names_of_the_package_are_there():
+    assert set(distflow_jax.__all__) <= set(dir(distflow_jax))
+    assert importlib.import_module("distflow_jax.commands.main").main.__doc__
