@@ -8,6 +8,9 @@ CONFIG ?= configs/grpo_smollm2.py
 BIN := $(VENV)/bin
 # tests run in so many processes, a file's in one: each takes up to 2 GiB
 WORKERS ?= 2
+# nothing of these belongs into the run's environment
+DOCS_VENV ?= .venv-docs
+TORCH_VENV ?= .venv-torch
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile
 DURATIONS := --durations=40 --durations-min=5
@@ -15,7 +18,7 @@ INPUTS := requirements.txt pyproject.toml
 # without its dependencies: it asks for seqio, and seqio for TensorFlow
 JETSTREAM := google-jetstream==0.2.2
 
-.PHONY: train test test-nightly test-soak lint dist clean setup setup-dev
+.PHONY: train test test-nightly test-soak lint docs reference dist clean setup setup-dev setup-torch
 
 # large pages: an update's temporaries are mapped anew each time, 4 KiB a time a tenth of it on a CPU
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -43,6 +46,16 @@ lint: $(VENV)/installed-dev
 dist: $(VENV)/installed-dev
 	$(BIN)/python -m hatchling build -d dist
 
+# the site, strictly and without a network, from an environment of its own; build/docs/index.html
+docs: $(DOCS_VENV)/installed
+	$(DOCS_VENV)/bin/python scripts/docs/make_reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "built build/docs; look at it with: $(DOCS_VENV)/bin/mkdocs serve"
+
+# the pages of docs/reference that are made from the code
+reference: $(VENV)/bin/python
+	$(BIN)/python scripts/docs/make_reference.py
+
 setup: $(VENV)/installed
 
 setup-dev: $(VENV)/installed-dev
@@ -64,6 +77,19 @@ $(VENV)/installed-trackers: $(VENV)/installed-dev requirements-trackers.txt
 	$(BIN)/python -m pip install --quiet -r requirements-trackers.txt
 	touch $@
 
+$(DOCS_VENV)/installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
+
+# torch and transformers, in which a nightly test loads an export
+setup-torch: $(TORCH_VENV)/installed
+
+$(TORCH_VENV)/installed: scripts/golden/requirements.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet -r scripts/golden/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

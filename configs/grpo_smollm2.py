@@ -1,4 +1,4 @@
-"""GRPO on SmolLM2-135M-Instruct: two-digit additions, in a quarter of an hour on a laptop's CPU.
+"""GRPO on SmolLM2-135M-Instruct: two-digit additions, in about 10 minutes on 2 cores.
 
     make train
     python scripts/train.py --config=configs/grpo_smollm2.py --workdir=runs/grpo_smollm2

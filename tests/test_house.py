@@ -322,7 +322,8 @@ def dead_paths() -> set[str]:
     found = set()
     for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *files()]:
         for named in form.findall(path.read_text()):
-            if "X" in named.split("/")[-1].split(".")[0] or (ROOT / named).exists():
+            stem = named.split("/")[-1].split(".")[0]
+            if "X" in stem or stem.isupper() or (ROOT / named).exists():
                 continue
             if not list(ROOT.glob(named)):
                 found.add(f"{name(path)}: {named}")

@@ -20,12 +20,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that this file belongs to
 
 key_reference = importlib.import_module("distflow_jax.config.key_reference")
+subcommands = importlib.import_module("distflow_jax.commands.subcommands")
 metric_reference = importlib.import_module("distflow_jax.report.metric_reference")
 
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by scripts/docs/make_reference.py: edit the code, not this page -->\n\n"
-LAUNCHERS = ("slurm", "gke", "tpu_vm")
-SCRIPTS = ("train", "evaluate", "generate", "plan", "report", "export", "serve", "launch_local")
+LAUNCH = ROOT / "distflow_jax" / "commands" / "launch"
 
 
 # -- config -----------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def metrics_page() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of a program."""
+    """A flag of a command, as a row of a table."""
 
     name: str
     default: str
@@ -84,71 +84,57 @@ class Flag:
 
 
 def flags_page() -> str:
-    """All scripts with their summary, example and flags."""
+    """All commands with their summary, examples and flags."""
     lines = [
         "# Commands\n",
-        "Run them from the root of the repository, in its virtual environment. Flags are written "
-        "`--name=value`. Scripts with `--config` also take `--config.KEY=VALUE` for every "
+        "`distflow NAME` and, in a checkout, `python scripts/NAME.py` are the same. Flags are "
+        "written `--name=value`. Commands with `--config` also take `--config.KEY=VALUE` for every "
         "[config key](config.md). Exit code 0 is success, 2 a user error with a one-line message, "
         "75 a stop by SIGTERM with a checkpoint.\n",
     ]
-    paths = [ROOT / "scripts" / f"{name}.py" for name in SCRIPTS]
-    paths += [ROOT / "scripts" / "launch" / f"{name}.py" for name in LAUNCHERS]
-    for path in paths:
-        flags = flags_of(path)
-        if path.parent.name == "launch":
-            flags += flags_of(path.parent / "hosts.py")
-        document = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-        summary, *rest = document.split("\n\n")
-        examples = [part for part in rest if "python scripts/" in part]
-        lines += [f"## {path.relative_to(ROOT)}\n", summary.replace("\n", " ") + "\n"]
-        for example in examples:
-            shown = [x.removeprefix("  ") for x in example.splitlines() if not x.startswith("Exam")]
-            lines += ["```", *shown, "```\n"]
-        lines += [part.replace("\n", " ") + "\n" for part in rest if part not in examples]
-        rows = [(f"`--{f.name}`", f.default and f"`{f.default}`", f.help) for f in flags]
-        lines += _table(("flag", "default", "meaning"), rows)
+    for name, command in subcommands.SUBCOMMANDS.items():
+        examples = [f"distflow {name} {example}" for example in command.examples]
+        details = [part.replace("\n", " ") + "\n" for part in command.details.split("\n\n")]
+        lines += [f"## distflow {name}\n", f"{command.summary}\n", "```", *examples, "```\n"]
+        lines += [*details, *_flag_table(flags_of(name))]
+    for name, summary in subcommands.LAUNCHERS.items():
+        lines += [f"## distflow launch {name}\n", f"{summary}\n"]
+        lines += _flag_table(flags_of(f"launch {name}"))
     return MADE + "\n".join(lines)
 
 
-def flags_of(path: pathlib.Path) -> list[Flag]:
-    """The flags that a program defines itself, or through functions that it imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = list(_defined(tree))
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("distflow_jax"):
-            module = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
-            if module.is_file():
-                found += _of_functions(module, {alias.name for alias in node.names})
-    return list({flag.name: flag for flag in found}.values())
+def flags_of(command: str) -> list[Flag]:
+    """The flags of a command: "train", "launch slurm"."""
+    if command in subcommands.SUBCOMMANDS:
+        found = subcommands.SUBCOMMANDS[command].flags
+        return [
+            *(Flag(flag.name, _shown(flag.default), flag.meaning) for flag in found),
+            Flag("debug", "False", "Show the traceback of a user error."),
+        ]
+    name = command.removeprefix("launch ")
+    modules = [name] if name == "local" else [name, "hosts"]
+    return [flag for module in modules for flag in _arguments(LAUNCH / f"{module}.py")]
 
 
-def _of_functions(module: pathlib.Path, names: set[str]) -> Iterator[Flag]:
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            yield from _defined(node)
+def _flag_table(flags: list[Flag]) -> list[str]:
+    rows = [(f"`--{f.name}`", f.default and f"`{f.default}`", f.help) for f in flags]
+    return _table(("flag", "default", "meaning"), rows)
 
 
-def _defined(tree: ast.AST) -> Iterator[Flag]:
-    """Definitions of absl.flags and of argparse in a syntax tree."""
-    for node in ast.walk(tree):
+def _arguments(path: pathlib.Path) -> Iterator[Flag]:
+    """The flags of a module that uses argparse, from its source."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not node.args:
             continue
-        first = node.args[0]
-        if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
-            continue
-        words = {keyword.arg: keyword.value for keyword in node.keywords}
-        if ast.unparse(node.func).rpartition(".")[2].startswith("DEFINE_"):
-            default = _literal(node.args[1]) if node.args[1:] else ""
-            helps = [_literal(x) for x in node.args[2:] if " " in str(_literal(x))]
-            text = helps[0] if helps else ""
-        elif first.value.startswith("--") and "help" in words:
+        first, words = node.args[0], {word.arg: word.value for word in node.keywords}
+        name = first.value if isinstance(first, ast.Constant) else None
+        if isinstance(name, str) and name.startswith("--") and "help" in words:
             text = str(_literal(words["help"])).split(" (default")[0]
-            default = _literal(words.get("default"))
-        else:
-            continue
-        shown = "" if default in (None, "") else str(default)
-        yield Flag(first.value.lstrip("-"), shown, text)
+            yield Flag(name.lstrip("-"), _shown(_literal(words.get("default"))), text)
+
+
+def _shown(default: object) -> str:
+    return "" if default in (None, "", []) else str(default)
 
 
 def _literal(node: ast.expr | None) -> object:

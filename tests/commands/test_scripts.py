@@ -1,4 +1,4 @@
-"""The commands that the README and --help show do what they say, on a small model.
+"""The commands that the quickstart and --help show do what they say, on a small model.
 
 Where a command names the config grpo_smollm2 it runs on tiny made smaller still, and its folders
 and files lie in a temporary one.
@@ -14,6 +14,7 @@ import sys
 
 import pytest
 from support import haste
+from support.doc_blocks import blocks
 from support.paths import ROOT
 
 from distflow_jax.commands.command_help import shown
@@ -60,7 +61,7 @@ def shown_commands():
     texts = {
         script: ast.get_docstring(ast.parse(read(f"scripts/{script}.py"))) for script in SCRIPTS
     }
-    commands = [*commands_in(read("README.md"))]
+    commands = [*commands_in(read("docs/quickstart.md"))]
     for script, text in texts.items():
         found = commands_in(text)
         assert found, f"the docstring of scripts/{script}.py shows no example"
@@ -114,7 +115,7 @@ def run_shown(place, command):
 
 @pytest.fixture(scope="module")
 def first_run(place):
-    """The run that the other commands read, runs/first: the README's own."""
+    """The run that the other commands read, runs/first: the quickstart's own."""
     (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
     return run_shown(place, command)
 
@@ -280,13 +281,18 @@ def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
     assert "Traceback" not in stdout
 
 
-def test_the_notebook_block_of_the_readme_runs(place):
-    (code,) = re.findall(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
-    assert code.count('"training.steps": 5') == code.count('"/tmp/notebook-run"') == 1
+def test_grpo_of_the_readme_runs(place):
+    """Its graph in YAML, trained by its Python."""
+    shown = blocks(ROOT / "README.md")
+    (graph,) = [block for block in shown if block.language == "yaml"]
+    (python,) = [block for block in shown if block.language == "python"]
+    assert len(graph.text.splitlines()) + len(python.text.splitlines()) <= 20
+    (place / graph.title).write_text(graph.text)
+    code = python.text
+    assert code.count('"training.steps": 5') == code.count('"runs/notebook"') == 1
     pairs = dict(assignment.split("=", 1) for assignment in SMALL)
     small = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
     code = code.replace('"training.steps": 5', repr(small)[1:-1])
-    code = code.replace("/tmp/notebook-run", str(place / "runs/notebook"))
     finish(start(place, "-c", code))
     assert (place / "runs/notebook/checkpoints/1").is_dir()
 

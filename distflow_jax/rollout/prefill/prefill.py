@@ -86,7 +86,10 @@ def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
     number at most `max_prompts`."""
     size = config.page_size
     starts = np.cumsum([0, *map(len, prompts)])
-    length = next(b for b in buckets(config) if b >= starts[-1])
+    # many short prompts fit a short row by their tokens, and not by their number
+    length = next(
+        b for b in buckets(config) if b >= starts[-1] and max_prompts(b, size) >= len(prompts)
+    )
     tokens, segment, position = (np.zeros(length, np.int32) for _ in range(3))
     last = np.zeros(max_prompts(length, size), np.int32)
     for number, (prompt, start) in enumerate(zip(prompts, starts, strict=False)):

@@ -1,0 +1,223 @@
+"""README and guides: short sentences, links that lead somewhere, commands that parse."""
+
+import ast
+import functools
+import importlib.util
+import itertools
+import pathlib
+import re
+
+import pytest
+import yaml
+from support.doc_blocks import blocks, commands, documents
+from support.paths import ROOT
+
+from distflow_jax.algorithms.advantages import ADVANTAGES
+from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.config.key_reference import keys
+from distflow_jax.dag.load_graph import built_in
+from distflow_jax.rewards.registry import REWARDS
+from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES
+
+MOST_WORDS = 25
+DOCUMENTS = documents()
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+
+spec = importlib.util.spec_from_file_location(
+    "make_reference", ROOT / "scripts" / "docs" / "make_reference.py"
+)
+make_reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_reference)
+
+
+def prose(text):
+    """The document without code, comments and images; inline code is one word."""
+    text = re.sub(r"<!--.*?-->", "", _FENCE.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"``.+?``|`[^`]+`", "code", text)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def sentences(text):
+    """Sentences of paragraphs, list items and cells of tables."""
+    pieces = []
+    for part in re.split(r"\n\s*\n", prose(text)):
+        lines = part.splitlines()
+        if any(line.startswith("|") for line in lines):
+            pieces += [cell for line in lines for cell in line.strip("|").split(" | ")]
+        else:
+            joined = "\n".join(line.strip() for line in lines)
+            pieces += re.split(r"\n(?=(?:[-*#>]|\d+\.) )", joined)
+    for piece in pieces:
+        yield from re.split(r"(?<=[.!?])[*_)\"]*\s+", piece.replace("\n", " "))
+
+
+def words(sentence):
+    return [word for word in sentence.split() if re.search(r"\w", word)]
+
+
+def guides():
+    """README and the pages that the site lists under Start, Guides and Scale."""
+    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
+    groups = [entry for entry in tree if isinstance(entry, dict)]
+    listed = {name: pages for group in groups for name, pages in group.items()}
+    names = ["index.md", *listed["Start"], *listed["Guides"], *listed["Scale"]]
+    return [ROOT / "README.md", *(ROOT / "docs" / name for name in names)]
+
+
+@pytest.mark.parametrize("path", guides(), ids=lambda path: path.name)
+def test_sentences_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    long = [s for s in sentences(text) if len(words(s)) > MOST_WORDS]
+    assert not long, "\n".join(long)
+
+
+# -- links ------------------------------------------------------------------------------------
+
+
+def anchor(heading):
+    """The anchor of a heading, as code hosts and mkdocs make it."""
+    plain = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).strip().lower())
+    return plain.replace(" ", "-")
+
+
+@functools.cache
+def anchors(path):
+    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    return {anchor(found) for found in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_lead_somewhere(path):
+    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    for link in re.findall(r"(?:\]\(|^\[\w+\]: )([^)\s]+)", text, re.MULTILINE):
+        if "://" in link:
+            continue
+        name, _, place = link.partition("#")
+        target = (path.parent / name) if name else path
+        assert target.exists(), f"{path.name}: {link}"
+        assert not place or place in anchors(target), f"{path.name}: {link}"
+
+
+def test_the_readme_links_every_path_that_it_names():
+    text = _FENCE.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    bare = re.sub(r"!?\[[^\]]*\]\([^)]*\)|^\[\w+\]: .*$", "", text, flags=re.MULTILINE)
+    folders = "distflow_jax|scripts|configs|docs|notebooks|benchmarks|tests"
+    assert not re.findall(rf"\b(?:{folders})/[\w./]+", bare)
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def shown_commands():
+    """(document, arguments) of every command that starts a script of ours."""
+    for path in DOCUMENTS:
+        for block in blocks(path):
+            if block.language in ("", "bash"):
+                for command in itertools.takewhile(bool, _parsed(block.text)):
+                    ours = command[1:] and command[1].startswith("scripts/")
+                    if ours and command[0] == "python" and "golden" not in command[1]:
+                        yield str(path.relative_to(ROOT)), command[1:]
+
+
+def _parsed(text):
+    try:
+        return commands(text)
+    except ValueError:  # quotes that are no shell's: the block is no command
+        return []
+
+
+SHOWN = list(shown_commands())
+
+
+def test_documents_show_commands():
+    assert len(SHOWN) > 30
+
+
+@functools.cache
+def flags_of(script):
+    name = pathlib.Path(script).with_suffix("").relative_to("scripts")
+    command = "launch local" if str(name) == "launch_local" else " ".join(name.parts)
+    return {flag.name for flag in make_reference.flags_of(command)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for _, command in SHOWN],
+    ids=[f"{name}-{i}" for i, (name, _) in enumerate(SHOWN)],
+)
+def test_a_shown_command_parses(command):
+    """Scripts, config files, flags and config keys exist; values have the keys' types."""
+    script, known = None, keys()
+    for argument in command:
+        if argument.startswith("scripts/"):
+            assert (ROOT / argument).is_file(), argument
+            script = argument
+        if script is None or not argument.startswith("--") or argument == "--":
+            continue
+        name, equals, value = argument[2:].partition("=")
+        if name == "config":
+            assert (ROOT / value.split(":")[0]).is_file() or "..." in value, argument
+        elif name.startswith("config."):
+            key = known.get(name.removeprefix("config."))
+            assert key, f"unknown key {argument}"
+            assert equals and fits(value, key), argument
+        else:
+            assert name.removeprefix("no") in flags_of(script) or name in flags_of(script), argument
+
+
+def fits(value, key):
+    """Whether the text of a flag fits a key's default; texts fit keys of texts."""
+    if isinstance(key.default, str) or key.default is None:
+        return True
+    try:
+        given = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return isinstance(key.default, tuple) or value in ("true", "false")
+    kind = (int, float) if isinstance(key.default, float) else type(key.default)
+    return isinstance(given, kind)
+
+
+# -- tables that follow the code --------------------------------------------------------------
+
+
+def first_cells(name, heading):
+    """The code in the first column of the tables under a heading."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_catalogue_has_the_fields_of_all_stages():
+    kinds = [*STAGES.values(), *OBJECTIVES.values(), *NAMED.values()]
+    fields = {
+        f for kind in kinds for f in (kind.reads or frozenset()) | kind.writes | kind.may_write
+    }
+    fields |= {name for kind in ADVANTAGES.values() for name in kind.reads}
+    assert fields <= first_cells("dag.md", "Fields")
+
+
+def test_the_page_of_algorithms_names_all_parts():
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text))
+    assert {*ADVANTAGES, *POLICY_LOSSES} <= named
+    assert {*REWARDS} <= first_cells("rewards.md", "Built in")
+
+
+def test_the_readme_links_every_built_in_graph():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]
+
+
+def test_durations_agree():
+    """README, the config and the quickstart state one duration of `make train`."""
+    places = ("README.md", "docs/quickstart.md", "configs/grpo_smollm2.py")
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in places]
+    assert all(re.search(r"about 10 minutes on 2 cores", " ".join(t.split())) for t in texts)
+    measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert re.search(
+        r"`make train` from a fresh clone .{0,60} took 10 min", " ".join(measured.split())
+    )
