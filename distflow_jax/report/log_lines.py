@@ -70,7 +70,8 @@ def use_lines() -> None:
 def only_errors() -> None:
     """Leaves out everything below errors: for the other processes of a job."""
     for handler in logging.getLogger().handlers:
-        handler.setLevel(logging.ERROR)
+        if isinstance(handler, LineHandler):
+            handler.setLevel(logging.ERROR)
 
 
 def _matters(record: logging.LogRecord) -> bool:

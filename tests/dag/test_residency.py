@@ -93,6 +93,8 @@ def test_parts_that_overlap_are_refused():
 
 def test_the_table_has_a_line_for_each():
     residencies = plan_residency(ppo(), SAMPLERS)
-    text = describe(residencies)
-    assert len(text.splitlines()) == 4 + len(residencies)
-    assert "actor moments, actor params" in text
+    lines = describe(residencies).splitlines()
+    # further lines of a cell that wraps begin with spaces
+    firsts = [line.split()[0] for line in lines[4:] if not line.startswith(" ")]
+    assert firsts == list(residencies)
+    assert any("actor moments," in line for line in lines)
