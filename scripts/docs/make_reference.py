@@ -87,7 +87,7 @@ def flags_page() -> str:
     """All commands with their summary, examples and flags."""
     lines = [
         "# Commands\n",
-        "`distflow NAME` and, in a checkout, `python scripts/NAME.py` are the same. Flags are "
+        "`distflow X` and, in a checkout, `python scripts/X.py` are the same. Flags are "
         "written `--name=value`. Commands with `--config` also take `--config.KEY=VALUE` for every "
         "[config key](config.md). Exit code 0 is success, 2 a user error with a one-line message, "
         "75 a stop by SIGTERM with a checkpoint.\n",
