@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax import run as run_lib
+import distflow_jax.run as run_lib
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config

@@ -89,6 +89,7 @@ def _load_file(path: str, what: str) -> ModuleType:
         raise FileNotFoundError(f"{what}: file {path} does not exist{hint}")
     name = _module_name(file)
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # as for any file that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:

@@ -19,7 +19,7 @@ import distflow_jax
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 JETSTREAM = "google-jetstream==0.2.2"
 # {module: distribution} where the names differ
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"absl": "absl-py", "grpc": "grpcio", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 # imported where it is needed: an optional package, or one that a notebook has
 OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}
 OF_JETSTREAM = {"protobuf", "shortuuid"}  # what JetStream imports and its own install would bring

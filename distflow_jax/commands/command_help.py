@@ -38,7 +38,7 @@ def launch_overview() -> str:
     lines = [
         "distflow launch: starts several processes of one run",
         "",
-        "usage: distflow launch LAUNCHER [--FLAG=VALUE ...] -- train --config=... --workdir=...",
+        "usage: distflow launch LAUNCHER [--FLAG=VALUE ...] -- train [--FLAG=VALUE ...]",
         "",
         *(_entry(name, summary) for name, summary in LAUNCHERS.items()),
         "",
@@ -122,7 +122,7 @@ def _keys() -> Iterator[str]:
 
 
 def _item(name: str, meaning: str) -> list[str]:
-    return [f"  {name}", _wrapped(meaning, "      ")]
+    return [_wrapped(name, "      ", first="  "), _wrapped(meaning, "      ")]
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> str:

@@ -69,8 +69,7 @@ def main(options: SimpleNamespace) -> int:
     else:
         programs = trace(planned)
         fields = fields_on_meshes(planned.plan, programs)
-        how = "costs" if options.compile else "none"
-        compiled = compile_plan(planned, programs, compiles_for=how)
+        compiled = compile_plan(planned, programs, only_trace=not options.compile, only_costs=True)
         costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
         text += f"\n{describe(fields, costs)}\n{memory.describe()}"
     print(text)

@@ -113,7 +113,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         return _plain(value)
     if _is_union(annotation):
         return _convert_union(value, annotation, path)
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if not isinstance(value, Mapping | ml_collections.ConfigDict):
             raise wrong
         return _convert_section(value, annotation, path)

@@ -55,17 +55,20 @@ def _sections(
 ) -> Iterator[Section]:
     """The section of a dataclass, then its nested ones; `values` replace defaults of its fields."""
     module, node = module.find(name)
+    assert isinstance(node, ast.ClassDef), f"{name} is no class"
     found, nested = [], []
     for field in node.body:
-        if not isinstance(field, ast.AnnAssign):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
-        path = f"{prefix}.{field.target.id}".lstrip(".")
+        own = field.target.id
+        path = f"{prefix}.{own}".lstrip(".")
+        assert field.value is not None, f"{path} has no default"
         annotation = ast.unparse(field.annotation)
         if isinstance(module.find(annotation)[1], ast.ClassDef):
             nested.append((annotation, path, module.arguments(field.value)))
             continue
-        default = values.get(field.target.id, module.value(field.value))
-        meaning = module.comment(field.lineno, field.end_lineno)
+        default = values.get(own, module.value(field.value))
+        meaning = module.comment(field.lineno, field.end_lineno or field.lineno)
         found.append(Key(path, _describe(field.annotation), default, meaning))
     summary = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
     yield Section(prefix, summary, tuple(found))
@@ -105,9 +108,9 @@ class _Module:
             if token.type == tokenize.COMMENT
         }
         self._imported = {
-            alias.asname or alias.name: node.module
+            alias.asname or alias.name: node.module or ""
             for node in self._tree.body
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("distflow_jax.")
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distflow_jax.")
             for alias in node.names
         }
 
@@ -127,6 +130,7 @@ class _Module:
         """The value of a default: a literal, a constant's name, or field(default_factory=dict)."""
         if isinstance(node, ast.Name):
             module, found = self.find(node.id)
+            assert isinstance(found, ast.Assign | ast.AnnAssign) and found.value is not None
             return module.value(found.value)
         if isinstance(node, ast.Call):
             factory = node.keywords[0].value
@@ -140,7 +144,8 @@ class _Module:
         factory = node.keywords[0].value if node.keywords else None
         if not (isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.Call)):
             return {}
-        return {given.arg: self.value(given.value) for given in factory.body.keywords}
+        given = factory.body.keywords
+        return {word.arg: self.value(word.value) for word in given if word.arg is not None}
 
     def comment(self, first: int, last: int) -> str:
         """The comment of the field in the lines `first` to `last`, as one paragraph."""

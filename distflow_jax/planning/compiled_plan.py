@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, plan_memory
@@ -37,18 +36,19 @@ def compile_plan(
     run: RunPlan,
     programs: Mapping[str, Program],
     *,
-    compiles_for: Literal["run", "costs", "none"] = "run",
+    only_trace: bool = False,
+    only_costs: bool = False,
 ) -> CompiledPlan:
     """Compiles the programs and works out costs and memory; allocates no array.
 
-    Programs that are compiled for their costs take half of the time, and must not run. With "none"
-    nothing is compiled, and the memory is without the programs' temporaries. The programs of the
-    moves between units are not among them: they compile in step 1.
+    With `only_trace` nothing is compiled, and the memory is without the programs' temporaries. With
+    `only_costs` compiling takes half of the time, and the programs must not run. The programs of
+    the moves between units are not among them: they compile in step 1.
     """
-    costs = {}
-    for name, program in programs.items():
-        compiled = None
-        if compiles_for != "none":
-            compiled = program.compile(for_costs=compiles_for == "costs")
-        costs[name] = costs_of(program.traced, compiled)
+    costs = {
+        name: costs_of(
+            program.traced, None if only_trace else program.compile(for_costs=only_costs)
+        )
+        for name, program in programs.items()
+    }
     return CompiledPlan(run, programs, costs, plan_memory(run, programs, costs))

@@ -194,8 +194,8 @@ def _slice(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
         raise ValueError(f"--topology={name}: a slice of {chip.name} has at most {most} chips")
     if importlib.util.find_spec("libtpu") is None:
         raise FileNotFoundError(
-            f"--topology={name} needs libtpu as its compiler: pip install -r {REQUIREMENTS} (no "
-            "TPU is needed)"
+            f"--topology={name} needs libtpu as its compiler (no TPU is needed): pip install -r "
+            f"{REQUIREMENTS}, or away from a checkout 'distflow_jax[tpu]'"
         )
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)

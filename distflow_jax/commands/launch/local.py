@@ -83,7 +83,7 @@ def forward_lines(
     If stdout is closed (`| head`), requests a stop and goes on reading, since a process blocks when
     its output is not read.
     """
-    for line in process.stdout:
+    for line in process.stdout or ():
         with lock:
             try:
                 sys.stdout.write(f"[p{index}] {line.rstrip(chr(10))}\n")
