@@ -30,6 +30,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
@@ -115,6 +116,7 @@ def _train(
     terminal = Terminal(enabled=processes.process_index() == 0)
     with contextlib.ExitStack() as files:
         files.callback(terminal.close)
+        files.enter_context(only_run(folder))
         saved = Checkpointer(folder / "checkpoints", config.checkpoint)
         files.callback(_close, saved, terminal)
         done = saved.latest()

@@ -1,0 +1,181 @@
+"""A folder has one run at a time, whatever its file system and however the one before ended."""
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from distflow_jax.checkpoint import run_lock
+from distflow_jax.checkpoint.run_lock import NAME, RunLock
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHORT = {"beat_seconds": 0.05, "lease_seconds": 1.0, "settle_seconds": 0.3}
+# takes the lock, says so, and holds it until its input ends
+HOLD = """
+import sys
+from distflow_jax.checkpoint.run_lock import RunLock
+try:
+    lock = RunLock.acquire(sys.argv[1])
+except ValueError as error:
+    sys.exit(str(error))
+print("held", flush=True)
+sys.stdin.read()
+lock.release()
+"""
+
+
+def start(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = start(tmp_path)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def without_flock(monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+
+
+def elsewhere(monkeypatch):
+    """From now on this process seems to run on another host."""
+    here = run_lock._me
+    monkeypatch.setattr(run_lock, "_me", lambda: dataclasses.replace(here(), kernel="other"))
+
+
+def test_the_holder_is_named(tmp_path, holder):
+    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on .*, started 2"):
+        RunLock.acquire(tmp_path)
+
+
+def test_a_released_folder_is_free_at_once(tmp_path, holder):
+    holder.communicate("")
+    lock = RunLock.acquire(tmp_path, lease_seconds=60)
+    lock.release()
+    lock.release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_killed_holder_on_this_host_is_dead_at_once(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    RunLock.acquire(tmp_path, lease_seconds=1e6).release()
+
+
+def test_a_stopped_holder_on_this_host_keeps_its_folder(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(ValueError, match=f"process {holder.pid}"):
+        RunLock.acquire(tmp_path, lease_seconds=0.2)
+
+
+def test_one_of_several_that_start_together(tmp_path):
+    started = [start(tmp_path) for _ in range(4)]
+    first = [process.stdout.readline() for process in started]
+    assert sorted(first) == ["", "", "", "held\n"]
+    for process in started:
+        process.communicate("")
+    assert sorted(process.returncode for process in started) == [0, 1, 1, 1]
+
+
+def together(folder, count):
+    """(locks, errors) of threads that acquire the folder at the same moment."""
+    locks, errors, barrier = [], [], threading.Barrier(count)
+
+    def take():
+        barrier.wait()
+        try:
+            locks.append(RunLock.acquire(folder, **SHORT))
+        except ValueError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return locks, errors
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_without_flock_one_of_several_that_start_together(tmp_path, without_flock, count):
+    for _ in range(3):
+        locks, errors = together(tmp_path, count)
+        assert len(locks) == 1 and len(errors) == count - 1
+        locks[0].release()
+
+
+def test_a_lease_without_beats_is_taken_over(tmp_path, monkeypatch, without_flock):
+    elsewhere(monkeypatch)
+    lock = RunLock.acquire(tmp_path, **(SHORT | {"beat_seconds": 1e6}))
+    monkeypatch.undo()
+    monkeypatch.setattr(run_lock, "_lost", lambda *_: None)
+    begin = time.monotonic()
+    RunLock.acquire(tmp_path, **SHORT).release()
+    assert time.monotonic() - begin >= SHORT["lease_seconds"]
+    lock.release()
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_a_holder_on_another_host_that_beats_keeps_its_folder(tmp_path, monkeypatch, has_flock):
+    """Even where this host's flock does not see the other's."""
+    if not has_flock:
+        monkeypatch.setattr(run_lock, "_flock", lambda file: None)
+    lock = RunLock.acquire(tmp_path, **SHORT)
+    elsewhere(monkeypatch)
+    if has_flock:
+        monkeypatch.setattr(run_lock, "_flock", lambda file: True)
+    with pytest.raises(ValueError, match="in use by"):
+        RunLock.acquire(tmp_path, **SHORT)
+    lock.release()
+
+
+def test_a_holder_that_lost_its_folder_ends(tmp_path):
+    """The log names who took over."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD.replace("sys.argv[1]", "sys.argv[1], beat_seconds=0.1"), "."],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    record = json.loads((tmp_path / NAME).read_text())
+    record |= {"token": "another", "host": "tpu-7", "pid": 9}
+    with process:
+        while process.poll() is None:  # a beat may cross with a write
+            (tmp_path / NAME).write_text(json.dumps(record))
+            time.sleep(0.2)
+        errors = process.stderr.read()
+    assert process.returncode == run_lock.EXIT_LOST
+    assert "process 9 on tpu-7" in errors and "took over" in errors
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"token": 1}', "\0" * 512])
+def test_a_damaged_file_locks_nobody_out(tmp_path, content):
+    (tmp_path / NAME).write_text(content)
+    RunLock.acquire(tmp_path, **SHORT).release()
