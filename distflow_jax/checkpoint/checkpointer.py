@@ -9,20 +9,19 @@ removes unfinished checkpoints and renames damaged ones. This is the only module
 """
 
 import dataclasses
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from distflow_jax.checkpoint import checksums
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
-SIZES_FILE = "sizes.json"  # {file: bytes}: finds damaged files quickly, by name
 ArrayTable = dict[str, list]  # name -> [shape, dtype name]
 MAX_LISTED = 5  # differences named in an error
 
@@ -64,7 +63,7 @@ class Checkpointer:
         self._writer = ocp.AsyncCheckpointer(
             _handler(options),
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=lambda: _write_sizes(self._saving)
+                post_finalization_callback=lambda: _write_checksums(self._saving)
             ),
             multiprocessing_options=options,
         )
@@ -101,9 +100,7 @@ class Checkpointer:
         record = {"arrays": _table(flat), "info": dict(info)}
         self._writer.save(
             self._saving,
-            args=ocp.args.Composite(
-                arrays=ocp.args.PyTreeSave(flat), record=ocp.args.JsonSave(record)
-            ),
+            args=ocp.args.Composite(arrays=_Save(flat), record=ocp.args.JsonSave(record)),
         )
 
     def wait(self) -> None:
@@ -130,7 +127,7 @@ class Checkpointer:
         steps = self._steps_on_disk()
         self._check_step(step, steps)
         found = steps[-1] if step is None else step
-        failure, record = _damage(self._folder / str(found)), {}
+        failure, record = checksums.quick_damage(self._folder / str(found), "record"), {}
         if not failure:
             record, failure = self._record(self._folder / str(found))
         if failure:
@@ -165,7 +162,8 @@ class Checkpointer:
         unreadable: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
             path = self._folder / str(candidate)
-            failures = processes.all_gather_text(_damage(path) if self._is_first else "")
+            mine = processes.process_index(), processes.process_count()
+            failures = processes.all_gather_text(checksums.damage(path, *mine))
             result, mismatches = None, []
             if not any(failures):
                 result, mismatch, failure = self._read(path, abstract, partial)
@@ -289,7 +287,7 @@ class _OrbaxFilter(logging.Filter):
 def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
-        arrays=ocp.PyTreeCheckpointHandler(
+        arrays=_ArrayHandler(
             multiprocessing_options=options,
             # replica-parallel saves would compile a slice per shape in the middle of the run
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -305,49 +303,65 @@ def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckp
     )
 
 
-def _restore_args(
-    flat: Mapping[str, jax.ShapeDtypeStruct], partial: bool
-) -> ocp.args.PyTreeRestore:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(dict(flat))
-    return ocp.args.PyTreeRestore(
-        item=dict(flat), restore_args=restore_args, partial_restore=partial
-    )
-
-
-def _write_sizes(checkpoint: epath.Path) -> None:
-    """Writes SIZES_FILE of a complete checkpoint, which may still have its temporary name."""
+def _write_checksums(checkpoint: epath.Path) -> None:
+    """Writes checksums.json of a complete checkpoint, which may still have its temporary name."""
     folder = checkpoint
     if not folder.exists():
         (folder,) = checkpoint.parent.glob(f"{checkpoint.name}.orbax-checkpoint-tmp*")
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().length
-        for item in ITEMS
-        for path in _files(folder / item)
+    parts = {
+        part: index
+        for index in range(processes.process_count())
+        if (part := _part_of(folder / "arrays", index)).exists()
     }
-    (folder / SIZES_FILE).write_text(json.dumps(sizes, indent=0))
+    checksums.write(folder, ITEMS, parts)
 
 
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
+def _part_of(arrays: epath.Path, index: int) -> epath.Path:
+    """The folder of the files that a process wrote (Orbax's OCDBT driver); it may have none."""
+    return arrays / f"ocdbt.process_{index}"
 
 
-def _damage(checkpoint: epath.Path) -> str:
-    """The first file that is missing or of another size; "" if the checkpoint is intact."""
-    try:
-        sizes = json.loads((checkpoint / SIZES_FILE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        return f"{SIZES_FILE}: {type(error).__name__}"
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().length != size:
-            return f"{name} has {path.stat().length} bytes of {size}"
-    return ""
+class _ArrayHandler(ocp.PyTreeCheckpointHandler):
+    """Saves arrays; each process computes the checksums of its files before the commit."""
+
+    async def async_save(self, directory, *args, **kwargs):
+        """Saves as Orbax does; the last of the futures ends with the checksums."""
+        written = await super().async_save(directory, *args, **kwargs)
+        # Orbax waits for the futures one after the other
+        return [*(written or []), _Checksums(directory)]
+
+
+# Orbax finds the handler of an argument by the argument's class
+@ocp.args.register_with_handler(_ArrayHandler, for_save=True)
+class _Save(ocp.args.PyTreeSave):
+    """Arrays to save with checksums."""
+
+
+@ocp.args.register_with_handler(_ArrayHandler, for_restore=True)
+class _Restore(ocp.args.PyTreeRestore):
+    """Arrays to restore."""
+
+
+def _restore_args(flat: Mapping[str, jax.ShapeDtypeStruct], partial: bool) -> _Restore:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(dict(flat))
+    return _Restore(item=dict(flat), restore_args=restore_args, partial_restore=partial)
+
+
+class _Checksums:
+    """A future of Orbax's: the checksums of this process's files, computed when it is awaited."""
+
+    def __init__(self, directory: Any):
+        self._directory = epath.Path(getattr(directory, "path", directory))
+
+    def result(self, timeout: float | None = None) -> None:
+        """Computes and writes the checksums."""
+        del timeout
+        index = processes.process_index()
+        if (folder := _part_of(self._directory, index)).exists():
+            checksums.write_part(folder, index)
+
+    def cancel(self) -> None:
+        """Does nothing: there is nothing to stop before `result`."""
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
