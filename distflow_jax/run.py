@@ -52,7 +52,7 @@ from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
-from distflow_jax.runtime.run_files import check_writable
+from distflow_jax.runtime.run_files import check_writable, run_folder
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import first_or_restored_state, loader_position, save_state
 from distflow_jax.runtime.step_schedule import StepSchedule
@@ -85,7 +85,7 @@ def train(
     with stop_on_sigterm() as stop, watched(config.health, job) as watchdog:
         if processes.process_index():
             log_lines.only_errors()
-        code = _train(config, pathlib.Path(workdir), watchdog, stop, chosen, argv=sys.argv)
+        code = _train(config, run_folder(workdir), watchdog, stop, chosen, argv=sys.argv)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
@@ -98,7 +98,7 @@ def train_here(config: Config, workdir: str | os.PathLike, *, chosen: Collection
     """
     watchdog = Watchdog(config.health, 1)  # never started
     with stop_on_sigterm() as stop:
-        return _train(config, pathlib.Path(workdir), watchdog, stop, chosen)
+        return _train(config, run_folder(workdir), watchdog, stop, chosen)
 
 
 def _train(

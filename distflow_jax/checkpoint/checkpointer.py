@@ -137,6 +137,10 @@ class Checkpointer:
             )
         return found, record["arrays"]
 
+    def digest(self, step: int) -> str:
+        """Hex digest of a checkpoint, by the checksums of its files."""
+        return checksums.digest(self._folder / str(step))
+
     def restore(
         self, step: int | None, abstract: Any, *, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:

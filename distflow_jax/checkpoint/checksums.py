@@ -9,6 +9,7 @@ one in 4e9. Each process reads back the files that it wrote, from the system's c
 its share of all files before a restore.
 """
 
+import hashlib
 import json
 import logging
 import zlib
@@ -83,6 +84,14 @@ def damage(checkpoint: epath.Path, index: int = 0, count: int = 1) -> str:
     return next(filter(None, found), "")
 
 
+def digest(checkpoint: epath.Path) -> str:
+    """Hex digest of the table of a checkpoint's files; differs if any of them does."""
+    table, failure = _table(checkpoint)
+    if failure:
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({failure})")
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
 def quick_damage(checkpoint: epath.Path, item: str) -> str:
     """As `damage`, of the files of one item alone; of the others only sizes are compared."""
     table, failure = _table(checkpoint)
@@ -125,7 +134,7 @@ def _table(checkpoint: epath.Path) -> tuple[dict[str, list[int]], str]:
 
 
 def _wrong(path: epath.Path, name: str, entry: list[int]) -> str:
-    """What is wrong with a file in words; "" if nothing is."""
+    """The damage of a file in words; "" if it has none."""
     if not path.exists():
         return f"{name} is missing"
     size = path.stat().length

@@ -28,11 +28,7 @@ def read_trained(
       FileNotFoundError: there is no such checkpoint.
       ValueError: the checkpoint holds another model, or cannot be read.
     """
-    folder, step = run / "checkpoints", None
-    if not folder.is_dir():
-        if not (run.name.isdigit() and run.is_dir()):
-            raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")
-        folder, step = run.parent, int(run.name)
+    folder, step = _place(run)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
         step, table = checkpointer.contents(step)
@@ -46,3 +42,27 @@ def read_trained(
         merge = jax.jit(merged, static_argnums=1, out_shardings=param_shardings(network, mesh))
         params = merge(params, lora.scale)
     return step, params
+
+
+def trained_weights_digest(run: pathlib.Path) -> str:
+    """Step and hex digest of the checkpoint that `read_trained` would read. Collective.
+
+    Raises FileNotFoundError as that does.
+    """
+    folder, step = _place(run)
+    checkpointer = Checkpointer(folder, CheckpointConfig())
+    try:
+        step, _ = checkpointer.contents(step)
+        return f"step {step}, {checkpointer.digest(step)}"
+    finally:
+        checkpointer.close()
+
+
+def _place(run: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """(folder of checkpoints, step or None for the newest) of `read_trained`'s `run`."""
+    folder = run / "checkpoints"
+    if folder.is_dir():
+        return folder, None
+    if run.name.isascii() and run.name.isdigit() and run.is_dir():
+        return run.parent, int(run.name)
+    raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")

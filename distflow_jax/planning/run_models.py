@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from distflow_jax.checkpoint.trained_weights import read_trained
+from distflow_jax.checkpoint.trained_weights import read_trained, trained_weights_digest
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.layout import Layout
@@ -147,6 +147,20 @@ def bases_of(models: Mapping[str, ModelOfRun], config: Config) -> dict[str, str]
         key: trained[m.layout]
         for key, m in models.items()
         if not m.trained and of_source(m) and m.layout in trained
+    }
+
+
+def starting_weights(models: Mapping[str, ModelOfRun], source: ModelSource) -> dict[str, str]:
+    """{model: digest of the weights that it starts from}. Collective.
+
+    The digest of the source, and of the other run's checkpoint where a frozen model has one: that
+    is read again when a run is resumed.
+    """
+    return {
+        key: trained_weights_digest(pathlib.Path(model.checkpoint))
+        if model.checkpoint and not model.trained
+        else source.fingerprint
+        for key, model in models.items()
     }
 
 

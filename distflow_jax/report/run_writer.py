@@ -35,9 +35,6 @@ class RunWriter:
         To lose no step, write its metrics before its checkpoint is saved.
       report_every: steps between updates of report.html; 0: only at the end.
       trackers: followers of the folder, by report/trackers/workers.py; None for a folder alone.
-
-    Raises:
-      ValueError: the folder is in an object store, which cannot append to files.
     """
 
     def __init__(
@@ -52,11 +49,6 @@ class RunWriter:
         self._enabled = enabled
         self._report_every, self._trackers = report_every, trackers
         self._last_step = -1 if resume_step is None else resume_step
-        if "://" in str(folder):
-            raise ValueError(
-                "the run's folder must be on a file system, since metrics are appended to a file; "
-                f"got {str(folder)!r}"
-            )
         self.folder = pathlib.Path(folder)
         if not enabled:
             return

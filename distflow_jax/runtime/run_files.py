@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 from typing import Any
 
@@ -13,6 +14,19 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 
 log = logging.getLogger("distflow_jax")
+
+
+def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
+    """The folder of a run. Raises ValueError for an empty name, and for a URL."""
+    name = os.fspath(workdir)
+    if not name.strip():
+        raise ValueError("--workdir is empty; give the folder of the run, such as runs/first")
+    if "://" in name:
+        raise ValueError(
+            f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
+            "which object stores cannot do; mount the bucket, or choose a folder on a disk"
+        )
+    return pathlib.Path(name)
 
 
 def check_writable(folder: pathlib.Path) -> None:

@@ -1,15 +1,18 @@
 """The state that a run carries from step to step: made, saved in checkpoints, restored."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.planning.plan_run import PreparedRun
-from distflow_jax.planning.run_models import States
+from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.training.state import TrainState
+
+log = logging.getLogger("distflow_jax")
 
 
 @dataclasses.dataclass
@@ -19,6 +22,7 @@ class RunState:
     models: dict[str, Any]  # of models, samplers and nodes with a state of their own, by state key
     step: int = 0
     batches: int = 0  # of the loader that were used: one a step, or as many as a region took
+    starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
 
     def policy_params(self, key: str) -> Any:
@@ -35,18 +39,47 @@ def first_or_restored_state(
     Samplers have no state yet, see run_sampler.start_samplers.
     """
     states = States(prepared.models, prepared.source, prepared.config, runtime.meshes)
-    offload = runtime.offload
+    offload, digests = runtime.offload, starting_weights(prepared.models, prepared.source)
     if checkpointer.latest() is None:
-        return RunState(states.initial({}, offload.adopt) | runtime.first_states)
+        first = states.initial({}, offload.adopt) | runtime.first_states
+        return RunState(first, starting_weights=digests)
     step, restored, info = checkpointer.restore(None, offload.abstract(states.abstract()))
+    _check_starting_weights(info, digests, prepared)
     prepared.loader.restore(info["loader"])
     of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
     return RunState(
         models=states.initial(restored, offload.adopt) | runtime.first_states | of_nodes,
         step=step,
         batches=prepared.loader.position // prepared.config.data.prompts_per_step,
+        starting_weights=digests,
         nonfinite=info["nonfinite"],
     )
+
+
+def _check_starting_weights(
+    info: dict[str, Any], now: dict[str, str], prepared: PreparedRun
+) -> None:
+    """Raises ValueError if a model of the run would no longer start from the same weights."""
+    before = info.get("starting_weights")
+    if before is None and "model" in info:  # of version 0.1: the source's digest alone
+        before = {
+            key: info["model"] for key, model in prepared.models.items() if not model.checkpoint
+        }
+    if before is None:
+        log.warning(
+            "the checkpoint does not say which weights the run was started from, as it was written "
+            "by an older version; it continues with model.source=%s",
+            prepared.source.spec,
+        )
+        return
+    for key, digest in now.items():
+        if before.get(key, digest) != digest:
+            place = prepared.models[key].checkpoint or prepared.source.spec
+            raise ValueError(
+                f"the run was started from other weights of model {key!r}: their digest was "
+                f"{before[key]!r} and is {digest!r} for {place!r}; restore these, or start in a "
+                "new --workdir"
+            )
 
 
 def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointer) -> None:
@@ -56,7 +89,7 @@ def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointe
     info = {
         "loader": prepared.loader.state(loader_position(prepared, state)),
         "nonfinite": state.nonfinite,
-        "model": prepared.source.fingerprint,
+        "starting_weights": state.starting_weights,
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}
