@@ -51,6 +51,7 @@ from distflow_jax.report.read_run import RunFolder, read_run, read_samples
 from distflow_jax.report.sections.sample_cards import answers
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.records import RewardRequest
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 _HERE = "__main__"  # the module of functions that cells define
 _EXAMPLE_KEYS = ("response", "ground_truth", "prompt", "data_source", "extra_info")
@@ -265,7 +266,7 @@ def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
         # notebooks keep the last traceback, and its frames would keep the model on the device
         traceback.clear_frames(error.__traceback__)
         raise
-    if code == run_lib.EXIT_PREEMPTED:
+    if code == EXIT_PREEMPTED:
         raise RuntimeError(
             f"stopped by SIGTERM; call train with workdir {str(workdir)!r} again to resume"
         )

@@ -19,7 +19,6 @@ import logging
 import os
 import pathlib
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -59,10 +58,8 @@ from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
-from distflow_jax.watchdog.supervision import stop_on_sigterm, watched
-
-EXIT_DONE = 0
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: stopped by SIGTERM with a checkpoint, start me again
+from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
 
 log = logging.getLogger("distflow_jax")
 
@@ -73,16 +70,23 @@ def train(
     job: Job = ALONE,
     *,
     chosen: Collection[str] = (),
+    stop: StopSignal | None = None,
 ) -> int:
     """Runs a training run, or continues it; returns the exit code. Collective.
 
-    `job` is the job that this process has joined, see parallel/job.py. Meanwhile a watchdog process
+    `job` is the job that this process has joined, see parallel/job.py. `stop` is what SIGTERM sets,
+    if the caller receives that; otherwise it is received here. Meanwhile a watchdog process
     supervises this one (watchdog/controller.py). `chosen` are the config keys that the command line
     gives: they win over the settings of the graph.
 
     Raises ValueError or FileNotFoundError for user errors, before any device works.
     """
-    with stop_on_sigterm() as stop, watched(config.health, job) as watchdog:
+    with contextlib.ExitStack() as files:
+        if stop is None:
+            stop = files.enter_context(stop_on_sigterm())
+        stop.leave_at_once()
+        watchdog = files.enter_context(watched(config.health, job))
+        stop.before_leaving.append(watchdog.stopped)
         if processes.process_index():
             log_lines.only_errors()
         code = _train(config, run_folder(workdir), watchdog, stop, chosen, argv=sys.argv)
@@ -105,7 +109,7 @@ def _train(
     config: Config,
     folder: pathlib.Path,
     watchdog: Watchdog,
-    stop: threading.Event,
+    stop: StopSignal,
     chosen: Collection[str],
     *,
     argv: Sequence[str] = (),
@@ -116,7 +120,8 @@ def _train(
     terminal = Terminal(enabled=processes.process_index() == 0)
     with contextlib.ExitStack() as files:
         files.callback(terminal.close)
-        files.enter_context(only_run(folder))
+        release = files.enter_context(only_run(folder))
+        stop.before_leaving += [terminal.console.show_cursor, release]
         saved = Checkpointer(folder / "checkpoints", config.checkpoint)
         files.callback(_close, saved, terminal)
         done = saved.latest()
@@ -177,7 +182,7 @@ class Run:
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
 
-    def loop(self, stop: threading.Event) -> int:
+    def loop(self, stop: StopSignal) -> int:
         """Makes all steps that are left, or those until `stop` is set; returns the exit code."""
         steps, state = self.config.training.steps, self.state
         with contextlib.ExitStack() as files:
@@ -202,6 +207,7 @@ class Run:
                 seconds = time.perf_counter() - started
                 measured, stragglers = self.times.take(state.step, seconds, metrics, received)
                 self.recorder.step(metrics | measured, stragglers)
+                stop.step_finished()
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
                 if stopping or self.schedule.saves(state.step):
                     self.save()

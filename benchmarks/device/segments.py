@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.run import Run
 from distflow_jax.watchdog.controller import Watchdog
+from distflow_jax.watchdog.supervision import StopSignal
 
 
 class Nowhere:
@@ -86,7 +86,7 @@ def run_timed(
         quiet = Terminal(enabled=False)
         run = Run(prepared, folder, Nowhere(), Watchdog(config.health, 1), quiet)
         times = SegmentTimes(run)
-        run.loop(threading.Event())
+        run.loop(StopSignal())
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 1]
     return run, times, steps
 

@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from distflow_jax.parallel import processes
 
@@ -133,10 +133,10 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def only_run(folder: str | os.PathLike) -> Iterator[None]:
+def only_run(folder: str | os.PathLike) -> Iterator[Callable[[], None]]:
     """A block in which no other run uses an existing folder. Collective: process 0 locks.
 
-    Raises ValueError on all processes if another run uses it, or if it cannot be locked.
+    It is given a function that unlocks before its end. Raises ValueError on all processes if another run uses it, or if it cannot be locked.
     """
     lock, failure = None, ""
     if processes.process_index() == 0:
@@ -146,11 +146,15 @@ def only_run(folder: str | os.PathLike) -> Iterator[None]:
             failure = str(error)
     if failure := processes.all_gather_text(failure)[0]:
         raise ValueError(failure)
+    release = lock.release if lock is not None else _nothing
     try:
-        yield
+        yield release
     finally:
-        if lock is not None:
-            lock.release()
+        release()
+
+
+def _nothing() -> None:
+    """Releases the lock that this process does not have."""
 
 
 def _lost(path: pathlib.Path, holder: Holder) -> None:

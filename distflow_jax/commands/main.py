@@ -4,7 +4,9 @@ A subcommand's module is imported once its flags are known, so that --help needs
 """
 
 import importlib
+import os
 import pydoc
+import signal
 import sys
 import types
 
@@ -23,6 +25,7 @@ from distflow_jax.config.command_line import (
 )
 from distflow_jax.config.shipped import config_file
 from distflow_jax.did_you_mean import hint
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 _CONFIG = ("--config", "-config")
 _HELP = ("--help", "-help", "-h", "--helpshort", "-?")
@@ -68,6 +71,8 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
     `program` is how it was called, for --help.
     """
     command = SUBCOMMANDS[name]
+    if name == "train":  # there is nothing to lose while modules are imported
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_PREEMPTED))
     if set(arguments) & set(_HELP):
         _show(help_text(command, program))
         sys.exit(0)

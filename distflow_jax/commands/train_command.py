@@ -7,6 +7,7 @@ from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.parallel import processes
+from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 
 def main(options: SimpleNamespace) -> int:
@@ -14,7 +15,9 @@ def main(options: SimpleNamespace) -> int:
     if options.profile_steps is not None:
         options.config.observe.profile_steps = options.profile_steps
     config = from_config_dict(Config, options.config)
-    job = join_job(options)
-    code = run.train(config, options.workdir, job, chosen=options.chosen)
+    with stop_on_sigterm() as stop:
+        stop.leave_at_once()  # joining may wait for minutes
+        job = join_job(options)
+        code = run.train(config, options.workdir, job, chosen=options.chosen, stop=stop)
     processes.shutdown()
     return code

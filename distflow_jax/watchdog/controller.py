@@ -45,6 +45,7 @@ import time
 from collections.abc import Sequence
 
 START_SECONDS = 60.0  # for a child to start on a loaded host
+NEWS_SECONDS = 1.0  # for news to reach the watchdogs of all processes
 CLOSE_SECONDS = 1.0  # for the last message, if the pipe is full
 # isolated and without site-packages: no code of the user may run in the watchdog
 PROGRAM = (
@@ -107,6 +108,9 @@ class Watchdog:
         self._closed = threading.Event()
         self._beat_seconds = config.heartbeat_seconds
         self._stacks_fd = -1
+        self._settings: dict[str, object] = {}  # of the watchdog process
+        self._peers: tuple[str, list[str]] | None = None  # token and addresses, once connected
+        self._lost = False  # the watchdog process has ended by itself
 
     @classmethod
     def start(cls, config: HealthConfig, *, index: int, count: int, host: str) -> "Watchdog":
@@ -122,17 +126,26 @@ class Watchdog:
     def _start(self, config: HealthConfig, index: int, host: str) -> None:
         self._stacks_fd = _anonymous_file()
         faulthandler.register(signal.SIGUSR1, file=self._stacks_fd, all_threads=True)
-        settings = {
+        self._settings = {
             "pid": os.getpid(),
             "index": index,
             "count": self._count,
             "host": host,
+            "port": 0,
             "heartbeat_seconds": config.heartbeat_seconds,
             "dead_seconds": config.dead_seconds,
             "stuck_seconds": config.stuck_seconds,
             "stacks_fd": self._stacks_fd,
             "main_thread": threading.main_thread().ident,
         }
+        self._spawn()
+        thread = threading.Thread(target=self._send_beats, name="watchdog beats", daemon=True)
+        thread.start()
+
+    def _spawn(self) -> None:
+        """Starts the watchdog process. Raises OSError if it cannot listen on its address."""
+        # a later one's records are newer than all of an earlier one
+        settings = self._settings | {"version": int(1000 * time.time())}
         root = str(pathlib.Path(__file__).resolve().parents[2])
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", PROGRAM, root, json.dumps(settings)],
@@ -143,13 +156,29 @@ class Watchdog:
             # a launcher kills the controller's process group, terminals interrupt it
             start_new_session=True,
         )
-        self._address = self._read_address(host)
+        self._address = self._read_address()
         # a watchdog that does not read must not stop the training
         os.set_blocking(self._child.stdin.fileno(), False)
-        thread = threading.Thread(target=self._send_beats, name="watchdog beats", daemon=True)
-        thread.start()
 
-    def _read_address(self, host: str) -> str:
+    def _restart(self) -> None:
+        """Starts another watchdog process where the one before was; the others keep its address."""
+        with self._lock:
+            self._child.stdin.close()
+            self._child.wait()
+            self._settings["port"] = int(self._address.rpartition(":")[2])
+            self._unsent = b""
+            try:
+                self._spawn()
+            except OSError as error:
+                log.warning("%s; this process is not watched any more", error)
+                self._closed.set()
+                return
+            self._lost = False
+        log.warning("the watchdog of this process had ended; another one is started")
+        if self._peers is not None:
+            self._send("connect", self._peers[0], self._peers[1])
+
+    def _read_address(self) -> str:
         with self._child.stdout as answers:
             poll = select.poll()  # select() takes no descriptors above 1,023
             poll.register(answers, select.POLLIN)
@@ -160,7 +189,7 @@ class Watchdog:
             self._child.wait()
             self._child.stdin.close()
             self._release()
-            raise OSError(f"no watchdog on {host!r}: {answer['error']}")
+            raise OSError(f"no watchdog on {self._settings['host']!r}: {answer['error']}")
         return answer["address"]
 
     @property
@@ -182,7 +211,8 @@ class Watchdog:
         """
         if len(addresses) != self._count:
             raise ValueError(f"{len(addresses)} watchdog addresses for {self._count} processes")
-        self._send("connect", token, list(addresses))
+        self._peers = token, list(addresses)
+        self._send("connect", *self._peers)
 
     def progress(self, step: int, phase: str) -> None:
         """Reports that this process begins `phase` of `step`; takes tens of microseconds.
@@ -199,6 +229,15 @@ class Watchdog:
         The other processes are ended within a second, this one if it does not end within 5 s.
         """
         self._send("failed", message, last=True)
+
+    def stopped(self) -> None:
+        """Reports that SIGTERM ends this process before a step had ended: the others get one too.
+
+        Returns when the news is likely to have reached them, which an end would otherwise overtake.
+        """
+        self._send("stopped", last=True)
+        if self._count > 1 and self._child is not None:
+            time.sleep(NEWS_SECONDS)
 
     def close(self, code: int = 0) -> None:
         """Ends the watch before an orderly exit with `code`.
@@ -218,20 +257,21 @@ class Watchdog:
 
     def _send_beats(self) -> None:
         while not self._closed.wait(self._beat_seconds):
+            if self._lost:
+                self._restart()
             self._send("at", *self._at)
 
     def _send(self, *message: object, last: bool = False) -> None:
         """Writes a line without blocking; the rest of a full pipe's line precedes the next one."""
         with self._lock:
-            if self._child is None or self._closed.is_set():
+            if self._child is None or self._closed.is_set() or (self._lost and not last):
                 return
             if not (message[0] == "at" and self._unsent):  # a beat behind unsent lines is redundant
                 self._unsent += json.dumps(message).encode() + b"\n"
             try:
                 self._flush(CLOSE_SECONDS if last else 0.0)
             except BrokenPipeError:
-                log.warning("the watchdog of this process has ended; the process is not watched")
-                last = True
+                self._lost = True  # the thread that beats starts another
             if last:
                 self._closed.set()
                 self._child.stdin.close()

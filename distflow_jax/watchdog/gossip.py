@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-RUNNING, DONE, FAILED, DIED = "running", "done", "failed", "died"
-STATES = (RUNNING, DONE, FAILED, DIED)
+RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
+STATES = (RUNNING, DONE, STOPPED, FAILED, DIED)  # stopped: by SIGTERM, before a step had ended
 ENDED = (FAILED, DIED)  # states that end the job
 # If two watchdogs declare at the same time, the earlier kind wins: verdicts cause deaths.
 KINDS = ("unreachable", "silent", "stuck", "died")

@@ -39,6 +39,7 @@ from distflow_jax.watchdog.gossip import (
     FAILED,
     PHASE_CHARS,
     RUNNING,
+    STOPPED,
     Limits,
     Peer,
     Record,
@@ -49,6 +50,7 @@ from distflow_jax.watchdog.gossip import (
     find_verdict,
     gossip_targets,
     merge,
+    names,
     parse,
     position,
     time_of_day,
@@ -65,6 +67,7 @@ URGENT_ROWS = 12  # ended processes that news names; a job of 1,000 dies at once
 SETTLE_SECONDS = 0.25  # from a verdict to acting on it: a competing one may arrive
 LINGER_SECONDS = 1.0  # for sending to other watchdogs after the own controller's end
 FAILED_GRACE_SECONDS = 5.0  # for a controller that reported an exception to end by itself
+PASSED_ON_SECONDS = 10.0  # for a controller to end after a SIGTERM that another one received
 UNKILLABLE_SECONDS = 10.0  # after SIGKILL, when a controller hangs in the kernel
 
 
@@ -75,6 +78,8 @@ class Settings(NamedTuple):
     index: int
     count: int
     host: str
+    port: int  # 0: any
+    version: int  # of the first record: above those of this process's watchdog before, if it ended
     heartbeat_seconds: float
     dead_seconds: float
     stuck_seconds: float
@@ -90,7 +95,7 @@ def main(argument: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     settings = Settings(**json.loads(argument))
     try:
-        found = socket.getaddrinfo(settings.host, 0, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_DGRAM)[0]
         peers = socket.socket(found[0], socket.SOCK_DGRAM)
         peers.bind(found[4])
     except OSError as error:
@@ -122,9 +127,10 @@ class Watch:
         self.tick = 0
         self.has_news = False  # an end or a verdict that must reach the others at once
         self.pipe_open, self.line_start = True, b""
-        self.table = {self.index: Peer(Record(self.index), 0.0, 0.0)}
+        self.table = {self.index: Peer(Record(self.index, settings.version), 0.0, 0.0)}
         self.verdict: Verdict | None = None
         self.act_at = self.finish_at = self.kill_at = float("inf")
+        self.passed_on_at = float("inf")  # when the controller got another one's SIGTERM
         self.printed = False
 
     @property
@@ -180,8 +186,8 @@ class Watch:
                 self.note_progress(*rest)
             elif kind == "connect":
                 self.connect(*rest)
-            elif kind == "done":
-                self.note_done()
+            elif kind in (DONE, STOPPED):
+                self.note_orderly_end(kind)
             elif kind == "failed":
                 self.finish(FAILED, rest[0])
 
@@ -203,13 +209,13 @@ class Watch:
                 self.table[index] = Peer(Record(index), self.now, self.now)
         self.next_tick = self.now
 
-    def note_done(self) -> None:
-        """Records an orderly end, which the other watchdogs still have to receive."""
+    def note_orderly_end(self, state: str) -> None:
+        """Records an end that is no failure, which the other watchdogs still have to receive."""
         if self.own.record.state != RUNNING:
             return
         silence(2)  # a launcher waits until all processes have closed the pipe
         own = self.own
-        record = own.record._replace(version=own.record.version + 1, state=DONE)
+        record = own.record._replace(version=own.record.version + 1, state=state)
         self.table[self.index] = own._replace(record=record, heard=self.now)
         self.spread_news()
         self.finish_at = self.now + (LINGER_SECONDS if self.targets[1:] else 0.0)
@@ -254,12 +260,22 @@ class Watch:
         self.table = merge(self.table, arrived, self.now)
         if any(record.state in ENDED for record in arrived):
             self.spread_news()
+        stopped = [record.index for record in arrived if record.state == STOPPED]
+        if stopped and self.own.record.state == RUNNING and self.passed_on_at == float("inf"):
+            self.passed_on_at = self.now
+            self.spread_news()
+            self.controller.signal(signal.SIGTERM)
 
     # -- verdicts ---------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Declares a verdict if there is a reason and no verdict yet."""
-        if self.verdict or self.own.record.state == DONE:
+        if self.verdict or self.own.record.state in (DONE, STOPPED):
+            return
+        if self.now > self.passed_on_at + PASSED_ON_SECONDS and self.own.record.state == RUNNING:
+            gone = names([i for i, p in self.table.items() if p.record.state == STOPPED])
+            text = f"{gone} stopped by SIGTERM before a step had ended, and the others wait for it"
+            self.adopt(Verdict("died", self.index, text))
             return
         if not self.has_news and self.now < self.next_judgement:
             return  # going through a large table at every datagram would cost too much
@@ -294,7 +310,7 @@ class Watch:
 
     def act(self) -> None:
         """Prints the verdict when it is settled, and ends the controller."""
-        if self.own.record.state == DONE:
+        if self.own.record.state in (DONE, STOPPED):
             return
         if self.verdict and not self.printed and self.now >= self.act_at:
             self.printed, self.act_at = True, float("inf")
@@ -338,7 +354,7 @@ class Watch:
         """Sends the datagrams that are due: the news, or the whole table."""
         if self.has_news and self.now >= self.next_urgent:
             self.next_urgent = self.now + URGENT_SECONDS
-            ended = [peer for peer in self.table.values() if peer.record.state in ENDED]
+            ended = [p for p in self.table.values() if p.record.state in (*ENDED, STOPPED)]
             ended.sort(key=lambda peer: peer.ended)
             others = [peer for peer in ended if peer is not self.own]
             self.send([self.own, *others[:URGENT_ROWS]])
