@@ -341,15 +341,22 @@ def test_missing_addresses_are_an_error():
         watchdog.connect([watchdog.address], TOKEN)
 
 
-def test_a_dead_watchdog_does_not_stop_the_training(caplog):
-    with Watchdog.start(HealthConfig(), index=0, count=1, host="127.0.0.1") as watchdog:
-        watchdog._child.kill()
-        watchdog._child.wait()
+def test_a_killed_watchdog_is_started_again(caplog):
+    """At the same address, where the others' news arrives."""
+    config = HealthConfig(heartbeat_seconds=0.05, dead_seconds=1.0)
+    with Watchdog.start(config, index=0, count=1, host="127.0.0.1") as watchdog:
+        address, first = watchdog.address, watchdog._child
+        first.kill()
+        first.wait()
         watchdog.progress(1, "rollout")
+        deadline = time.monotonic() + 60
+        while "another one is started" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         watchdog.progress(1, "reward")
-    assert [record.message for record in caplog.records] == [
-        "the watchdog of this process has ended; the process is not watched"
-    ]
+        assert watchdog._child is not first and watchdog._child.poll() is None
+        assert watchdog.address == address
+    assert watchdog._child.wait(timeout=10) == 0
 
 
 def test_a_watchdog_that_does_not_read_does_not_stop_the_training():
