@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from support import haste
@@ -22,6 +23,7 @@ from distflow_jax.commands.launch import local
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.config.shipped import shipped_configs
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.serving.client import SamplerClient
 
@@ -38,6 +40,7 @@ SMALL = [
     "eval.num_prompts=4",
     "training.steps=1",
 ]
+STAMP = r"\d\d-\d\d \d\d:\d\d:\d\d "
 FLAGS = [f"--config.{assignment}" for assignment in SMALL]
 
 
@@ -109,6 +112,13 @@ def finish(process):
     return stdout
 
 
+def without_stamps(output):
+    """The lines of a log, each without the time that it begins with."""
+    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in output.splitlines()]
+    assert all(found), output
+    return [line[1] for line in found]
+
+
 def run_shown(place, command):
     return finish(start(place, *command, *FLAGS))
 
@@ -121,7 +131,19 @@ def first_run(place):
 
 
 def test_train_trains(place, first_run):
-    assert "done: 1 steps in runs/first" in first_run
+    lines = without_stamps(first_run)
+    labels = ["model", "devices", "data", "algorithm", "memory", "run"]
+    first = [line for line in lines if line.split()[0] in labels]
+    assert [line.split()[0] for line in first] == labels
+    assert first[-1] == "run       runs/first (new; plan.txt has the plan)"
+    (step,) = [i for i, line in enumerate(lines) if line.startswith("step 1/1  reward 0.")]
+    assert lines.index(first[-1]) < step
+    assert re.fullmatch(r"done      step 1, after \d+s", lines[step + 1])
+    folded = " ".join(line.removesuffix("\\").strip() for line in lines[step + 2 :])
+    for command in ("evaluate", "generate", "export"):
+        assert f"{command}{' ' * (10 - len(command))}python scripts/{command}.py " in folded
+    report = place / "runs/first/report.html"
+    assert "report    runs/first/report.html" in lines[step:] and report.is_file()
     steps = [row["step"] for row in read_metrics(place / "runs/first/metrics.jsonl")]
     assert sorted(set(steps)) == [0, 1]
     config = json.loads((place / "runs/first/config.json").read_text())
@@ -130,8 +152,13 @@ def test_train_trains(place, first_run):
 
 def test_a_run_takes_the_memory_that_it_said(place, first_run):
     """After step 1, and with the largest program's own figure."""
-    assert "memory of a device, which has" in first_run
     tree = json.loads((place / "runs/first/memory.json").read_text())
+    fullest = tree["fullest"]
+    said = f"{format_bytes(fullest['total'])} of {format_bytes(tree['device'])} a device"
+    assert f"memory    {said}, most in {fullest['segment']}" in without_stamps(first_run)
+    assert "memory of a device" not in first_run
+    plan = (place / "runs/first/plan.txt").read_text()
+    assert f"\nmemory of a device, which has {format_bytes(tree['device'])}; in " in plan
     (first,) = [r for r in read_metrics(place / "runs/first/metrics.jsonl") if r["step"] == 1]
     live = first["perf/memory_live_gb"] * 2**30
     assert live == pytest.approx(tree["between_steps"], rel=0.15)
@@ -143,14 +170,16 @@ def test_a_run_takes_the_memory_that_it_said(place, first_run):
 
 def test_a_finished_run_says_so(place, first_run):
     (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
-    output = run_shown(place, command)
-    assert output == (
-        "runs/first is finished: step 1 of 1. Choose another --workdir, or raise training.steps to "
-        "go on\n"
-    )
+    assert without_stamps(run_shown(place, command)) == [
+        "runs/first is finished: step 1 of 1.",
+        "Choose another --workdir, or raise training.steps to go on",
+    ]
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/report.py"], ids=" ".join)
+REPORT, *LIVE = sorted((c for c in SHOWN if c[0] == "scripts/report.py"), key=len)
+
+
+@pytest.mark.parametrize("command", [REPORT], ids=" ".join)
 def test_report_makes_the_page_that_the_run_left(place, first_run, command):
     path = place / "runs/first/report.html"
     left = path.read_text(encoding="utf-8")
@@ -158,6 +187,24 @@ def test_report_makes_the_page_that_the_run_left(place, first_run, command):
     path.unlink()
     assert finish(start(place, *command)) == "wrote runs/first/report.html\n"
     assert path.read_text(encoding="utf-8") == left
+
+
+@pytest.mark.parametrize("command", LIVE, ids=" ".join)
+def test_report_serves_the_runs_until_a_signal(place, first_run, command):
+    """Of the runs that the command names the second has not begun."""
+    assert "runs/first" in command and "runs/second" in command
+    (place / "runs/second").mkdir(exist_ok=True)
+    port = ["--serve=0"]  # the one that is shown may be in use
+    process = start(place, *(word for word in command if not word.startswith("--serve=")), *port)
+    try:
+        ready = process.stdout.readline()
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", ready)
+        with urllib.request.urlopen(address, timeout=60) as reply:
+            page = reply.read().decode()
+        assert reply.status == 200 and "first" in page and "second" in page
+    finally:
+        process.terminate()
+        finish(process)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +307,18 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
 def test_launch_local_trains_as_one_job(place, command):
     lines = run_shown(place, command).splitlines()
     assert all(line.startswith(("[p0] ", "[p1] ")) for line in lines)
-    assert any("cpu, in 2 processes" in line and line.startswith("[p0]") for line in lines)
-    # one job, told once
+    # one job, told once; parts of what JAX's runtime writes may stand before a line
     (workdir,) = [word[10:] for word in command if word.startswith("--workdir=")]
-    assert [x for x in lines if "done: " in x] == [f"[p0] done: 1 steps in {workdir}"]
+    of = {
+        me: [m[1] for x in lines if (m := re.search(rf"^\[{me}\] .*?{STAMP}(.*)", x))]
+        for me in ("p0", "p1")
+    }
+    (devices,) = [line for line in of["p0"] if line.startswith("devices ")]
+    assert devices == "devices   8 cpu in 2 processes: training fsdp 8 x tensor 1, 2 samplers"
+    assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \d+s", x)]) == 1
+    assert f"report    {workdir}/report.html" in of["p0"]
+    (job,) = of["p1"]
+    assert job.startswith("job: process 1 of 2, ")
 
 
 @pytest.mark.multiprocess
