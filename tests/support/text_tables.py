@@ -4,11 +4,11 @@ import itertools
 import re
 
 
-def cells_of(text, first):
+def cells_of(text, first, key=0):
     """The rows of the table whose header begins with the words `first`, each a list of cells.
 
-    A line whose first cell is empty goes on with the row above. The header's further lines are
-    left out.
+    A line without a cell in column `key`, whose cells are not wrapped, goes on with the row above.
+    The header's further lines are left out.
     """
     lines = text.splitlines()
     (head,) = [i for i, line in enumerate(lines) if line.split()[: len(first)] == first]
@@ -17,7 +17,7 @@ def cells_of(text, first):
     rows = []
     for line in itertools.takewhile(str.strip, lines[rule + 1 :]):
         cells = [line[a:b].strip() for a, b in itertools.pairwise([*starts, None])]
-        if cells[0]:
+        if cells[key]:
             rows.append(cells)
         else:
             rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], cells, strict=True)]
