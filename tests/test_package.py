@@ -31,7 +31,7 @@ SMALL = [
     "--config.eval.num_prompts=4",
     "--config.training.steps=1",
 ]
-DONE = re.compile(r"^\d\d-\d\d \d\d:\d\d:\d\d done +step 1, after \d+s$", re.MULTILINE)
+DONE = re.compile(r"^\d\d-\d\d \d\d:\d\d:\d\d done +step 1, after \S+$", re.MULTILINE)
 
 
 def plain(name):

@@ -17,6 +17,8 @@ import pytest
 from support import haste
 from support.doc_blocks import blocks
 from support.paths import ROOT
+from support.screen import run_on_terminal, shown_lines
+from support.text_tables import cells_of
 
 from distflow_jax.commands.command_help import shown
 from distflow_jax.commands.launch import local
@@ -138,7 +140,7 @@ def test_train_trains(place, first_run):
     assert first[-1] == "run       runs/first (new; plan.txt has the plan)"
     (step,) = [i for i, line in enumerate(lines) if line.startswith("step 1/1  reward 0.")]
     assert lines.index(first[-1]) < step
-    assert re.fullmatch(r"done      step 1, after \d+s", lines[step + 1])
+    assert re.fullmatch(r"done      step 1, after \S+", lines[step + 1])
     folded = " ".join(line.removesuffix("\\").strip() for line in lines[step + 2 :])
     for command in ("evaluate", "generate", "export"):
         assert f"{command}{' ' * (10 - len(command))}python scripts/{command}.py " in folded
@@ -174,6 +176,37 @@ def test_a_finished_run_says_so(place, first_run):
         "runs/first is finished: step 1 of 1.",
         "Choose another --workdir, or raise training.steps to go on",
     ]
+
+
+def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
+    """In 80 columns: what the log file of `first_run` has, without the time, and nothing else."""
+    flags = [*FLAGS, "--config.training.steps=3", "--config.training.optimizer.lr=2e-6"]
+    command = ["scripts/train.py", "--config=tiny", "--workdir=runs/terminal", *flags]
+    env = haste.environment() | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    code, written = run_on_terminal([sys.executable, *command], cwd=place, env=env)
+    assert code == 0, written
+    lines = shown_lines(written)
+    # of a command that is to be copied, a word that is wider has a line of its own
+    wide = [line for line in lines if len(line) > 80]
+    assert all(re.fullmatch(r" {12}\S+ \\", line) for line in wide), wide
+    labels = ["model", "devices", "data", "algorithm", "memory", "run"]
+    assert [line.split()[0] for line in lines[:6]] == labels
+    assert lines[5] == "run       runs/terminal (new; plan.txt has the plan)"
+    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3}  eval \d\.\d{3} .*left 0s", lines[6]), lines[
+        6
+    ]
+    # the line of each step, and the words of a wait, have stood in the same place
+    drawn = re.findall(r"step (\d)/3 ", written)
+    assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)
+    assert not re.search(r"step \d/3 [^\r\n]*…", written)  # words are left out, none is cut
+    assert "compiling the programs of the plan 0s" in written
+    end = [line.split()[0] for line in lines[7:] if line and not line.startswith(" ")]
+    assert end == ["done", "accuracy", "reward", "report", "evaluate", "generate", "export"]
+    assert re.fullmatch(r"done      step 3, after \S+", lines[7])
+    report = [line for line in lines if line.startswith("report ")]
+    assert report == ["report    runs/terminal/report.html"]
+    assert (place / "runs/terminal/report.html").is_file()
 
 
 REPORT, *LIVE = sorted((c for c in SHOWN if c[0] == "scripts/report.py"), key=len)
@@ -223,7 +256,12 @@ def test_evaluate_writes_json(place, first_run, command):
     name = f"val-core/arithmetic/reward/mean@{samples}"
     assert report["metrics"][name] == pytest.approx(mean)
     assert (f"val-core/arithmetic/reward/best@{samples}/mean" in report["metrics"]) == (samples > 1)
-    assert f"{name} {mean:.4f}" in output.splitlines()
+    printed = dict(cells_of(output, ["metric", "value"]))
+    assert printed.keys() == report["metrics"].keys()
+    assert printed[name] == f"{mean:.4f}" and printed["val-aux/arithmetic/num_prompts"] == "4"
+    assert output.endswith(f"\n\nwrote {out}\n")
+    if trained:
+        assert "model     runs/first at step 1\n" in output
 
 
 @pytest.mark.parametrize(
@@ -284,7 +322,11 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     process = start(place, *command, *FLAGS, *free)
     ready = process.stdout.readline()
     assert ready.startswith("ready: random:llama"), ready + process.stderr.read()
-    (address,) = re.findall(r" on (127.0.0.1:\d+),", ready)
+    (address,) = re.findall(r" on (127\.0\.0\.1:\d+),$", ready)
+    sizes, memory = process.stdout.readline(), process.stdout.readline()
+    assert max(len(sizes), len(memory)) <= 81 and "slots for each of two protocols" in sizes
+    shown_metrics = any(argument.startswith("--metrics_port") for argument in command)
+    assert ("metrics on http://127.0.0.1:" in memory) == shown_metrics
     with SamplerClient(address) as client:
         version = 1 if "--run=runs/first" in command else 0
         assert client.status()["version"] == version
@@ -315,7 +357,7 @@ def test_launch_local_trains_as_one_job(place, command):
     }
     (devices,) = [line for line in of["p0"] if line.startswith("devices ")]
     assert devices == "devices   8 cpu in 2 processes: training fsdp 8 x tensor 1, 2 samplers"
-    assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \d+s", x)]) == 1
+    assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \S+", x)]) == 1
     assert f"report    {workdir}/report.html" in of["p0"]
     (job,) = of["p1"]
     assert job.startswith("job: process 1 of 2, ")
