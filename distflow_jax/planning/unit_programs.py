@@ -93,8 +93,8 @@ class Program:
     def compile(self, *, for_costs: bool = False) -> Any:
         """Compiles all variants once; returns the jax.stages.Compiled that most steps run.
 
-        With `for_costs` the program's code is not optimized, since it will not run. XLA fuses a
-        little differently then: the program's memory differs by a few percent at most.
+        With `for_costs` the program's code is not optimized, since it will not run. XLA's own
+        passes, and so the program's memory and traffic, are the same.
         """
         for absent, variant in self._variants.items():
             if absent not in self._compiled:

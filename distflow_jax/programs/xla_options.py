@@ -30,13 +30,8 @@ OF_SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 # Programs that are compiled for their costs and never run: LLVM's part is most of a compilation.
-# Without the fusion emitters, which jaxlib 0.11 cannot switch off, it is a quarter.
 NEVER_RUN: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_cpu_use_fusion_emitters": False,
-    },
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 }
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # Overlap of collectives with other work, for training programs on several devices. None of these is
