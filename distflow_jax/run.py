@@ -352,9 +352,13 @@ class Run:
         }
 
     def _write_samples(self, samples: Samples) -> None:
-        """Writes the step's responses where they are due, or where the step was not finite."""
+        """Writes the step's responses where they are due, or where the step was not finite.
+        Collective."""
         step, every = self.state.step, self.config.observe.samples_every
-        if self.is_first and (self.state.nonfinite or _due(step, every)):
+        if not (self.state.nonfinite or _due(step, every)):
+            return
+        samples.fields.update(self.runtime.coordinator.advantages())
+        if self.is_first:
             name = f"nonfinite-{step}" if self.state.nonfinite else step
             self.writer.samples(name, sample_records(samples, self.prepared.source.tokenizer))
 
