@@ -69,7 +69,11 @@ def folder(tmp_path_factory):
         writer.stragglers(step, {"rollout": {"seconds": [1, 2], "idle": [0.5, 0], "slowest": 1}})
         record = {"row": 1, "prompt": "long " * 60 + HOSTILE, "response_length": 7}
         texts = ("x" * 500, HOSTILE, "short")
-        writer.samples(step, [record | {"response": t, "score": i} for i, t in enumerate(texts)])
+        numbers = [{"score": i, "advantage": (i - 1) ** 2, "finished": i < 1} for i in range(3)]
+        writer.samples(
+            step,
+            [record | {"response": t} | n for t, n in zip(texts, numbers, strict=True)],
+        )
     span = {"name": "rollout", "ph": "X", "ts": 1, "dur": 2e6, "tid": 1, "args": {"step": 60}}
     (folder / "trace.json").write_text(json.dumps(span))
     writer.close()
@@ -162,8 +166,20 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert_calm(page)
 
 
-def test_samples_are_filtered_and_the_colours_follow_the_reader(browser, folder):
+def choose(page, query, value):
+    """Chooses an entry of a list of the page."""
+    page.run(
+        f"(document.querySelector('{query}').value = '{value}', document.querySelector('{query}')"
+        ".dispatchEvent(new Event('change', {bubbles: true})))"
+    )
+
+
+def test_samples_are_sorted_and_filtered_and_the_colours_follow_the_reader(browser, folder):
     page = opened(browser, folder)
+    for order, places in (("advantage", [2, 0, 1]), ("ending", [0, 2, 1]), ("score", [2, 1, 0])):
+        choose(page, ".order", order)
+        shown = "[...document.querySelector('.responses').children].map((r) => +r.dataset.score)"
+        assert page.run(shown) == places, order
     page.run(
         "(document.querySelector('.grep').value = 'nowhere', "
         "document.querySelector('.grep').dispatchEvent(new Event('input', {bubbles: true})))"
@@ -207,11 +223,20 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     assert_calm(page)
     page.run("document.querySelectorAll('.key')[1].click()")
     assert page.run("charts[0].lines().map((line) => line.name)") == ["one", "two"]
+    chosen = "document.querySelector('.file').selectedOptions[0].text"
+    before = page.run("document.querySelector('.file').innerHTML")
+    choose(page, ".file", "2")
+    step = page.run(chosen)
     writer = RunWriter(tmp_path / "one", resume_step=12)
     writer.metrics(13, metrics_of(13, 1.0) | {"val-core/new/reward/mean@1": 0.5})
     page.run(LOOK)
     page.wait_for("runs[0].last === 13 && runs[0].charts.has('val-core/new/reward/mean@1')")
     page.wait_for("document.getElementById('status').textContent === 'step 13 of 40'")
+    writer.samples(13, [{"row": 1, "prompt": "p", "response": "r", "score": 1}])
+    page.run("refreshSections()")
+    assert page.run("document.querySelector('.file').innerHTML") != before
+    assert page.run(chosen) == step != "step 13"  # the reader keeps the step that is being read
+    assert page.run("document.querySelector('.samples:not([hidden])').dataset.file") != "0"
     writer.close()
     writer = RunWriter(tmp_path / "one", resume_step=5)  # drops steps 6 to 13
     writer.metrics(6, metrics_of(6, 1.0, phase=0.5))
