@@ -65,6 +65,8 @@ def folder(tmp_path_factory):
     writer.event("ready", {"step": 0, "seconds": 0.1})
     for step in range(1, 61):
         odd = {"actor/grad_norm": float("nan")} if step == 7 else {}
+        # of a few decades and hardly above 0 on a log scale
+        odd["actor/kl_loss"] = {4: 0.010269, 5: 1.1187e-8, 9: 1e-320}.get(step, -0.5)
         writer.metrics(step, metrics_of(step, 2.0) | odd | {"reward/" + HOSTILE: step})
         writer.stragglers(step, {"rollout": {"seconds": [1, 2], "idle": [0.5, 0], "slowest": 1}})
         record = {"row": 1, "prompt": "long " * 60 + HOSTILE, "response_length": 7}
@@ -142,6 +144,14 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert smooth[0] == raw[0] and min(raw) < smooth[-1] < max(raw) and smooth[-1] > raw[-1]
     page.run("document.getElementById('log').click()")
     assert page.run("charts[0].plot.scales.y.distr") == 3
+    small = "charts.find((c) => c.spec.title === 'actor/kl_loss')"
+    page.wait_for(f"{small}.plot.scales.y.distr === 3")
+    assert page.run(f"[{small}.plot.status, {small}.latest.textContent]") == [1, "-0.5"]
+    low, high = page.run(f"[{small}.plot.scales.y.min, {small}.plot.scales.y.max]")
+    assert 0 < low < 1.1187e-8 and 0.010269 < high < 0.02
+    for low, high in ((1.1, 1.45), (0.2, 0.7), (0.8, 60), (9.7e-9, 0.0118), (1e-150, 1e150)):
+        found = page.run(f"logTicks({low}, {high})")
+        assert 3 <= len(found) <= 8 and low <= found[0] < found[-1] <= high
     assert all(
         v is None or v > 0 for column in page.run("charts[0].plot.data.slice(1)") for v in column
     )
