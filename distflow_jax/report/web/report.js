@@ -170,8 +170,10 @@ const setStatus = (word, text) => {
 
 // -- live -------------------------------------------------------------------------------------
 
-// The page works at most so often that its own time, and the server's, stay a small share.
-const SHORTEST = 5000, LONGEST = 60000, SHARE = 400, SECTIONS = 20000; // ms; ms per ms of work
+// Between two updates lie SHARE times what the last one took, from the request until its result was
+// painted. The time of the page and of the server therefore stays a small share on a busy machine too.
+const SHORTEST = 5000, LONGEST = 60000, SHARE = 200; // ms; ms per ms
+const SECTIONS = 20000, SECTIONS_LONGEST = 300000; // ms
 const ROWS_KEPT = 3000; // rows appended until the server thins the points again
 const NAMES = all("nav a[data-section]").map((link) => link.dataset.section);
 const shownHtml = new Map(); // "run name" -> HTML of a part
@@ -262,9 +264,9 @@ const replacePart = (block, name, html, before) => {
 
 const refreshSections = async () => {
   const number = chosen, block = document.querySelector(`.run[data-run="${number}"]`);
-  const found = await fetchJson(`sections/${number}`);
+  const started = performance.now(), found = await fetchJson(`sections/${number}`);
   if (number !== chosen) return;
-  const started = performance.now(), top = document.querySelector(`.top[data-run="${number}"]`);
+  const top = document.querySelector(`.top[data-run="${number}"]`);
   if (shownHtml.get(`${number}-top`) !== found.parts.top) top.innerHTML = found.parts.top;
   shownHtml.set(`${number}-top`, found.parts.top);
   let before = null;
@@ -274,9 +276,15 @@ const refreshSections = async () => {
   }
   linkSections();
   moved = false;
-  const cost = performance.now() - started + 1000 * found.seconds;
-  sectionsAt = performance.now() + Math.max(SECTIONS, cost * SHARE);
+  await painted();
+  const now = performance.now(), pause = (now - started) * SHARE;
+  sectionsAt = now + Math.min(SECTIONS_LONGEST, Math.max(SECTIONS, pause));
 };
+
+const painted = () => new Promise((done) => {
+  requestAnimationFrame(() => setTimeout(done));
+  setTimeout(done, 1000); // a tab in the background is not painted
+});
 
 const showDifferences = async () => {
   if (runs.length > 1) byId("differences").innerHTML = (await fetchJson("differences")).html;
@@ -284,8 +292,7 @@ const showDifferences = async () => {
 
 const poll = async () => {
   const words = runs.map((run) => `${run.number}=${encodeURIComponent(run.token)}`);
-  const news = await fetchJson(`news?${words.join("&")}`);
-  const started = performance.now();
+  const started = performance.now(), news = await fetchJson(`news?${words.join("&")}`);
   let reload = false, changed = false;
   for (const run of runs) {
     const found = news[run.number];
@@ -299,7 +306,7 @@ const poll = async () => {
   if (reload) showCharts();
   else if (changed) redraw();
   if (changed) showStatus();
-  await null; // uPlot draws in a microtask
+  if (changed) await painted();
   work = performance.now() - started;
   if (reload) await showDifferences();
   if (moved && performance.now() > sectionsAt) await refreshSections();
