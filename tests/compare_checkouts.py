@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Settings under the names that an older checkout has them.
 RENAMED: dict[str, str] = {}
+NEW_IN_RECORDS = {"uid", "advantage"}  # names in samples/ that older checkouts do not write
 
 
 def train(
@@ -76,10 +77,10 @@ def metrics(folder: pathlib.Path, first: int) -> list[dict[str, Any]]:
 
 
 def responses(folder: pathlib.Path, first: int) -> dict[str, list[dict[str, Any]]]:
-    """The records of samples/ from step `first` on, without the uid."""
+    """The records of samples/ from step `first` on, without what older checkouts do not write."""
     return {
         path.name: [
-            {name: value for name, value in json.loads(line).items() if name != "uid"}
+            {name: value for name, value in json.loads(line).items() if name not in NEW_IN_RECORDS}
             for line in path.read_text().splitlines()
         ]
         for path in sorted((folder / "samples").glob("*.jsonl"))
