@@ -42,6 +42,7 @@ MISPLACED = """(() => {
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 # As when the reader comes back to the tab: the page fetches at once
 LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
+MOST_STOLEN = 0.05  # of a virtual machine's cores, above which a process's CPU seconds vary tenfold
 HOSTILE = "</script><script>document.title = 'stolen'</script><img src=x onerror=alert(1)>"
 
 
@@ -288,14 +289,17 @@ def test_a_live_page_follows_200_steps_at_most_of_1_percent_of_a_core(tmp_path):
         assert page.run("charts[0].lines().map((line) => line.x.length)") == [steps] * 3
         assert page.run("window.still_here") and not page.problems()
         server.terminate()
+    stolen = (after.pop("stolen") - before.pop("stolen")) / elapsed / os.cpu_count()
     share = {name: (after[name] - before[name]) / elapsed for name in after}
     print(f"shares of a core over {elapsed:.1f} s: {share}")
+    if stolen > MOST_STOLEN:
+        pytest.skip(f"the host took {stolen:.0%} of the cores; CPU seconds measure nothing then")
     assert share["server"] + share["page"] <= 0.01, share
 
 
 def spent(server, browser):
     """CPU seconds so far of the server, of the process that has the page, and of the others of the
-    browser, which serve all its tabs."""
+    browser, which serve all its tabs; and those that the host of a virtual machine took from it."""
     seconds = browser.cpu_seconds()
     renderers = [
         process
@@ -303,8 +307,10 @@ def spent(server, browser):
         if b"--type=renderer" in pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
     ]
     page = sum(seconds[process] for process in renderers)
+    machine = pathlib.Path("/proc/stat").read_text().split(maxsplit=9)
     return {
         "server": browsers.cpu_seconds(server.pid),
         "page": page,
         "rest of the browser": sum(seconds.values()) - page,
+        "stolen": int(machine[8]) / os.sysconf("SC_CLK_TCK"),
     }
