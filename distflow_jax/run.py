@@ -239,7 +239,9 @@ class Run:
         of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
         nonfinite = sum(metrics.pop(name) for name in of_nodes)
         state.nonfinite = state.nonfinite + 1 if nonfinite else 0
-        self.recorder.samples(samples)
+        if self.recorder.takes_samples:
+            samples.fields.update(coordinator.advantages())
+            self.recorder.samples(samples)
         return metrics | {"training/nonfinite": nonfinite}
 
     def sync_weights(self, version: int) -> None:

@@ -159,7 +159,7 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> str:
         values = [json.dumps(c[key]) if key in c else "" for c in configs.values()]
         if len(set(values)) > 1:
             cells = "".join(f"<td>{escaped(value)}</td>" for value in values)
-            rows.append(f"<tr><td>{escaped(key)}</td>{cells}</tr>")
+            rows.append(f"<tr><td>{_key(key)}</td>{cells}</tr>")
     heads = "".join(f"<th>{escaped(name)}</th>" for name in configs)
     table = (
         f"<div class='wide'><table class='config'><thead><tr><th>setting</th>{heads}</tr></thead>"
@@ -211,9 +211,14 @@ def is_plain_svg(text: str) -> bool:
     return True
 
 
+def _key(key: str) -> str:
+    """A config key as HTML that breaks after dots and underscores."""
+    return escaped(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
 def _config(config: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escaped(key)}</td><td>{escaped(json.dumps(value, ensure_ascii=False))}</td></tr>"
+        f"<tr><td>{_key(key)}</td><td>{escaped(json.dumps(value, ensure_ascii=False))}</td></tr>"
         for key, value in sorted(config.items())
     )
     if not rows:

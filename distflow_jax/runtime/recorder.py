@@ -105,9 +105,14 @@ class Recorder:
         """Writes the scored responses of an evaluation of the weights after `step` steps."""
         self._writer.samples(f"eval-{step}", records)
 
-    def samples(self, samples: Samples) -> None:
-        """Writes the step's responses where they are due, or where the step was not finite."""
+    @property
+    def takes_samples(self) -> bool:
+        """Whether the step's responses are due, or the step was not finite; on all processes."""
         step, nonfinite = self._state.step, self._state.nonfinite
-        if self._is_first and (nonfinite or self._schedule.writes_samples(step)):
-            name = f"nonfinite-{step}" if nonfinite else step
+        return bool(nonfinite) or self._schedule.writes_samples(step)
+
+    def samples(self, samples: Samples) -> None:
+        """Writes the step's responses."""
+        if self._is_first:
+            name = f"nonfinite-{self._state.step}" if self._state.nonfinite else self._state.step
             self._writer.samples(name, sample_records(samples, self._prepared.source.tokenizer))

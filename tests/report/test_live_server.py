@@ -148,7 +148,7 @@ def test_the_page_and_its_numbers(tmp_path):
         assert [row["step"] for row in told["rows"]] == [7, 8]
         parts = json.loads(ask(server, "/sections/0")[2])["parts"]
         assert "id='config-0'" in parts["config"] and "top" in parts
-        assert "model.source" in json.loads(ask(server, "/differences")[2])["html"]
+        assert "model.<wbr>source" in json.loads(ask(server, "/differences")[2])["html"]
 
 
 def test_sections_are_sent_again_only_after_a_change(tmp_path):

@@ -19,7 +19,7 @@ from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
 
 HOSTILE = "</td><script>alert('1')</script><img src=x onerror=alert(2)>\"'& \ud800\0\u2028"
-VOID = {"meta", "input", "img", "br", "link"}
+VOID = {"meta", "input", "img", "br", "wbr", "link"}
 
 
 class Page(html.parser.HTMLParser):
