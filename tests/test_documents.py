@@ -58,13 +58,27 @@ def words(sentence):
     return [word for word in sentence.split() if re.search(r"\w", word)]
 
 
+def groups():
+    """Title -> pages and folders, as the site lists them."""
+    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
+    return {
+        name: pages for group in tree if isinstance(group, dict) for name, pages in group.items()
+    }
+
+
 def guides():
     """README and the pages that the site lists under Start, Guides and Scale."""
-    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
-    groups = [entry for entry in tree if isinstance(entry, dict)]
-    listed = {name: pages for group in groups for name, pages in group.items()}
+    listed = groups()
     names = ["index.md", *listed["Start"], *listed["Guides"], *listed["Scale"]]
     return [ROOT / "README.md", *(ROOT / "docs" / name for name in names)]
+
+
+def test_the_site_lists_every_page():
+    """mkdocs itself does not report a page that docs/.nav.yml leaves out."""
+    docs = ROOT / "docs"
+    listed = {page for pages in groups().values() for page in pages}
+    found = {path.relative_to(docs) for path in docs.rglob("*.md")} - {pathlib.Path("index.md")}
+    assert not [p for p in found if not listed & {p.as_posix(), *map(str, p.parents)}]
 
 
 @pytest.mark.parametrize("path", guides(), ids=lambda path: path.name)
