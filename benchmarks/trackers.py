@@ -25,13 +25,15 @@ import tempfile
 import time
 from typing import Any
 
-from distflow_jax import run as run_lib
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
 from distflow_jax.notebook import load_config
 from distflow_jax.planning.plan_run import prepare
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.report.trackers.workers import Trackers
+from distflow_jax.run import Run
+from distflow_jax.runtime import recorder
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
@@ -50,7 +52,7 @@ class Gate(Trackers):
             super().rows(step)
 
 
-class PairedRun(run_lib.Run):
+class PairedRun(Run):
     """A run that notes when each step starts, and stops the trackers in every other one."""
 
     gate: Gate
@@ -100,14 +102,15 @@ def measure(config: Config, folder: pathlib.Path) -> list[float]:
         gates.append(Gate(NAMES, place, last_step=-1))
         return gates[0]
 
-    run_lib.open_trackers = gated
+    recorder.open_trackers = gated
     with (
         stop_on_sigterm() as stop,
         contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved,
     ):
         prepared = prepare(config)
         with contextlib.closing(prepared.rewards):
-            run = PairedRun(prepared, folder, saved, Watchdog(config.health, 1))
+            quiet = Terminal(enabled=False)
+            run = PairedRun(prepared, folder, saved, Watchdog(config.health, 1), quiet)
             (run.gate,), run.starts = gates, []
             try:
                 run.loop(stop)

@@ -44,24 +44,17 @@ from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.report import log_lines
-from distflow_jax.report.progress import Progress
-from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
-from distflow_jax.runtime.instruments import open_instruments, open_trackers
+from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.provenance import provenance
-from distflow_jax.runtime.run_description import (
-    describe_end,
-    describe_run,
-    describe_start,
-    introduce,
-    planned_metrics,
-)
-from distflow_jax.runtime.run_files import check_writable, sample_records
+from distflow_jax.runtime.recorder import Recorder
+from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
+from distflow_jax.runtime.run_files import check_writable
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import first_or_restored_state, loader_position, save_state
+from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
@@ -116,7 +109,6 @@ def _train(
     *,
     argv: Sequence[str] = (),
 ) -> int:
-    began = time.time()
     check_writable(folder)
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
@@ -133,7 +125,7 @@ def _train(
         files.enter_context(kept_programs(config.compilation_cache))
         prepared = prepare(config, chosen, terminal.activity)
         files.enter_context(contextlib.closing(prepared.rewards))
-        run = Run(prepared, folder, saved, watchdog, terminal, began)
+        run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)
     if code == EXIT_DONE:
         describe_end(prepared, terminal, folder, run.state.step, argv)
@@ -150,8 +142,7 @@ class Run:
     """The loop over steps.
 
     `prepared` was checked before any device worked, `runtime` lives on the devices, `state` changes
-    from step to step, `instruments` observe without effect on any number. `began` is when this
-    start of the run began, in seconds since 1970.
+    from step to step; `instruments` and `recorder` observe without effect on any number.
     """
 
     def __init__(
@@ -161,12 +152,9 @@ class Run:
         checkpointer: Checkpointer,
         watchdog: Watchdog,
         terminal: Terminal,
-        began: float,
     ):
-        self.began, self.stop_reason = began, "done"
-        self.prepared, self.config, self.folder = prepared, prepared.config, folder
-        self.checkpointer, self.terminal = checkpointer, terminal
-        self.is_first = processes.process_index() == 0
+        self.prepared, self.config = prepared, prepared.config
+        self.folder, self.checkpointer = folder, checkpointer
         introduce(prepared, terminal)
         self.instruments = open_instruments(
             self.config.observe, folder, watchdog, terminal.activity
@@ -184,26 +172,17 @@ class Run:
         self.times = StepTimes(prepared.plan, self.instruments)
         with terminal.activity("first_state"):
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
-        self.writer = RunWriter(
-            folder,
-            enabled=self.is_first,
-            resume_step=self.state.step or None,
-            report_every=self.config.observe.report_every,
-            trackers=open_trackers(self.config.observe, folder, self.state.step),
-        )
+        self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
+        self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
 
     def loop(self, stop: threading.Event) -> int:
         """Makes all steps that are left, or those until `stop` is set; returns the exit code."""
         steps, state = self.config.training.steps, self.state
         with contextlib.ExitStack() as files:
-            for resource in (self.writer, self.instruments, self.utilization):
+            files.enter_context(self.recorder)  # its report reads what the others leave
+            for resource in (self.instruments, self.utilization):
                 files.callback(resource.close)
-            files.push(self._record_stop)
             self._start()
-            self.line = Progress(
-                steps, terminal=self.terminal, done_steps=state.step, is_due=self._is_due
-            )
-            files.callback(self.line.close)
             buffered = self.config.coordinator.double_buffer
             batches = _read(self.prepared.loader, self.instruments.spans)
             prompts = files.enter_context(Prefetch(batches, enabled=buffered))
@@ -220,17 +199,13 @@ class Run:
                 received = self.runtime.coordinator.bytes_received()
                 seconds = time.perf_counter() - started
                 measured, stragglers = self.times.take(state.step, seconds, metrics, received)
-                metrics |= measured
-                self.writer.stragglers(state.step, stragglers)
-                self.writer.metrics(state.step, metrics)
-                self.line.update(state.step, metrics)
-                last = state.step == steps
+                self.recorder.step(metrics | measured, stragglers)
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
-                if stopping or self._is_due(state.step)[1]:
+                if stopping or self.schedule.saves(state.step):
                     self.save()
                 self._check_finite()
-                if stopping and not last:
-                    self.stop_reason = "stopped by SIGTERM"
+                if stopping and state.step < steps:
+                    self.recorder.stop_reason = "stopped by SIGTERM"
                     log.warning(
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
@@ -264,7 +239,7 @@ class Run:
         of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
         nonfinite = sum(metrics.pop(name) for name in of_nodes)
         state.nonfinite = state.nonfinite + 1 if nonfinite else 0
-        self._write_samples(samples)
+        self.recorder.samples(samples)
         return metrics | {"training/nonfinite": nonfinite}
 
     def sync_weights(self, version: int) -> None:
@@ -274,47 +249,32 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the sampler's weights, which `step` steps trained; writes the responses.
         Collective."""
-        started = time.perf_counter()
-        with self.phases.span("testing"):
-            scored = evaluate_sampler(self.prepared, self.runtime, self.state)
-            metrics = validation_metrics(scored, self.config.eval.num_samples)
-        self.writer.samples(f"eval-{step}", records(scored))
-        self._record("evaluation", started, step)
+        with self.recorder.timed("evaluation", step):
+            with self.phases.span("testing"):
+                scored = evaluate_sampler(self.prepared, self.runtime, self.state)
+                metrics = validation_metrics(scored, self.config.eval.num_samples)
+            self.recorder.evaluation(step, records(scored))
         return metrics
 
     def save(self) -> None:
         """Starts a checkpoint of this step."""
-        started = time.perf_counter()
-        with self.phases.span("save_checkpoint"):
+        with (
+            self.recorder.timed("checkpoint", self.state.step),
+            self.phases.span("save_checkpoint"),
+        ):
             save_state(self.prepared, self.state, self.checkpointer)
-        self._record("checkpoint", started, self.state.step)
 
     # -- what surrounds the loop ------------------------------------------------------------------
 
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
-        prepared, runtime, state = self.prepared, self.runtime, self.state
-        if self.is_first:
-            facts = {"step": state.step, **provenance(self.folder)}
-            self.writer.event("start", facts, at=self.began)
-        describe_run(prepared, runtime, self.writer, self.terminal, self.folder, state.step)
-        started = time.perf_counter() - self.compile_seconds
-        runtime.compiled = start_samplers(prepared, runtime, state, self.phases)
-        if missing := runtime.compiled.shortage:
-            raise ValueError(missing)
-        self.writer.memory(runtime.compiled.memory.to_tree())
-        self._record("ready", started, state.step)
-        describe_start(runtime, self.terminal, self.folder, state.step)
-
-    def _record(self, event: str, started: float, step: int) -> None:
-        """Records an event that began at `started`, a reading of time.perf_counter."""
-        seconds = round(time.perf_counter() - started, 3)
-        self.writer.event(event, {"step": step, "seconds": seconds})
-
-    def _record_stop(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Records why the run ends: an error, or `stop_reason`."""
-        reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
-        self.writer.event("stop", {"step": self.state.step, "reason": reason})
+        runtime, state = self.runtime, self.state
+        self.recorder.begin(runtime)
+        with self.recorder.timed("ready", state.step, before=self.compile_seconds):
+            runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
+            if missing := runtime.compiled.shortage:
+                raise ValueError(missing)
+        self.recorder.ready(runtime)
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -351,47 +311,27 @@ class Run:
             "training/epoch": loader.epoch(loader_position(self.prepared, state)),
         }
 
-    def _write_samples(self, samples: Samples) -> None:
-        """Writes the step's responses where they are due, or where the step was not finite."""
-        step, every = self.state.step, self.config.observe.samples_every
-        if self.is_first and (self.state.nonfinite or _due(step, every)):
-            name = f"nonfinite-{step}" if self.state.nonfinite else step
-            self.writer.samples(name, sample_records(samples, self.prepared.source.tokenizer))
-
     def _around_step(self) -> dict[str, float]:
         """The end of a profile, evaluations that are due, and metrics of a process's first step."""
-        config, step = self.config, self.state.step
+        step = self.state.step
         if self.instruments.profile.ends_with(step):
             with self.phases.span("write_profile"):
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
         metrics = {} if self.times.warm else planned_metrics(self.prepared, self.runtime)
-        if not (config.eval.dataset and self.prepared.samplers):
-            return metrics
-        if step == 1:
+        if self.schedule.evaluates_first(step):
             # the sampler still holds the untrained weights: their evaluation need not come before
             # the first update
-            untrained = self.evaluate(0)
-            self.writer.metrics(0, untrained)
-            self.line.evaluation(untrained)
-        if self._is_due(step)[0]:
+            self.recorder.untrained(self.evaluate(0))
+        if self.schedule.evaluates(step):
             self.sync_weights(step)
             metrics |= self.evaluate(step)
         return metrics
 
-    def _is_due(self, step: int) -> tuple[bool, bool]:
-        """Whether an evaluation and a checkpoint follow a step that ends as planned."""
-        config, last = self.config, step == self.config.training.steps
-        evaluated = bool(config.eval.dataset and self.prepared.samplers)
-        return (
-            evaluated and (last or _due(step, config.eval.every)),
-            last or _due(step, config.checkpoint.every),
-        )
-
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
-        self.stop_reason = "the data ended"
+        self.recorder.stop_reason = "the data ended"
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self.checkpointer.latest() != step:
@@ -422,7 +362,3 @@ def _empty(fields: Sequence[Any]) -> Sequence[Any]:
     layouts = jax.tree.map(lambda x: x.sharding, fields)
     zeros = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x), out_shardings=layouts)
     return zeros(fields)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

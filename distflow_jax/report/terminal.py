@@ -50,7 +50,7 @@ class Terminal:
     def __init__(self, *, enabled: bool = True, console: rich.console.Console | None = None):
         self.console = rich.console.Console() if console is None else console
         self.enabled = enabled
-        self.began = time.monotonic()
+        self.began = time.time()  # seconds since 1970
         self.in_cell = self.console.is_jupyter
         self.is_live = enabled and self.console.is_terminal and not self.in_cell
         self._line = ""

@@ -126,7 +126,7 @@ def describe_end(
         terminal.print(f"done: {step} steps in {folder}")
     if not terminal.enabled or terminal.in_cell:
         return
-    seconds = format_seconds(time.monotonic() - terminal.began)
+    seconds = format_seconds(time.time() - terminal.began)
     terminal.row("done", f"step {step}, after {seconds}")
     run_end.print_end(terminal, read_run(folder), folder)
     commands = run_end.next_commands(argv, str(folder), samples=bool(prepared.policies))

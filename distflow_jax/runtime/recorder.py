@@ -1,0 +1,113 @@
+"""The record of a run: files in its folder, rows for its trackers, lines on its terminal."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from distflow_jax.batch import Samples
+from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.report.progress import Progress
+from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.terminal import Terminal
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import open_trackers
+from distflow_jax.runtime.provenance import provenance
+from distflow_jax.runtime.run_description import describe_run, describe_start
+from distflow_jax.runtime.run_files import sample_records
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.step_schedule import StepSchedule
+
+
+class Recorder:
+    """The record of one start of a run; process 0 alone writes and prints.
+
+    `state` is read for the number of the step. `stop_reason` is what the record says at the end,
+    unless an error ends the run. The record survives a resume: steps after the checkpoint's are
+    dropped, events are kept.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        state: RunState,
+        schedule: StepSchedule,
+        folder: pathlib.Path,
+        terminal: Terminal,
+    ):
+        self.stop_reason = "done"
+        self._prepared, self._state, self._schedule = prepared, state, schedule
+        self._folder, self._terminal = folder, terminal
+        self._is_first = processes.process_index() == 0
+        observe = prepared.config.observe
+        self._writer = RunWriter(
+            folder,
+            enabled=self._is_first,
+            resume_step=state.step or None,
+            report_every=observe.report_every,
+            trackers=open_trackers(observe, folder, state.step),
+        )
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Records why the run ends, and closes the files."""
+        reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
+        self._writer.event("stop", {"step": self._state.step, "reason": reason})
+        if self._progress is not None:
+            self._progress.close()
+        self._writer.close()
+
+    def begin(self, runtime: Runtime) -> None:
+        """Writes config, plan and provenance; warns of what may surprise."""
+        if self._is_first:
+            facts = {"step": self._state.step, **provenance(self._folder)}
+            self._writer.event("start", facts, at=self._terminal.began)
+        describe_run(
+            self._prepared, runtime, self._writer, self._terminal, self._folder, self._state.step
+        )
+
+    def ready(self, runtime: Runtime) -> None:
+        """Writes the memory of the programs, all of which are compiled; shows the progress."""
+        self._writer.memory(runtime.compiled.memory.to_tree())
+        describe_start(runtime, self._terminal, self._folder, self._state.step)
+        self._progress = Progress(
+            self._schedule.steps,
+            terminal=self._terminal,
+            done_steps=self._state.step,
+            is_due=lambda step: (self._schedule.evaluates(step), self._schedule.saves(step)),
+        )
+
+    @contextlib.contextmanager
+    def timed(self, event: str, step: int, *, before: float = 0.0) -> Iterator[None]:
+        """Records an event and its seconds, to which `before` is added."""
+        started = time.perf_counter()
+        yield
+        seconds = round(before + time.perf_counter() - started, 3)
+        self._writer.event(event, {"step": step, "seconds": seconds})
+
+    def step(self, metrics: Mapping[str, Any], stragglers: Mapping[str, Any]) -> None:
+        """Records the metrics of a step that has ended, and its table of stragglers."""
+        self._writer.stragglers(self._state.step, stragglers)
+        self._writer.metrics(self._state.step, metrics)
+        self._progress.update(self._state.step, metrics)
+
+    def untrained(self, metrics: Mapping[str, float]) -> None:
+        """Records the evaluation of the untrained weights."""
+        self._writer.metrics(0, metrics)
+        self._progress.evaluation(metrics)
+
+    def evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Writes the scored responses of an evaluation of the weights after `step` steps."""
+        self._writer.samples(f"eval-{step}", records)
+
+    def samples(self, samples: Samples) -> None:
+        """Writes the step's responses where they are due, or where the step was not finite."""
+        step, nonfinite = self._state.step, self._state.nonfinite
+        if self._is_first and (nonfinite or self._schedule.writes_samples(step)):
+            name = f"nonfinite-{step}" if nonfinite else step
+            self._writer.samples(name, sample_records(samples, self._prepared.source.tokenizer))

@@ -1,0 +1,50 @@
+"""The steps of a run that an evaluation, a checkpoint or a file of samples follows."""
+
+import dataclasses
+
+from distflow_jax.config.run_config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSchedule:
+    """The periods of a run's config, in steps. A period of 0 leaves the last step to evaluations,
+    and none to files of samples."""
+
+    steps: int  # of the whole run
+    eval_every: int | None  # None: the run has nothing to evaluate, or no sampler
+    checkpoint_every: int
+    samples_every: int
+
+    @classmethod
+    def of(cls, config: Config, *, has_sampler: bool) -> "StepSchedule":
+        """The schedule of a config."""
+        evaluates = bool(config.eval.dataset) and has_sampler
+        return cls(
+            steps=config.training.steps,
+            eval_every=config.eval.every if evaluates else None,
+            checkpoint_every=config.checkpoint.every,
+            samples_every=config.observe.samples_every,
+        )
+
+    def evaluates_first(self, step: int) -> bool:
+        """Whether the untrained weights are evaluated in this step."""
+        return self.eval_every is not None and step == 1
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows a step; one follows the last."""
+        return self.eval_every is not None and self._due(step, self.eval_every)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows a step that ends as planned; one follows the last."""
+        return self._due(step, self.checkpoint_every)
+
+    def writes_samples(self, step: int) -> bool:
+        """Whether the responses of a step are written."""
+        return _multiple(step, self.samples_every)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.steps or _multiple(step, every)
+
+
+def _multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

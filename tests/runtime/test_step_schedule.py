@@ -1,0 +1,46 @@
+"""Evaluations, checkpoints and files of samples follow the steps that a config names."""
+
+import dataclasses
+
+import pytest
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.runtime.step_schedule import StepSchedule
+
+
+def schedule(*, dataset="train.jsonl", has_sampler=True, evaluate=3, save=4, samples=5, steps=8):
+    config = Config()
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, steps=steps),
+        eval=dataclasses.replace(config.eval, dataset=dataset, every=evaluate),
+        checkpoint=dataclasses.replace(config.checkpoint, every=save),
+        observe=dataclasses.replace(config.observe, samples_every=samples),
+    )
+    return StepSchedule.of(config, has_sampler=has_sampler)
+
+
+def steps_of(is_due):
+    return [step for step in range(1, 9) if is_due(step)]
+
+
+def test_a_period_and_the_last_step():
+    found = schedule()
+    assert steps_of(found.evaluates) == [3, 6, 8]
+    assert steps_of(found.saves) == [4, 8]
+    assert steps_of(found.writes_samples) == [5]
+    assert steps_of(found.evaluates_first) == [1]
+
+
+def test_0_leaves_the_last_step():
+    found = schedule(evaluate=0, samples=0)
+    assert steps_of(found.evaluates) == [8]
+    assert steps_of(found.writes_samples) == []
+    assert steps_of(found.evaluates_first) == [1]
+
+
+@pytest.mark.parametrize("missing", [{"dataset": ""}, {"has_sampler": False}])
+def test_without_data_or_sampler_nothing_is_evaluated(missing):
+    found = schedule(**missing)
+    assert steps_of(found.evaluates) == steps_of(found.evaluates_first) == []
+    assert steps_of(found.saves) == [4, 8]
