@@ -12,6 +12,7 @@ import yaml
 from support.doc_blocks import blocks, commands, documents
 from support.paths import ROOT
 
+import distflow_jax
 from distflow_jax.algorithms.advantages import ADVANTAGES
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.config.key_reference import keys
@@ -224,6 +225,15 @@ def test_the_page_of_algorithms_names_all_parts():
 def test_the_readme_links_every_built_in_graph():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]
+
+
+def test_the_changelog_describes_the_version():
+    """Its first section gathers what comes next; the second is the version of the package."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, second, *_ = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert first == "Unreleased"
+    assert second == f"{distflow_jax.__version__} ({citation['date-released']})"
 
 
 def test_durations_agree():
