@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import pathlib
 import re
+import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -234,6 +236,21 @@ def test_the_changelog_describes_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert first == "Unreleased"
     assert second == f"{distflow_jax.__version__} ({citation['date-released']})"
+
+
+def test_the_repository_has_one_address():
+    """`Homepage` in pyproject.toml; CITATION.cff and badges of README and notebooks repeat it."""
+    pages = [ROOT / "README.md", ROOT / "CITATION.cff", *(ROOT / "notebooks").glob("*.ipynb")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    owner, name = project["urls"]["Homepage"].removeprefix("https://github.com/").split("/")
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [f"{owner}/{name}"], path
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    others = {ROOT / path for path in tracked.stdout.split("\0") if path} - {*pages}
+    assert [p.name for p in others if f"{owner}/{name}".encode() in p.read_bytes()] == [
+        "pyproject.toml"
+    ]
 
 
 def test_durations_agree():
