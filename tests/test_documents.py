@@ -23,6 +23,7 @@ from distflow_jax.rewards.registry import REWARDS
 from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES
 
 MOST_WORDS = 25
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = documents()
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
@@ -224,6 +225,12 @@ def test_the_page_of_algorithms_names_all_parts():
     assert {*REWARDS} <= first_cells("rewards.md", "Built in")
 
 
+def test_the_map_of_the_architecture_has_every_folder():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent for path in (ROOT / "distflow_jax").rglob("*/__init__.py")}
+    assert not [f.name for f in folders if not re.search(rf"\b{f.name}/", text)]
+
+
 def test_the_readme_links_every_built_in_graph():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]
@@ -240,17 +247,17 @@ def test_the_changelog_describes_the_version():
 
 def test_the_repository_has_one_address():
     """`Homepage` in pyproject.toml; CITATION.cff and badges of README and notebooks repeat it."""
-    pages = [ROOT / "README.md", ROOT / "CITATION.cff", *(ROOT / "notebooks").glob("*.ipynb")]
+    pages = {"README.md", "CITATION.cff", *(f"notebooks/{path.name}" for path in NOTEBOOKS)}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    owner, name = project["urls"]["Homepage"].removeprefix("https://github.com/").split("/")
-    for path in pages:
-        text = path.read_text(encoding="utf-8")
-        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [f"{owner}/{name}"], path
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    others = {ROOT / path for path in tracked.stdout.split("\0") if path} - {*pages}
-    assert [p.name for p in others if f"{owner}/{name}".encode() in p.read_bytes()] == [
-        "pyproject.toml"
-    ]
+    address = project["urls"]["Homepage"].removeprefix("https://github.com/")
+    name = address.split("/")[1]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [address], page
+    found = subprocess.run(
+        ["git", "grep", "-l", "-F", address], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()) == pages | {"pyproject.toml"}
 
 
 def test_durations_agree():
