@@ -39,6 +39,7 @@ NOT_RUN = {
     "docs/scaling.md": "plans for pods of minutes to hours; tests/pods plans smaller ones",
     "docs/trackers.md": "wandb has an account or a folder; tests/report/test_trackers.py runs both",
 }
+LANGUAGES = {*SHELL, "python", "yaml", "json", "text"}  # a block of another one would be no command
 WORDS_NOT_RUN = {
     "hf:": "tests use no network; tests/data/test_columns.py reads a cache of the hub",
 }
@@ -80,6 +81,7 @@ def test_every_command_is_run_or_left_out_with_a_reason():
     shown = {name: lines(path) for name, path in pages.items()}
     listed = FOLLOWED | set(ELSEWHERE) | set(NOT_RUN)
     assert listed <= {name for name, found in shown.items() if found}
+    assert {block.language for path in pages.values() for block in blocks(path)} <= LANGUAGES
     for name in set(shown) - listed:
         left = [c for c in shown[name] if not is_left_out(c) and in_a_checkout(c) not in known]
         assert not left, f"{name}: no test runs {left}"
