@@ -6,12 +6,15 @@ import importlib.util
 import itertools
 import pathlib
 import re
+import subprocess
+import tomllib
 
 import pytest
 import yaml
 from support.doc_blocks import blocks, commands, documents
 from support.paths import ROOT
 
+import distflow_jax
 from distflow_jax.algorithms.advantages import ADVANTAGES
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.config.key_reference import keys
@@ -20,6 +23,7 @@ from distflow_jax.rewards.registry import REWARDS
 from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES
 
 MOST_WORDS = 25
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = documents()
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
@@ -58,13 +62,27 @@ def words(sentence):
     return [word for word in sentence.split() if re.search(r"\w", word)]
 
 
+def groups():
+    """Title -> pages and folders, as the site lists them."""
+    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
+    return {
+        name: pages for group in tree if isinstance(group, dict) for name, pages in group.items()
+    }
+
+
 def guides():
     """README and the pages that the site lists under Start, Guides and Scale."""
-    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
-    groups = [entry for entry in tree if isinstance(entry, dict)]
-    listed = {name: pages for group in groups for name, pages in group.items()}
+    listed = groups()
     names = ["index.md", *listed["Start"], *listed["Guides"], *listed["Scale"]]
     return [ROOT / "README.md", *(ROOT / "docs" / name for name in names)]
+
+
+def test_the_site_lists_every_page():
+    """mkdocs itself does not report a page that docs/.nav.yml leaves out."""
+    docs = ROOT / "docs"
+    listed = {page for pages in groups().values() for page in pages}
+    found = {path.relative_to(docs) for path in docs.rglob("*.md")} - {pathlib.Path("index.md")}
+    assert not [p for p in found if not listed & {p.as_posix(), *map(str, p.parents)}]
 
 
 @pytest.mark.parametrize("path", guides(), ids=lambda path: path.name)
@@ -207,9 +225,39 @@ def test_the_page_of_algorithms_names_all_parts():
     assert {*REWARDS} <= first_cells("rewards.md", "Built in")
 
 
+def test_the_map_of_the_architecture_has_every_folder():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent for path in (ROOT / "distflow_jax").rglob("*/__init__.py")}
+    assert not [f.name for f in folders if not re.search(rf"\b{f.name}/", text)]
+
+
 def test_the_readme_links_every_built_in_graph():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]
+
+
+def test_the_changelog_describes_the_version():
+    """Its first section gathers what comes next; the second is the version of the package."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, second, *_ = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert first == "Unreleased"
+    assert second == f"{distflow_jax.__version__} ({citation['date-released']})"
+
+
+def test_the_repository_has_one_address():
+    """`Homepage` in pyproject.toml; CITATION.cff and badges of README and notebooks repeat it."""
+    pages = {"README.md", "CITATION.cff", *(f"notebooks/{path.name}" for path in NOTEBOOKS)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project["urls"]["Homepage"].removeprefix("https://github.com/")
+    name = address.split("/")[1]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [address], page
+    found = subprocess.run(
+        ["git", "grep", "-l", "-F", address], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()) == pages | {"pyproject.toml"}
 
 
 def test_durations_agree():

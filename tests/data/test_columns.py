@@ -323,7 +323,11 @@ def test_a_split_of_the_hub_is_read_from_its_cache(hub, spec, answer):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hf:acme/sums", "several subsets with a split 'train': main, other; name one, as in"),
+        (
+            "hf:acme/sums",
+            "several subsets with a split 'train': main, other; "
+            "name one, as in hf:acme/sums:main/train",
+        ),
         ("hf:acme/sums:dev", "no Parquet files of split 'dev'; .* lie in main, other"),
         ("hf:acme/sums:mian/train", "of split 'train' in subset 'mian'"),
         ("hf:acme/products:train", "not in the cache and the hub is not reachable"),
