@@ -69,6 +69,28 @@ def test_jetstream_has_one_version():
         assert set(re.findall(r"google-jetstream==[\d.]+", path.read_text())) <= {JETSTREAM}
 
 
+def test_every_shown_install_of_a_checkout_includes_jetstream():
+    """Every file that shows the first command shows the second too."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [ROOT / name for name in tracked.stdout.splitlines()]
+    texts = {
+        p: p.read_text(encoding="utf-8") for p in files if p.suffix in (".md", ".ipynb", ".txt")
+    }
+    first = {
+        p: text for p, text in texts.items() if re.search(r"install -r requirements\.txt", text)
+    }
+    assert len(first) >= 6
+    for path, text in first.items():
+        assert f"install --no-deps {JETSTREAM}" in text, path
+
+
+def test_an_extra_does_not_replace_a_checkout_by_a_copy():
+    for path in [ROOT / "requirements.txt", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"install (?!-e )\S*\.\[", path.read_text()), path
+
+
 def test_the_version_is_the_same_everywhere():
     (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert version == distflow_jax.__version__

@@ -73,7 +73,8 @@ def test_it_is_stored_without_traces_of_a_machine(name):
         if cell.cell_type == "code":
             for output in cell.outputs:
                 assert output.output_type != "error" and output.get("name") != "stderr"
-    assert "pip install -r\nrequirements.txt" in book.cells[0].source
+    install = "pip install -r requirements.txt\npip install --no-deps google-jetstream=="
+    assert install in book.cells[0].source
     address = re.search(r'^Homepage = "https://(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     colab = f"research.google.com/{address[1]}".replace("github.com", "github")
     assert f"https://colab.{colab}/blob/main/notebooks/{name}.ipynb)" in book.cells[0].source
