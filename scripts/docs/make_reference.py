@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -140,10 +141,11 @@ def _flag_table(flags: list[Flag]) -> list[str]:
 
 
 def _of_parser(action: argparse.Action) -> Flag:
-    default = _shown(action.default)
-    text = (action.help or "").replace("%%", "%")
-    # the column of defaults has it
-    text = text.split(" (default")[0] if default else text
+    text, default = (action.help or "").replace("%%", "%"), _shown(action.default)
+    # the column of defaults has it, as --help says it: 0 may stand for another number
+    if said := re.search(r" \(default ([^)]+)\)$", text):
+        text, default = text[: said.start()], said[1]
+    text = text.removesuffix(" (default)")
     choices = tuple(map(str, action.choices or ()))
     name = action.option_strings[-1].removeprefix("--")
     return Flag(name, default, text, action.required, choices)
