@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 
 import pytest
 from support import haste
@@ -119,22 +120,55 @@ def environment_of_a_stranger():
 
 
 def train(python, folder):
-    """Trains one step with `distflow` from an empty folder; returns what it printed."""
+    """Trains one step with `distflow` from an empty folder; returns the rows of its metrics."""
     folder.mkdir()
     command = [str(python.parent / "distflow"), "train", "--config=tiny", "--workdir=run", *SMALL]
     done = subprocess.run(
         command, cwd=folder, env=environment_of_a_stranger(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return list(map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines()))
+
+
+def files_in(wheel):
+    """Its files, without those that describe it."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return sorted(name for name in names if ".dist-info/" not in name)
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The interpreter of an environment with the wheel, which finds this one's packages too."""
+def built(tmp_path_factory):
+    """The wheel of this checkout."""
     pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    wheel = build(folder)
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_what_git_does_not_ignore(built):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "distflow_jax"]
+    done = subprocess.run(
+        [*command, "configs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    inside = [re.sub("^configs/", "distflow_jax/configs/", name) for name in files]
+    assert files_in(built) == sorted(inside)
+
+
+def test_an_editable_install_copies_nothing(tmp_path):
+    pytest.importorskip("hatchling")
+    code = f"import hatchling.build as b; print(b.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = files_in(wheel)
+    assert path.endswith(".pth")
+    assert zipfile.ZipFile(wheel).read(path).decode().split() == [str(ROOT)]
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """The interpreter of an environment with the wheel, which finds this one's packages too."""
+    wheel = built
+    folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
@@ -150,8 +184,7 @@ def installed(tmp_path_factory):
 
 def test_the_wheel_trains_from_another_folder(installed, tmp_path):
     """With a graph and a config that it brings."""
-    output = train(installed, tmp_path / "empty")
-    assert "done: 1 steps" in output
+    assert [row["step"] for row in train(installed, tmp_path / "empty")] == [0, 1]
     config = json.loads((tmp_path / "empty/run/config.json").read_text())
     assert config["dag"] == "grpo" and config["training"]["optimizer"]["lr"] == 1e-3
 
@@ -188,7 +221,7 @@ def test_an_empty_environment_needs_nothing_but_the_two_commands(tmp_path):
     with pytest.raises(AssertionError, match=r"^error: google-jetstream is not installed: pip .*"):
         train(python, tmp_path / "first")
     subprocess.run([*pip, "--no-deps", JETSTREAM], check=True)
-    assert "done: 1 steps" in train(python, tmp_path / "second")
+    assert [row["step"] for row in train(python, tmp_path / "second")] == [0, 1]
     installed = subprocess.run(
         [python, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True
     )
@@ -197,5 +230,5 @@ def test_an_empty_environment_needs_nothing_but_the_two_commands(tmp_path):
 
 
 def test_names_of_the_package_are_there():
-    assert set(distflow_jax.__all__) <= set(dir(distflow_jax))
+    assert all(callable(getattr(distflow_jax, name)) for name in distflow_jax.__all__)
     assert importlib.import_module("distflow_jax.commands.main").main.__doc__

@@ -145,6 +145,14 @@ def test_an_unknown_name_names_the_nearest():
         config_file("tinny")
 
 
+def test_an_argument_that_a_config_does_not_take_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="^config 'tiny' takes no argument, got 'x'$"):
+        open_config("tiny:x")
+    (tmp_path / "own.py").write_text("def get_config(size):\n    return size\n")
+    with pytest.raises(ValueError, match="own.py' needs one: .*own.py:ARGUMENT"):
+        open_config(tmp_path / "own.py")
+
+
 def test_a_config_of_ones_own_starts_from_a_shipped_one(tmp_path):
     (tmp_path / "own.py").write_text(
         "from distflow_jax.config.shipped import open_config\n"
