@@ -73,7 +73,19 @@ def test_spoilt_events_stay_text():
         {"event": k, "time": BEGIN + i, "reason": hostile, **facts} for i, k in enumerate(kinds)
     ]
     for html in (run_timeline(events), provenance_table(events)):
-        assert "<script" not in html and "start" in html or "date" in html
+        assert "<script" not in html
+        assert "start" in html or "date" in html
+
+
+def test_a_line_that_a_kill_cut_off_takes_no_event_with_it(tmp_path):
+    for step in (0, 3):
+        writer = RunWriter(tmp_path, resume_step=step or None)
+        writer.event("start", {"step": step})
+        writer.event("ready", {"step": step})
+        writer.close()
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('{"time": 1.0, "ev')
+    assert [a.events[0]["step"] for a in attempts_of(read_run(tmp_path).events)] == [0, 3]
 
 
 def test_steps_are_recorded_at_most_every_half_minute(tmp_path):

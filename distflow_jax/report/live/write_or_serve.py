@@ -4,10 +4,10 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.report.live.live_server import LOOPBACK, find_runs, names_of, open_server, serve
 from distflow_jax.report.page import compare_page, report
 from distflow_jax.report.read_run import read_run
-from distflow_jax.report.run_writer import write_atomic
 
 
 def write_or_serve(
