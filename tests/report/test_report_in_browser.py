@@ -157,7 +157,7 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert shown == ["actor/grad_norm"]
     assert (
         page.run("charts.find((c) => c.spec.title === 'actor/grad_norm').shown[0].odd[0][1]")
-        == "nan"
+        == "NaN"
     )
     assert_calm(page)
 

@@ -4,7 +4,7 @@ import json
 import re
 
 from distflow_jax.report.read_run import read_run
-from distflow_jax.report.sections.sample_cards import groups_of, sample_cards
+from distflow_jax.report.sections.sample_cards import sample_cards
 
 
 def write(folder, name, records):
@@ -61,9 +61,10 @@ def test_evaluations_are_compared_with_evaluations(tmp_path):
     assert "3 tokens" in html and "cut by the limit" in html
 
 
-def test_advantages_are_shown_where_a_run_recorded_them():
-    (group,) = groups_of([response(1, 1.0, "a", advantage=0.5)]).values()
-    assert group.answers[0].advantage == 0.5
+def test_advantages_are_shown_where_a_run_recorded_them(tmp_path):
+    write(tmp_path, 1, [response(1, 1.0, "a", advantage=0.5), response(1, 0.0, "b")])
+    (card,) = cards(sample_cards(read_run(tmp_path)))
+    assert card.count("advantage 0.5") == 1 and card.count("vs mean -0.5") == 1
 
 
 def test_records_of_any_shape_make_cards(tmp_path):
