@@ -114,11 +114,12 @@ document.addEventListener("keydown", (event) => {
 // -- the sections of a run --------------------------------------------------------------------
 
 document.addEventListener("change", (event) => {
-  if (!event.target.matches("select.file")) return;
-  const section = event.target.closest("section");
-  for (const file of section.querySelectorAll(".samples"))
-    file.hidden = file.dataset.file !== event.target.value;
+  if (event.target.matches("select.file")) showFile(event.target.closest("section"));
 });
+const showFile = (section) => {
+  const name = section.querySelector("select.file").value;
+  for (const file of section.querySelectorAll(".samples")) file.hidden = file.dataset.file !== name;
+};
 const filterSamples = (section) => {
   const word = section.querySelector(".grep")?.value.toLowerCase() ?? "";
   for (const card of section.querySelectorAll(".card"))
@@ -162,7 +163,7 @@ const SHORTEST = 4000, LONGEST = 60000, SHARE = 400, SECTIONS = 15000; // ms; ms
 const ROWS_KEPT = 3000; // rows appended until the server thins the points again
 const NAMES = all("nav a[data-section]").map((link) => link.dataset.section);
 const shownHtml = new Map(); // "run name" -> HTML of a part
-let sectionsAt = 0, moved = false, failures = 0, work = 0;
+let sectionsAt = 0, failures = 0, work = 0;
 
 const fetchJson = async (url) => {
   const reply = await fetch(url, { cache: "no-cache" });
@@ -194,6 +195,7 @@ const append = (run, rows) => {
     }
     for (const [name, value] of Object.entries(row)) {
       const points = run.metrics.get(name);
+      if (!points && run.more) continue; // of a chart that is left out
       if (!points) return false;
       points.x.push(step);
       points.y.push(typeof value === "number" ? value : null);
@@ -222,8 +224,16 @@ const replacePart = (block, name, html, before) => {
   made.innerHTML = html;
   const next = made.content.firstElementChild;
   if (old && next) {
-    const opened = [...old.querySelectorAll("details")].map((part) => part.open);
-    next.querySelectorAll("details").forEach((part, i) => (part.open = opened[i] ?? part.open));
+    const keyed = (section) =>
+      [...section.querySelectorAll("details")].map((part, i) => [part.dataset.key ?? i, part]);
+    const earlier = new Map(keyed(old));
+    for (const [key, part] of keyed(next)) part.open = earlier.get(key)?.open ?? part.open;
+    const was = old.querySelector("select.file"), select = next.querySelector("select.file");
+    // the newest file is followed, another one that the reader chose stays
+    if (was?.selectedIndex > 0 && [...select.options].some(({ value }) => value === was.value)) {
+      select.value = was.value;
+      showFile(next);
+    }
     const word = old.querySelector(".grep")?.value;
     if (word) next.querySelector(".grep").value = word;
     if (word) filterSamples(next);
@@ -247,7 +257,6 @@ const refreshSections = async () => {
     before = byId(`${name}-${number}`) ?? before;
   }
   linkSections();
-  moved = false;
   const cost = performance.now() - started + 1000 * found.seconds;
   sectionsAt = performance.now() + Math.max(SECTIONS, cost * SHARE);
 };
@@ -259,18 +268,18 @@ const poll = async () => {
   let reload = false, changed = false;
   for (const run of runs) {
     const found = news[run.number];
-    if (found.rows.length) changed = moved = true;
+    if (found.rows.length) changed = true;
     if (found.token && append(run, found.rows)) run.token = found.token;
     else {
       await loadRun(run);
-      reload = changed = moved = true;
+      reload = changed = true;
     }
   }
   if (reload) showCharts();
   else if (changed) redraw();
   if (changed) showStatus();
   work = performance.now() - started;
-  if (moved && performance.now() > sectionsAt) await refreshSections();
+  if (performance.now() > sectionsAt) await refreshSections();
 };
 
 const follow = async () => {
