@@ -49,7 +49,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.recorder import Recorder
+from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
@@ -205,7 +205,7 @@ class Run:
                     self.save()
                 self._check_finite()
                 if stopping and state.step < steps:
-                    self.recorder.stop_reason = "stopped by SIGTERM"
+                    self.recorder.stop_reason = PREEMPTED
                     log.warning(
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
@@ -333,7 +333,7 @@ class Run:
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
-        self.recorder.stop_reason = "the data ended"
+        self.recorder.stop_reason = DATA_ENDED
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self.checkpointer.latest() != step:

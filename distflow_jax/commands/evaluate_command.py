@@ -17,7 +17,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import load_eval_prompts, open_environments
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.text_table import text_table
-from distflow_jax.report.run_writer import write_atomic
+from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.standalone_sampler import open_answerer

@@ -20,13 +20,15 @@ from distflow_jax.runtime.run_files import sample_records
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
 
+DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
+
 
 class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
-    `state` is read for the number of the step. `stop_reason` is what the record says at the end,
-    unless an error ends the run. The record survives a resume: steps after the checkpoint's are
-    dropped, events are kept.
+    `state` is read for the number of the step. `stop_reason` is what the record says at the end:
+    DONE, DATA_ENDED or PREEMPTED, unless an error ends the run. The record survives a resume:
+    steps after the checkpoint's are dropped, events are kept.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Recorder:
         folder: pathlib.Path,
         terminal: Terminal,
     ):
-        self.stop_reason = "done"
+        self.stop_reason = DONE
         self._prepared, self._state, self._schedule = prepared, state, schedule
         self._folder, self._terminal = folder, terminal
         self._is_first = processes.process_index() == 0
@@ -60,7 +62,7 @@ class Recorder:
         self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
-        self._writer.close()
+        self._writer.close(failed=kind is not None or self.stop_reason == PREEMPTED)
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""

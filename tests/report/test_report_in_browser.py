@@ -172,7 +172,7 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert shown == ["actor/grad_norm"]
     assert (
         page.run("charts.find((c) => c.spec.title === 'actor/grad_norm').shown[0].odd[0][1]")
-        == "nan"
+        == "NaN"
     )
     assert_calm(page)
 
@@ -236,7 +236,7 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     assert page.run("charts[0].lines().map((line) => line.name)") == ["one", "two"]
     chosen = "document.querySelector('.file').selectedOptions[0].text"
     before = page.run("document.querySelector('.file').innerHTML")
-    choose(page, ".file", "2")
+    choose(page, ".file", page.run("document.querySelector('.file').options[2].value"))
     step = page.run(chosen)
     writer = RunWriter(tmp_path / "one", resume_step=12)
     writer.metrics(13, metrics_of(13, 1.0) | {"val-core/new/reward/mean@1": 0.5})
@@ -247,7 +247,8 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     page.run("refreshSections()")
     assert page.run("document.querySelector('.file').innerHTML") != before
     assert page.run(chosen) == step != "step 13"  # the reader keeps the step that is being read
-    assert page.run("document.querySelector('.samples:not([hidden])').dataset.file") != "0"
+    shown = page.run("document.querySelector('.samples:not([hidden])').dataset.file")
+    assert shown == page.run("document.querySelector('.file').value")
     writer.close()
     writer = RunWriter(tmp_path / "one", resume_step=5)  # drops steps 6 to 13
     writer.metrics(6, metrics_of(6, 1.0, phase=0.5))
@@ -257,6 +258,61 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     assert page.run("runs[1].last") == 12 and page.run("window.still_here")
     writer.close()
     assert_calm(page)
+
+
+def test_live_sections_follow_every_file_of_a_run_and_keep_what_is_read(browser, serve, tmp_path):
+    def refresh(truth):
+        page.run("sectionsAt = 0")
+        page.run(LOOK)
+        page.wait_for(truth)
+
+    def write(*steps):
+        for step in steps:
+            prompt = {"row": 1, "prompt": "p", "response": f"r{step}", "score": 1.0}
+            writer.samples(step, [prompt])
+            writer.metrics(step, {"a/b": 1.0})
+
+    page = browser.open(serve(tmp_path))
+    page.wait_for("document.getElementById('status').textContent === 'no step yet'")
+    writer = RunWriter(tmp_path)
+    writer.config({"training": {"steps": 9}})
+    writer.event("start", {"step": 0})
+    refresh("document.getElementById('config-0') && document.getElementById('timeline-0')")
+    write(1, 2, 3)
+    refresh("document.querySelector('select.file')?.value === '3'")
+    write(4)
+    refresh("document.querySelector('select.file').value === '4'")
+    page.run(
+        "(() => { const file = document.querySelector('select.file'); file.value = '2'; "
+        "file.dispatchEvent(new Event('change', { bubbles: true })); "
+        "document.querySelector('[data-key=\"2/0\"]').open = true; })()"
+    )
+    write(5)
+    refresh("document.querySelector('select.file').options.length === 5")
+    assert page.run("document.querySelector('select.file').value") == "2"
+    assert page.run("[...document.querySelectorAll('.samples:not([hidden])')].length") == 1
+    assert page.run("document.querySelector('.samples:not([hidden])').dataset.file") == "2"
+    assert page.run("[...document.querySelectorAll('details[data-key][open]')].length") == 1
+    assert page.run("document.querySelector('[data-key=\"2/0\"]').open")
+    writer.event("stop", {"step": 5, "reason": "the last word"})  # after the last row
+    refresh("document.getElementById('timeline-0').innerHTML.includes('the last word')")
+    writer.close()
+    assert_calm(page)
+
+
+def test_rows_of_a_run_with_very_many_metrics_are_appended(browser, serve, tmp_path):
+    writer = RunWriter(tmp_path)
+    values = {f"g/m{i}": 1.0 for i in range(310)}
+    writer.metrics(1, values)
+    page = browser.open(serve(tmp_path))
+    page.wait_for("charts.length && runs[0].more === 10")
+    for step in (2, 3):
+        writer.metrics(step, values)
+        page.run(LOOK)
+        page.wait_for(f"runs[0].last === {step}")
+    assert sum("/data/" in url for url in page.requests()) == 1
+    assert page.run("[...runs[0].metrics.values()].every(({ x }) => x.length === 3)")
+    writer.close()
 
 
 @pytest.mark.slow

@@ -154,7 +154,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not _is_own_name(self.headers.get("Host", "")):
             self._refuse(http.HTTPStatus.MISDIRECTED_REQUEST, "use the address of the server")
             return
-        url = urllib.parse.urlsplit(self.path)
+        try:
+            url = urllib.parse.urlsplit(self.path)
+        except ValueError:
+            self._refuse(http.HTTPStatus.BAD_REQUEST, "the address cannot be read")
+            return
         kind, _, number = url.path.removeprefix("/").partition("/")
         report = self.server.report
         if url.path == "/":

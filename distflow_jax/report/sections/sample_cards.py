@@ -88,16 +88,16 @@ def sample_cards(run: RunFolder) -> str:
             if shown >= _MOST_RESPONSES:
                 break
             shown += min(len(group.answers), _MOST_OF_CARD)
-            body.append(_card(group, _before(groups, name, key)))
+            body.append(_card(group, _before(groups, name, key), f"{name}/{len(body)}"))
         left = len(found) - len(body)
         rest = f"{left} other prompts are in samples/{name}.jsonl" if left else ""
         note = f"<p class='about'>{escaped(rest)}</p>" if rest else ""
         hidden = " hidden" if options else ""
-        number = len(options)
+        value = escaped(name)  # the same after a live page has fetched its sections again
         files.append(
-            f"<div class='samples' data-file='{number}'{hidden}>{''.join(body)}{note}</div>"
+            f"<div class='samples' data-file='{value}'{hidden}>{''.join(body)}{note}</div>"
         )
-        options.append(f"<option value='{number}'>{escaped(_title(name))}</option>")
+        options.append(f"<option value='{value}'>{escaped(_title(name))}</option>")
     if not files:
         return ""
     return (
@@ -203,7 +203,7 @@ def _title(name: str) -> str:
     return f"{words[kind]} {step}" if kind in words else name
 
 
-def _card(group: Group, before: tuple[str, Group] | None) -> str:
+def _card(group: Group, before: tuple[str, Group] | None, key: str) -> str:
     count = len(group.answers)
     facts = [f"{count} response{'' if count == 1 else 's'}"]
     if not math.isnan(group.mean):
@@ -218,11 +218,11 @@ def _card(group: Group, before: tuple[str, Group] | None) -> str:
     return (
         f"<article class='card'><div class='prompt'><div class='text'>{long_text(group.prompt)}"
         f"</div><p class='about'>{' · '.join(facts)}</p></div>"
-        f"<ol class='responses'>{shown}{more}</ol>{_earlier(before, group)}</article>"
+        f"<ol class='responses'>{shown}{more}</ol>{_earlier(before, group, key)}</article>"
     )
 
 
-def _earlier(before: tuple[str, Group] | None, now: Group) -> str:
+def _earlier(before: tuple[str, Group] | None, now: Group, key: str) -> str:
     if before is None:
         return ""
     name, group = before
@@ -233,8 +233,9 @@ def _earlier(before: tuple[str, Group] | None, now: Group) -> str:
         _response(answer, group, _MOST_EARLIER_TEXT) for answer in group.answers[:_MOST_OF_CARD]
     )
     return (
-        f"<details class='earlier'><summary>the same prompt, {escaped(_title(name))}"
-        f"{escaped(change)}</summary><ol class='responses'>{shown}</ol></details>"
+        f"<details class='earlier' data-key='{escaped(key)}'><summary>the same prompt, "
+        f"{escaped(_title(name))}{escaped(change)}</summary>"
+        f"<ol class='responses'>{shown}</ol></details>"
     )
 
 

@@ -231,7 +231,7 @@ class Chart {
         {
           stroke: faint, font, size: 24, gap: 3, space: 64, grid: { show: false },
           ticks: { stroke: grid, size: 4 },
-          ...(whole ? { incrs: [1, 2, 5].flatMap((n) => [n]).concat(this.powers()) } : {}),
+          ...(whole ? { incrs: [1, 2, 5].concat(this.powers()) } : {}),
           values: (_, splits) => splits.map(formatX),
         },
         {

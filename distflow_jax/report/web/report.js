@@ -177,7 +177,7 @@ const SECTIONS = 20000, SECTIONS_LONGEST = 300000; // ms
 const ROWS_KEPT = 3000; // rows appended until the server thins the points again
 const NAMES = all("nav a[data-section]").map((link) => link.dataset.section);
 const shownHtml = new Map(); // "run name" -> HTML of a part
-let sectionsAt = 0, moved = false, failures = 0, work = 0;
+let sectionsAt = 0, failures = 0, work = 0;
 
 const fetchJson = async (url) => {
   const reply = await fetch(url, { cache: "no-cache" });
@@ -209,6 +209,7 @@ const append = (run, rows) => {
     }
     for (const [name, value] of Object.entries(row)) {
       const points = run.metrics.get(name);
+      if (!points && run.more) continue; // of a chart that is left out
       if (!points) return false;
       points.x.push(step);
       points.y.push(typeof value === "number" ? value : null);
@@ -231,8 +232,8 @@ const append = (run, rows) => {
 // the list is the newest, and a reader who has not left it goes on to the next.
 const keepChoices = (old, next) => {
   const [was, is] = [old, next].map((section) => section.querySelector("select.file"));
-  const same = [...is.options].find(({ text }) => text === was.selectedOptions[0]?.text);
-  if (was.selectedIndex > 0 && same) is.value = same.value;
+  const listed = [...is.options].some(({ value }) => value === was.value);
+  if (was.selectedIndex > 0 && listed) is.value = was.value;
   const order = old.querySelector("select.order")?.value;
   const known = [...(next.querySelector("select.order")?.options ?? [])];
   if (known.some(({ value }) => value === order)) next.querySelector("select.order").value = order;
@@ -252,8 +253,10 @@ const replacePart = (block, name, html, before) => {
   made.innerHTML = html;
   const next = made.content.firstElementChild;
   if (old && next) {
-    const opened = [...old.querySelectorAll("details")].map((part) => part.open);
-    next.querySelectorAll("details").forEach((part, i) => (part.open = opened[i] ?? part.open));
+    const keyed = (section) =>
+      [...section.querySelectorAll("details")].map((part, i) => [part.dataset.key ?? i, part]);
+    const earlier = new Map(keyed(old));
+    for (const [key, part] of keyed(next)) part.open = earlier.get(key)?.open ?? part.open;
     if (name === "samples") keepChoices(old, next);
     next.querySelector(".picture")?.classList.toggle(
       "natural", old.querySelector(".picture")?.classList.contains("natural") ?? false);
@@ -275,7 +278,6 @@ const refreshSections = async () => {
     before = byId(`${name}-${number}`) ?? before;
   }
   linkSections();
-  moved = false;
   await painted();
   const now = performance.now(), pause = (now - started) * SHARE;
   sectionsAt = now + Math.min(SECTIONS_LONGEST, Math.max(SECTIONS, pause));
@@ -296,11 +298,11 @@ const poll = async () => {
   let reload = false, changed = false;
   for (const run of runs) {
     const found = news[run.number];
-    if (found.rows.length) changed = moved = true;
+    if (found.rows.length) changed = true;
     if (found.token && append(run, found.rows)) run.token = found.token;
     else {
       await loadRun(run);
-      reload = changed = moved = true;
+      reload = changed = true;
     }
   }
   if (reload) showCharts();
@@ -309,7 +311,7 @@ const poll = async () => {
   if (changed) await painted();
   work = performance.now() - started;
   if (reload) await showDifferences();
-  if (moved && performance.now() > sectionsAt) await refreshSections();
+  if (performance.now() > sectionsAt) await refreshSections();
 };
 
 const follow = async () => {
