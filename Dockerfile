@@ -4,8 +4,12 @@
 #   docker build --tag=distflow .
 #   docker build --tag=distflow:gpu --build-arg=PLATFORM=gpu .
 #   docker build --tag=distflow:tpu --build-arg=PLATFORM=tpu .
-#   docker run --rm --volume="$PWD/runs:/runs" distflow train --config=tiny --workdir=/runs/tiny
+#   mkdir -p runs
+#   docker run --rm --user="$(id -u):$(id -g)" --volume="$PWD/runs:/runs" \
+#       distflow train --config=tiny --workdir=/runs/tiny
 #
+# Any user can run it: the home folder, with the cache of models, is everybody's to write to. Docker makes
+# a folder that does not exist as root, hence the mkdir. Without --user it is user and group 1000.
 # GPUs need the host's driver and --gpus=all: CUDA comes with jax. The process gets SIGTERM itself, so
 # that a stopped container leaves a checkpoint.
 ARG PYTHON=3.12
@@ -21,6 +25,8 @@ FROM python:${PYTHON}-slim
 # cpu, gpu or tpu
 ARG PLATFORM=cpu
 COPY --from=build /wheels /wheels
+# pip takes a file with extras, and that file's version is the source's own
+# hadolint ignore=DL3013
 RUN set -eu; \
     case "${PLATFORM}" in \
         cpu) extra="" ;; \
@@ -31,11 +37,14 @@ RUN set -eu; \
     pip install --no-cache-dir "${wheel}${extra}"; \
     pip install --no-cache-dir --no-deps google-jetstream==0.2.2; \
     rm -r /wheels; \
-    useradd --create-home distflow; \
-    install --directory --owner=distflow /runs
+    useradd --uid=1000 --user-group --create-home distflow; \
+    install --directory --owner=distflow --group=distflow --mode=1777 /runs; \
+    chmod 1777 /home/distflow
 ENV PYTHONUNBUFFERED=1 \
+    HOME=/home/distflow \
+    LOGNAME=distflow \
     DISTFLOW_CACHE=/home/distflow/.cache/distflow_jax
-USER distflow
+USER 1000:1000
 WORKDIR /runs
 ENTRYPOINT ["distflow"]
 CMD ["--help"]

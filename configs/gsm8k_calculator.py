@@ -1,9 +1,10 @@
 """GRPO on GSM8K with a calculator, from SmolLM2-135M-Instruct: responses in turns.
 
     python scripts/train.py --config=configs/gsm8k_calculator.py --workdir=runs/gsm8k_calculator \
-        --config.data.train=gsm8k/train.jsonl --config.eval.dataset=gsm8k/test.jsonl
+        --config.data.train=hf:openai/gsm8k:main/train \
+        --config.eval.dataset=hf:openai/gsm8k:main/test
 
-The files have GSM8K's columns, question and answer. The model may end a turn with
+Files with GSM8K's columns, question and answer, will do as well. The model may end a turn with
 <tool>12*7</tool>; the next turn follows <result>84</result> (docs/environments.md). Only a number
 after #### counts as an answer, so that a result of the calculator does not.
 """

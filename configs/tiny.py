@@ -1,4 +1,4 @@
-"""A random model of 1.3 M parameters that takes seconds per step: for tests and first experiments.
+"""A random model of 0.85 M parameters that takes seconds per step: for tests and first experiments.
 
     python scripts/train.py --config=configs/tiny.py --workdir=/tmp/tiny
 

@@ -12,6 +12,8 @@ ROWS_COLUMNS = ("prompt", "response", "response_mask")
 # Written by samplers of a mixture, read by its training: the experts of each token of prompt and
 # response, integers [tokens, layers, experts of a token], -1 where unknown
 ROUTED_EXPERTS = "routed_experts"
+# The field that samples/STEP.jsonl tells of each response, beside the columns of the host
+ADVANTAGE = "advantage"
 
 Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/reference/metrics.md)
 

@@ -49,7 +49,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.recorder import Recorder
+from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, run_folder
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
@@ -213,7 +213,7 @@ class Run:
                     self.save()
                 self._check_finite()
                 if stopping and state.step < steps:
-                    self.recorder.stop_reason = "stopped by SIGTERM"
+                    self.recorder.stop_reason = PREEMPTED
                     log.warning(
                         "stopped by SIGTERM after step %d; start again to go on", state.step
                     )
@@ -247,7 +247,9 @@ class Run:
         of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
         nonfinite = sum(metrics.pop(name) for name in of_nodes)
         state.nonfinite = state.nonfinite + 1 if nonfinite else 0
-        self.recorder.samples(samples)
+        if self.recorder.takes_samples:
+            samples.fields.update(coordinator.advantages())
+            self.recorder.samples(samples)
         return metrics | {"training/nonfinite": nonfinite}
 
     def sync_weights(self, version: int) -> None:
@@ -339,7 +341,7 @@ class Run:
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
-        self.recorder.stop_reason = "the data ended"
+        self.recorder.stop_reason = DATA_ENDED
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self.checkpointer.latest() != step:

@@ -6,12 +6,15 @@ import importlib.util
 import itertools
 import pathlib
 import re
+import subprocess
+import tomllib
 
 import pytest
 import yaml
 from support.doc_blocks import blocks, commands, documents
 from support.paths import ROOT
 
+import distflow_jax
 from distflow_jax.algorithms.advantages import ADVANTAGES
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.config.key_reference import keys
@@ -20,6 +23,7 @@ from distflow_jax.rewards.registry import REWARDS
 from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES
 
 MOST_WORDS = 25
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = documents()
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
@@ -58,11 +62,17 @@ def words(sentence):
     return [word for word in sentence.split() if re.search(r"\w", word)]
 
 
+def groups():
+    """Title -> pages and folders, as the site lists them."""
+    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
+    return {
+        name: pages for group in tree if isinstance(group, dict) for name, pages in group.items()
+    }
+
+
 def guides():
     """README and the pages that the site lists under Start, Guides and Scale."""
-    tree = yaml.safe_load((ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8"))["nav"]
-    groups = [entry for entry in tree if isinstance(entry, dict)]
-    listed = {name: pages for group in groups for name, pages in group.items()}
+    listed = groups()
     names = ["index.md", *listed["Start"], *listed["Guides"], *listed["Scale"]]
     return [ROOT / "README.md", *(ROOT / "docs" / name for name in names)]
 
@@ -99,6 +109,24 @@ def test_links_lead_somewhere(path):
         target = (path.parent / name) if name else path
         assert target.exists(), f"{path.name}: {link}"
         assert not place or place in anchors(target), f"{path.name}: {link}"
+
+
+def listed_pages(entries):
+    """Paths of a navigation's entries below docs/; a folder stands for all of its pages."""
+    for entry in entries:
+        if isinstance(entry, dict):
+            for below in entry.values():
+                yield from listed_pages(below if isinstance(below, list) else [below])
+        elif entry.endswith(".md"):
+            yield ROOT / "docs" / entry
+        else:
+            yield from (ROOT / "docs" / entry).rglob("*.md")
+
+
+def test_the_site_lists_every_page_once():
+    """mkdocs builds a page without an entry and does not report it, but nothing leads there."""
+    listed = list(listed_pages(yaml.safe_load((ROOT / "docs/.nav.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_the_readme_links_every_path_that_it_names():
@@ -151,15 +179,20 @@ def flags_of(script):
 def test_a_shown_command_parses(command):
     """Scripts, config files, flags and config keys exist; values have the keys' types."""
     script, known = None, keys()
-    for argument in command:
+    for before, argument in zip(["", *command], command, strict=False):
         if argument.startswith("scripts/"):
             assert (ROOT / argument).is_file(), argument
             script = argument
+        elif before == "--":  # a subcommand, which a launcher starts
+            script = f"scripts/{argument}.py"
+            assert (ROOT / script).is_file(), argument
         if script is None or not argument.startswith("--") or argument == "--":
             continue
         name, equals, value = argument[2:].partition("=")
         if name == "config":
-            assert (ROOT / value.split(":")[0]).is_file() or "..." in value, argument
+            path = ROOT / value.split(":")[0]
+            shipped = path.with_name("configs") / f"{path.name}.py"
+            assert path.is_file() or shipped.is_file() or "..." in value, argument
         elif name.startswith("config."):
             key = known.get(name.removeprefix("config."))
             assert key, f"unknown key {argument}"
@@ -207,9 +240,39 @@ def test_the_page_of_algorithms_names_all_parts():
     assert {*REWARDS} <= first_cells("rewards.md", "Built in")
 
 
+def test_the_map_of_the_architecture_has_every_folder():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent for path in (ROOT / "distflow_jax").rglob("*/__init__.py")}
+    assert not [f.name for f in folders if not re.search(rf"\b{f.name}/", text)]
+
+
 def test_the_readme_links_every_built_in_graph():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]
+
+
+def test_the_changelog_describes_the_version():
+    """Its first section gathers what comes next; the second is the version of the package."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, second, *_ = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert first == "Unreleased"
+    assert second == f"{distflow_jax.__version__} ({citation['date-released']})"
+
+
+def test_the_repository_has_one_address():
+    """`Homepage` in pyproject.toml; CITATION.cff and badges of README and notebooks repeat it."""
+    pages = {"README.md", "CITATION.cff", *(f"notebooks/{path.name}" for path in NOTEBOOKS)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project["urls"]["Homepage"].removeprefix("https://github.com/")
+    name = address.split("/")[1]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [address], page
+    found = subprocess.run(
+        ["git", "grep", "-l", "-F", address], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()) == pages | {"pyproject.toml"}
 
 
 def test_durations_agree():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 
 import pytest
 from support import haste
@@ -31,6 +32,7 @@ SMALL = [
     "--config.eval.num_prompts=4",
     "--config.training.steps=1",
 ]
+DONE = re.compile(r"^\d\d-\d\d \d\d:\d\d:\d\d done +step 1, after \S+$", re.MULTILINE)
 
 
 def plain(name):
@@ -67,6 +69,30 @@ def test_jetstream_has_one_version():
         assert found == {JETSTREAM}, file
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         assert set(re.findall(r"google-jetstream==[\d.]+", path.read_text())) <= {JETSTREAM}
+
+
+# in a notebook it may go on in the next string of the cell
+_FIRST_COMMAND = r'install -r[\s\\n",]+requirements\.txt'
+
+
+def test_every_shown_install_of_a_checkout_includes_jetstream():
+    """Every file that shows the first command shows the second too."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [ROOT / name for name in tracked.stdout.splitlines()]
+    texts = {
+        p: p.read_text(encoding="utf-8") for p in files if p.suffix in (".md", ".ipynb", ".txt")
+    }
+    first = {p: text for p, text in texts.items() if re.search(_FIRST_COMMAND, text)}
+    assert len(first) >= 6
+    for path, text in first.items():
+        assert f"install --no-deps {JETSTREAM}" in text, path
+
+
+def test_an_extra_does_not_replace_a_checkout_by_a_copy():
+    for path in [ROOT / "requirements.txt", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"install (?!-e )\S*\.\[", path.read_text()), path
 
 
 def test_the_version_is_the_same_everywhere():
@@ -107,12 +133,50 @@ def train(python, folder):
     return done.stdout
 
 
+def steps_in(folder):
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def files_in(wheel):
+    """Its files, without those that describe it."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return sorted(name for name in names if ".dist-info/" not in name)
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The interpreter of an environment with the wheel, which finds this one's packages too."""
+def built(tmp_path_factory):
+    """The wheel of this checkout."""
     pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    wheel = build(folder)
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_what_git_does_not_ignore(built):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "distflow_jax"]
+    done = subprocess.run(
+        [*command, "configs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    inside = [re.sub("^configs/", "distflow_jax/configs/", name) for name in files]
+    assert files_in(built) == sorted(inside)
+
+
+def test_an_editable_install_copies_nothing(tmp_path):
+    pytest.importorskip("hatchling")
+    code = f"import hatchling.build as b; print(b.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = files_in(wheel)
+    assert path.endswith(".pth")
+    assert zipfile.ZipFile(wheel).read(path).decode().split() == [str(ROOT)]
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """The interpreter of an environment with the wheel, which finds this one's packages too."""
+    wheel = built
+    folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
@@ -129,7 +193,10 @@ def installed(tmp_path_factory):
 def test_the_wheel_trains_from_another_folder(installed, tmp_path):
     """With a graph and a config that it brings."""
     output = train(installed, tmp_path / "empty")
-    assert "done: 1 steps" in output
+    assert DONE.search(output)
+    # the commands that follow are those of the installed program
+    assert re.search(r"^\S+ \S+ export +distflow export --workdir=run ", output, re.MULTILINE)
+    assert steps_in(tmp_path / "empty") == [0, 1]
     config = json.loads((tmp_path / "empty/run/config.json").read_text())
     assert config["dag"] == "grpo" and config["training"]["optimizer"]["lr"] == 1e-3
 
@@ -166,7 +233,8 @@ def test_an_empty_environment_needs_nothing_but_the_two_commands(tmp_path):
     with pytest.raises(AssertionError, match=r"^error: google-jetstream is not installed: pip .*"):
         train(python, tmp_path / "first")
     subprocess.run([*pip, "--no-deps", JETSTREAM], check=True)
-    assert "done: 1 steps" in train(python, tmp_path / "second")
+    assert DONE.search(train(python, tmp_path / "second"))
+    assert steps_in(tmp_path / "second") == [0, 1]
     installed = subprocess.run(
         [python, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True
     )
@@ -175,5 +243,5 @@ def test_an_empty_environment_needs_nothing_but_the_two_commands(tmp_path):
 
 
 def test_names_of_the_package_are_there():
-    assert set(distflow_jax.__all__) <= set(dir(distflow_jax))
+    assert all(callable(getattr(distflow_jax, name)) for name in distflow_jax.__all__)
     assert importlib.import_module("distflow_jax.commands.main").main.__doc__

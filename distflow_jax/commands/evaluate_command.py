@@ -3,7 +3,9 @@
 import json
 import pathlib
 import tempfile
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
@@ -14,7 +16,8 @@ from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import load_eval_prompts, open_environments
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.report.run_writer import write_atomic
+from distflow_jax.programs.text_table import text_table
+from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.standalone_sampler import open_answerer
@@ -49,20 +52,36 @@ def main(options: SimpleNamespace) -> int:
             environments=environments,
         )
         metrics = validation_metrics(scored, config.eval.num_samples)
-    for name, value in metrics.items():
-        print(f"{name} {value:.4f}")
-    if options.out and processes.process_index() == 0:
+    if processes.process_index() == 0:
+        _report(options, config, model.step, metrics, scored)
+    processes.shutdown()
+    return 0
+
+
+def _report(
+    options: SimpleNamespace,
+    config: Config,
+    step: int,
+    metrics: Mapping[str, float],
+    scored: Sequence[Any],
+) -> None:
+    """Prints the metrics as a table, and writes them with every response to --out."""
+    counts = {name for name in metrics if name.endswith("/num_prompts")}
+    rows = [(n, f"{x:.0f}" if n in counts else f"{x:.4f}") for n, x in metrics.items()]
+    weights = f"{options.run} at step {step}" if options.run else config.model.source
+    print(f"data      {config.eval.dataset}\nmodel     {weights}\n")
+    print(text_table([("metric", "value"), *rows]))
+    if options.out:
         report = {
             "model": config.model.source,
             "run": options.run,
-            "step": model.step,
+            "step": step,
             "dataset": config.eval.dataset,
             "metrics": metrics,
             "records": records(scored),
         }
         write_atomic(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    processes.shutdown()
-    return 0
+        print(f"\nwrote {options.out}")
 
 
 def check_out(path: pathlib.Path) -> None:

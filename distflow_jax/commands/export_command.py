@@ -10,7 +10,8 @@ from distflow_jax.checkpoint.export import RunExport, run_export, source_export
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
 from distflow_jax.models.weights.peft_folder import write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import parse_size
-from distflow_jax.programs.units import format_decimal
+from distflow_jax.programs.text_table import text_table
+from distflow_jax.programs.units import format_bytes, format_decimal, format_seconds
 
 
 def main(options: SimpleNamespace) -> int:
@@ -60,8 +61,8 @@ def _write_adapters(options: SimpleNamespace, found: RunExport, what: str, start
 
 
 def _report(options: SimpleNamespace, written: Written, what: str, seconds: float) -> None:
-    for name, size in written.files.items():
-        print(f"{format_decimal(size):>10}  {name}")
+    rows = [(name, format_bytes(size)) for name, size in written.files.items()]
+    print(f"{text_table([('file', 'size'), *rows])}\n")
     lost = written.lost
     if options.dtype != "float32":
         print(
@@ -70,8 +71,8 @@ def _report(options: SimpleNamespace, written: Written, what: str, seconds: floa
         )
     if lost.not_finite:
         print(f"warning: {lost.not_finite} values were not finite before the conversion")
+    print(f"wrote {what} as {options.dtype} to {options.out}:")
     print(
-        f"wrote {what} as {options.dtype} to {options.out}: "
-        f"{format_decimal(written.num_params, '')} parameters in {len(written.files)} files, "
-        f"{format_decimal(sum(written.files.values()))}, in {seconds:.1f} s"
+        f"  {format_decimal(written.num_params, '')} parameters in {len(written.files)} files, "
+        f"{format_bytes(sum(written.files.values()))}, in {format_seconds(seconds)}"
     )

@@ -16,14 +16,9 @@ import distflow_jax
 from distflow_jax.commands.command_flags import Flag
 from distflow_jax.commands.command_help import help_text, launch_overview, overview
 from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
-from distflow_jax.config.command_line import (
-    EXIT_USAGE,
-    chosen_keys,
-    define_config,
-    run_main,
-    user_error,
-)
+from distflow_jax.config.command_line import chosen_keys, define_config, run_main
 from distflow_jax.config.shipped import config_file
+from distflow_jax.config.user_error import EXIT_USAGE, user_error
 from distflow_jax.did_you_mean import hint
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from distflow_jax.config.command_line import EXIT_USAGE
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.compiled_plan import compile_plan

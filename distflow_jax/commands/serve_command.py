@@ -62,9 +62,9 @@ def print_ready(server: Server) -> None:
     config, sizes = server.config, server.engine.config
     metrics = f", metrics on http://{config.host}:{config.metrics_port}/metrics"
     print(
-        f"ready: {config.model} (version {server.version}) on {config.host}:{server.port}, "
-        f"{sizes.slots} slots for each of two protocols, prompt {sizes.max_prompt} + response "
-        f"{sizes.max_response} tokens, peak memory {format_bytes(peak_memory_gb() * GIB)}"
+        f"ready: {config.model} (version {server.version}) on {config.host}:{server.port},\n"
+        f"  {sizes.slots} slots for each of two protocols, prompt {sizes.max_prompt} + response "
+        f"{sizes.max_response} tokens,\n  peak memory {format_bytes(peak_memory_gb() * GIB)}"
         f"{metrics if config.metrics_port else ''}",
         flush=True,
     )

@@ -272,8 +272,12 @@ MODULE = "distflow_jax.commands"  # python -m MODULE SUBCOMMAND is `distflow SUB
 def python_arguments(command: Sequence[str]) -> list[str]:
     """Arguments of a Python interpreter for a launched command.
 
+    -P: like `distflow`, the interpreter imports nothing from the working folder.
+
     "train --config=tiny", with or without "distflow" before it, is a subcommand of this package.
     Anything else begins with a Python script.
     """
     words = list(command[1:] if command[:1] in (["distflow"], ("distflow",)) else command)
-    return ["-m", MODULE, *words] if words[:1] and words[0] in SUBCOMMANDS else list(command)
+    if words[:1] and words[0] in SUBCOMMANDS:
+        return ["-P", "-m", MODULE, *words]
+    return list(command)

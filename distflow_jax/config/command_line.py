@@ -12,10 +12,9 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
+from distflow_jax.config.user_error import user_error
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.report import log_lines
-
-EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 _USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
@@ -54,12 +53,6 @@ def define_config(meaning: str) -> None:
 def chosen_keys() -> set[str]:
     """The keys that --config.KEY=VALUE gave, once the flags are parsed."""
     return set(config_flags.get_override_values(flags.FLAGS["config"]))
-
-
-def user_error(message: str) -> int:
-    """Prints the line of a user error; returns its exit code."""
-    print(f"error: {message}", file=sys.stderr)
-    return EXIT_USAGE
 
 
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:

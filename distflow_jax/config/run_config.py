@@ -84,7 +84,8 @@ class ObserveConfig:
     # project or experiment in trackers; "": $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME or
     # $TRACKIO_PROJECT, else distflow_jax
     tracker_project: str = ""
-    tracker_seconds: float = 60.0  # most that the end of a run waits for its trackers
+    # most that the end of a run waits for its trackers; after an error or SIGTERM 5 s at most
+    tracker_seconds: float = 60.0
 
     def __post_init__(self):
         parse_steps(self.profile_steps)

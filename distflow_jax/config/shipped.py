@@ -11,6 +11,7 @@ starts from a shipped config in the same way in a checkout and in an installed p
         return config
 """
 
+import inspect
 import os
 import pathlib
 
@@ -42,8 +43,16 @@ def config_file(source: str | os.PathLike) -> str:
 def open_config(source: str | os.PathLike) -> ml_collections.ConfigDict:
     """The config of a name or a .py file, with the argument after a colon.
 
-    Raises ValueError or FileNotFoundError for one that does not exist or cannot be loaded.
+    Raises ValueError or FileNotFoundError for one that does not exist or cannot be loaded, and
+    ValueError for an argument that it does not take, or needs.
     """
     path, colon, argument = config_file(source).partition(":")
     get_config = load_function(f"{path}:get_config", "config")
-    return get_config(argument) if colon else get_config()
+    arguments = [argument] if colon else []
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError:
+        name = os.fspath(source).partition(":")[0]
+        problem = f"takes no argument, got {argument!r}" if colon else f"needs one: {name}:ARGUMENT"
+        raise ValueError(f"config {name!r} {problem}") from None
+    return get_config(*arguments)

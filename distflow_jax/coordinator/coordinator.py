@@ -19,7 +19,16 @@ from distflow_jax.batch import Rows, Samples, TokenColumn
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
 from distflow_jax.coordinator.field_store import FieldStore, Value
-from distflow_jax.layout import KEEP, ROWS, ROWS_COLUMNS, Edge, Layout, overlaps
+from distflow_jax.layout import (
+    ADVANTAGE,
+    KEEP,
+    ROWS,
+    ROWS_COLUMNS,
+    Edge,
+    Layout,
+    move_between,
+    overlaps,
+)
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
@@ -111,6 +120,25 @@ class Coordinator:
         """The responses that this process sampled, with all columns about them."""
         return self.store.samples()
 
+    def advantages(self) -> dict[str, list[float | None]]:
+        """{"advantage": one number per response of this process}; {} where no node wrote them.
+
+        The mean over the tokens that the policy chose, None without any; a value that is one per
+        sequence is itself. Collective, and on the host alone: no program runs.
+        """
+        store = self.store
+        column = store.columns.get(ADVANTAGE)
+        if store.advantage is not None:
+            source, value = store.advantage
+            here, host = self._writers[source], Layout("host")
+            edge = Edge(ADVANTAGE, source, "samples", here, host, move_between(here, host))
+            with self._span("reshard"), processes.coordinating():
+                column = field_moves.unpack(store, self.shares, edge, value)
+        if column is None:
+            return {}
+        masks = store.columns["response_mask"]
+        return {ADVANTAGE: [_mean(x, mask) for x, mask in zip(column, masks, strict=True)]}
+
     @property
     def shares(self) -> Shares:
         """The step's assignment of sequences to rows. The first access packs, collectively."""
@@ -187,6 +215,12 @@ def repartitions(
         for b, mesh_b in meshes.items()
         if a != b and (a.submesh == b.submesh or not overlaps(a, b))
     }
+
+
+def _mean(entry: Any, mask: np.ndarray) -> float | None:
+    """A number, or the mean of numbers per token [T] where `mask` [T] is true."""
+    chosen = np.asarray(entry, np.float64)[mask] if np.ndim(entry) else np.float64(entry)
+    return float(chosen.mean()) if chosen.size else None
 
 
 def _rows_columns(store: FieldStore) -> set[Value]:

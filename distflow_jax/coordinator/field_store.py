@@ -12,7 +12,7 @@ import numpy as np
 
 from distflow_jax.batch import Rows, Samples
 from distflow_jax.data.step_columns import entries_of_host
-from distflow_jax.layout import KEEP, ROWS, ROWS_COLUMNS, Layout, hosts_of
+from distflow_jax.layout import ADVANTAGE, KEEP, ROWS, ROWS_COLUMNS, Layout, hosts_of
 from distflow_jax.parallel.host_exchange import Traffic
 
 Value = tuple[str | None, str]  # (source, field)
@@ -38,6 +38,8 @@ class FieldStore:
     # entries of other processes by the number of their sequence, and the layouts that needed them
     received: dict[Value, dict[int, Any]] = dataclasses.field(default_factory=dict)
     fetched: dict[Value, list[Layout]] = dataclasses.field(default_factory=dict)
+    # the node that wrote advantages on a mesh, and these: kept after their last reader
+    advantage: tuple[str | None, jax.Array] | None = None
     # bytes received in this step, by field
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 
@@ -84,6 +86,8 @@ class FieldStore:
         self.values[source, field] = value
         self._drop_copies((source, field))  # of an earlier write in this step
         self._drop_received((source, field))
+        if field == ADVANTAGE:
+            self.advantage = (source, value) if isinstance(value, jax.Array) else None
         if not isinstance(value, jax.Array | Rows):
             self.columns[field] = self.own_entries(source, field, value)
             self.sources[field] = source
@@ -104,8 +108,8 @@ class FieldStore:
         self.columns = {field: take(column, chosen) for field, column in self.columns.items()}
 
     def free(self, source: str | None, field: str) -> None:
-        """Drops a value after its last reader. Numbers per response stay for the records, and so
-        do the columns that rows are packed of."""
+        """Drops a value after its last reader. Numbers per response and advantages stay for the
+        records, and so do the columns that rows are packed of."""
         value = (source, field)
         self.values.pop(value, None)
         self._drop_copies(value)
@@ -114,7 +118,8 @@ class FieldStore:
                 self.received.pop((self.sources[name], name), None)
         elif field not in (*ROWS_COLUMNS, "uid"):  # rows may be packed later
             self._drop_received(value)
-            if self.sources.get(field) == source and any(np.ndim(x) for x in self.columns[field]):
+            goes = self.sources.get(field) == source and field != ADVANTAGE
+            if goes and any(np.ndim(x) for x in self.columns[field]):
                 del self.columns[field], self.sources[field]
 
     def is_shared(self, value: Value) -> bool:

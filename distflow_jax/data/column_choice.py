@@ -1,5 +1,6 @@
 """`data.columns`: which column of a file stands for which that this package reads."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,26 @@ COLUMNS = (
     "images",
 )
 
+# Columns of which one is read: the others of a file would compete with one that is chosen.
+FAMILIES = (
+    {"prompt", "messages", "question"},
+    {"reward_model", "ground_truth", "answer", "solution"},
+    {"completion", "chosen"},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsKey:
+    """The config key that gives a choice of columns, and the key that changes it for a data set."""
+
+    gives: str
+    changes: str
+
+
+TRAINING = ColumnsKey("data.columns", "data.columns")
+EVALUATION = ColumnsKey("eval.columns", "eval.columns")
+INHERITED = ColumnsKey("data.columns", "eval.columns")  # of evaluation data without an own choice
+
 
 def check_choice(columns: Mapping[str, str], key: str) -> None:
     """Raises ValueError if `columns`, the value of the config key `key`, cannot be applied.
@@ -37,10 +58,13 @@ def check_choice(columns: Mapping[str, str], key: str) -> None:
             raise ValueError(f"{key}: {name!r} needs the name of a column of the file, got ''")
 
 
-def chosen_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
+def chosen_columns(
+    row: dict[str, Any], columns: Mapping[str, str], place: str, key: ColumnsKey = TRAINING
+) -> dict[str, Any]:
     """The row with its columns under the names that `columns` gives, as {name: name in the file}.
 
-    A column of the file that has such a name, and is not named itself, is left out.
+    A column of the file that has such a name, or another of the same family, is left out unless it
+    is named itself. A chosen completion leaves out pairs that are not chosen.
 
     Raises:
       ValueError: the row has no column of that name; the message has the nearest.
@@ -48,9 +72,14 @@ def chosen_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) 
     for name, source in columns.items():
         if source not in row:
             near = nearest(source, row)
+            fix = f"did you mean {near!r}?" if near else f"found {listed(row)}"
+            if key.gives != key.changes:
+                fix += f"{' Or' if near else '; or'} set {key.changes}"
             raise ValueError(
-                f"{place}: no column {source!r}, which data.columns gives for {name!r}"
-                + (f"; did you mean {near!r}?" if near else f"; found {listed(row)}")
+                f"{place}: no column {source!r}, which {key.gives} gives for {name!r}; {fix}"
             )
-    left = {key: value for key, value in row.items() if key not in columns.values()}
+    out = set(columns.values()).union(*(family for family in FAMILIES if family & set(columns)))
+    if "completion" in columns and "chosen" not in columns:
+        out.add("rejected")
+    left = {column: value for column, value in row.items() if column not in out}
     return left | {name: row[source] for name, source in columns.items()}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from distflow_jax.data import files, generated_tasks, huggingface, reasoning_gym_tasks
+from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Dataset
 from distflow_jax.did_you_mean import nearest
 
@@ -19,6 +20,7 @@ def open_dataset(
     system_prompt: str = "",
     prompt_suffix: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
+    columns_key: ColumnsKey = TRAINING,
 ) -> Dataset:
     """Opens and checks a whole data set.
 
@@ -29,6 +31,7 @@ def open_dataset(
       system_prompt: system message before every question of question/answer rows and tasks.
       prompt_suffix: text after every such question, e.g. " Answer with just the number."
       columns: {column that this package reads: its name in the file}, see column_choice.py.
+      columns_key: the config key of `columns`, for error messages.
 
     Raises:
       FileNotFoundError: there is no such file or data set.
@@ -36,12 +39,13 @@ def open_dataset(
         option is wrong.
     """
     wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+    choice = {"columns": columns, "columns_key": columns_key}
     kind, colon, _ = spec.partition(":")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")
     if columns and is_generated(spec):
         raise ValueError(
-            f"data.columns names columns of files, and {spec!r} has none: leave it empty"
+            f"{columns_key.gives} names columns of files, and {spec!r} has none: leave it empty"
         )
     if colon and kind == "task":
         return generated_tasks.open_task(spec, **wording)
@@ -49,11 +53,11 @@ def open_dataset(
         return reasoning_gym_tasks.ReasoningGym(spec, **wording)
     if colon and kind == "hf":
         repo, paths = huggingface.download(spec)
-        return files.FileDataset(paths, spec, data_source=repo, columns=columns, **wording)
+        return files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
     near = nearest(kind, SCHEMES)
     if near and colon:
         raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near}:?")
-    return files.FileDataset(files.find_files(spec), spec, columns=columns, **wording)
+    return files.FileDataset(files.find_files(spec), spec, **choice, **wording)
 
 
 def is_generated(spec: str) -> bool:

@@ -4,13 +4,19 @@
 |-----------------------------|----------------------------|-------------------------------------|
 | prompt [, reward_model, ..] | as it is                   | reward_model.ground_truth, else     |
 |                             |                            | ground_truth, answer or solution    |
-| prompt, completion          | as it is                   | as above; completion is `chosen`    |
-| prompt, chosen, rejected    | as it is                   | as above                            |
+| prompt, chosen, rejected    | as it is; beside two whole | as above                            |
+|                             | conversations see below    |                                     |
 | messages                    | all but the last turn, if  | as above, else that turn, which is  |
 |                             | that is the assistant's    | `chosen` too                        |
 | question, answer            | a user's chat message      | the answer; after its `####` if any |
+| question, ground_truth ..   | a user's chat message      | as above                            |
 | question, chosen [, rej..]  | a user's chat message      | as above                            |
 | chosen, rejected            | their common beginning     | as above                            |
+
+A `completion` beside a prompt, messages or a question is `chosen`. A row has one answer: a
+completion beside `chosen`, or either of them beside another last turn of the assistant's, is an
+error. A text `prompt` beside two whole conversations must be the content of a message of their
+common beginning, which then is the prompt, with its roles.
 
 `data.columns` reads columns of other names as these (column_choice.py). All other columns go to
 `extra_info`, where reward functions find them.
@@ -21,7 +27,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from distflow_jax.data.column_choice import chosen_columns
+from distflow_jax.data.column_choice import TRAINING, ColumnsKey, chosen_columns
 from distflow_jax.data.example import Example, Message, instruction
 from distflow_jax.data.implicit_prompts import is_conversation, split_pair
 from distflow_jax.data.row_checks import (
@@ -59,6 +65,7 @@ def example_from_row(
     system_prompt: str = "",
     prompt_suffix: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
+    columns_key: ColumnsKey = TRAINING,
 ) -> Example:
     """Converts and checks one row.
 
@@ -69,18 +76,19 @@ def example_from_row(
       system_prompt, prompt_suffix: added to question/answer rows; an error for other rows, whose
         prompts are complete.
       columns: {name that this module knows: name in the file}, `data.columns`.
+      columns_key: the config key of `columns`, for error messages.
 
     Raises:
       ValueError: the row does not fit the schema.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{place}: expected an object with columns, got {shown(row)}")
-    row = chosen_columns(row, columns, place)
+    row = chosen_columns(row, columns, place, columns_key)
     row = {column: value for column, value in row.items() if value is not None}
     if row.get("images"):
         raise bad_value(place, "images", "image prompts are not supported by the text models")
     if "rejected" in row and "chosen" not in row:
-        hint = column_hint(["chosen"], row)
+        hint = column_hint(["chosen"], row, columns_key.changes)
         raise bad_value(place, "chosen", f"missing, although there is a 'rejected'; {hint}")
     asked = "question" in row and not {"prompt", "messages"} & set(row)
     if (system_prompt or prompt_suffix) and not asked:
@@ -88,10 +96,11 @@ def example_from_row(
             f"{place}: data.system_prompt and data.prompt_suffix apply to question/answer rows "
             "and tasks; these prompts are complete, so leave both empty"
         )
-    prompt, chosen, rejected, fallback_truth = _prompt_and_answers(row, place)
+    prompt, chosen, rejected, fallback_truth = _prompt_and_answers(row, place, columns_key.changes)
     if asked:
         prompt = instruction(prompt, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
-    for column, value in (("chosen", chosen), ("rejected", rejected)):
+    answer_column = "completion" if "completion" in row else "chosen"
+    for column, value in ((answer_column, chosen), ("rejected", rejected)):
         if value is not None and value != "":  # an empty answer is an end token
             checked_prompt(value, place, column)
 
@@ -106,36 +115,63 @@ def example_from_row(
     )
 
 
-def _prompt_and_answers(row: dict[str, Any], place: str) -> tuple[Any, Any, Any, Any]:
+def _prompt_and_answers(row: dict[str, Any], place: str, key: str) -> tuple[Any, Any, Any, Any]:
     """(prompt or question, chosen, rejected, ground truth without a column of its own).
 
-    Adds the final answer of a question/answer row to it as `ground_truth`.
+    Adds the final answer of a question/answer row to it as `ground_truth`. `key` is the config key
+    that changes the choice of columns.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
+    if chosen is not None and "completion" in row:
+        raise bad_value(
+            place,
+            "completion",
+            f"is an answer, and so is 'chosen'; {key}={{'completion': 'completion'}} or "
+            f"{key}={{'chosen': 'chosen'}} reads one of them",
+        )
+    given = row.get("completion", chosen)
     if "prompt" in row:
         prompt = checked_prompt(row["prompt"], place, "prompt")
         if isinstance(prompt, str) and is_conversation(chosen) and is_conversation(rejected):
-            # the conversations begin with the prompt, as text that lacks its roles
-            return *split_pair(chosen, rejected, place), None
-        return prompt, row.get("completion", chosen), rejected, None
+            return *_split_pair_of_prompt(prompt, chosen, rejected, place), None
+        return prompt, given, rejected, None
     if "messages" in row:
         prompt, last = _split_messages(row["messages"], place)
-        return prompt, last, rejected, last
+        if last is not None and given not in (None, last):
+            other = "completion" if "completion" in row else "chosen"
+            problem = f"ends with the assistant's answer, and {other!r} is another: leave one out"
+            raise bad_value(place, "messages", problem)
+        return prompt, given if last is None else last, rejected, last
     if "question" in row:
         question = checked_text(row["question"], place, "question")
         if "answer" in row:
             row.setdefault("ground_truth", final_answer(row["answer"], place))
-        elif chosen is None:
+        elif given is None and not {"reward_model", *GROUND_TRUTH_COLUMNS} & set(row):
             others = [column for column in row if column != "question"]
-            problem = f"missing, although there is a question; {column_hint(['answer'], others)}"
-            raise bad_value(place, "answer", problem)
-        return question, chosen, rejected, None
+            hint = column_hint(["answer"], others, key)
+            raise bad_value(place, "answer", f"missing, although there is a question; {hint}")
+        return question, given, rejected, None
     if rejected is not None:
         return *split_pair(chosen, rejected, place), None
     raise ValueError(
         f"{place}: none of the columns 'prompt', 'messages' and 'question' has a value, nor have "
-        f"'chosen' and 'rejected'; {column_hint(PROMPT_COLUMNS, row)}"
+        f"'chosen' and 'rejected'; {column_hint(PROMPT_COLUMNS, row, key)}"
     )
+
+
+def _split_pair_of_prompt(
+    prompt: str, chosen: Any, rejected: Any, place: str
+) -> tuple[list[Message], str, str]:
+    """`split_pair` of conversations that begin with the prompt, which lacks its role as text."""
+    beginning, *answers = split_pair(chosen, rejected, place)
+    if prompt.strip() not in [message["content"].strip() for message in beginning]:
+        raise bad_value(
+            place,
+            "prompt",
+            f"{shown(prompt)} is in no message with which 'chosen' and 'rejected' begin, and "
+            "would not be read: add it to them as a message, or leave it out",
+        )
+    return beginning, *answers
 
 
 def final_answer(answer: Any, place: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import JsonLinesReader, json_reader
@@ -88,10 +89,11 @@ class FileDataset:
         system_prompt: str = "",
         prompt_suffix: str = "",
         columns: Mapping[str, str] = MappingProxyType({}),
+        columns_key: ColumnsKey = TRAINING,
     ):
         self.name = name
         wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
-        self._options = wording | {"columns": dict(columns)}
+        self._options = wording | {"columns": dict(columns), "columns_key": columns_key}
         self._data_sources = [data_source or path.stem for path in paths]
         digest = hashlib.blake2b(json.dumps(wording).encode(), digest_size=16)
         if columns:
@@ -106,8 +108,8 @@ class FileDataset:
         if not len(self):
             raise ValueError(f"{name} has no rows")
         for i, reader in enumerate(self._readers):
-            for row, columns in enumerate(reader.rows()):
-                self._example(i, row, columns)
+            for row, values in enumerate(reader.rows()):
+                self._example(i, row, values)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -128,9 +130,9 @@ class FileDataset:
         i = int(np.searchsorted(self._starts, row, side="right")) - 1
         return i, row - int(self._starts[i])
 
-    def _example(self, i: int, row: int, columns: Any) -> Example:
+    def _example(self, i: int, row: int, values: Any) -> Example:
         return example_from_row(
-            columns,
+            values,
             self._readers[i].place(row),
             data_source=self._data_sources[i],
             **self._options,

@@ -74,7 +74,7 @@ def split_files(files: list[str], subset: str | None, split: str, spec: str) -> 
     if len(subsets) > 1:
         raise ValueError(
             f"{spec!r} has several subsets with a split {split!r}: {', '.join(subsets)}; "
-            f"name one, as in {spec.split(':')[0]}:...:{subsets[0]}/{split}"
+            f"name one, as in {':'.join(spec.split(':')[:2])}:{subsets[0]}/{split}"
         )
     return chosen
 

@@ -24,7 +24,7 @@ class DataConfig:
     # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
     # columns of files by the name that they are read as: {'prompt': 'instruction', 'answer':
-    # 'output'}; {}: the files have the names of docs/data_formats.md
+    # 'output'}; {}: the files have the names of docs/data.md
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     prompts_per_step: int = 16  # prompts of a step, over all processes
     max_prompt_length: int = 128  # longest prompt in tokens, chat template included

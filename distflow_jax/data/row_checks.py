@@ -13,6 +13,7 @@ def checked_text(value: Any, place: str, column: str) -> str:
     """`value`, if it is text with at least one character. Raises ValueError."""
     if not isinstance(value, str) or not value:
         raise bad_value(place, column, f"expected text, got {shown(value)}")
+    _check_characters(value, place, column)
     return value
 
 
@@ -32,7 +33,22 @@ def checked_prompt(value: Any, place: str, column: str) -> str | list[Message]:
                 raise bad_value(
                     place, column, f"message {i} needs text in {key!r}, got {shown(message)}"
                 )
+            _check_characters(message[key], place, column)
     return value
+
+
+def _check_characters(text: str, place: str, column: str) -> None:
+    """Raises ValueError for half of a character: JSON can hold one, and no tokenizer reads it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise bad_value(
+            place,
+            column,
+            f"half of a character (the lone surrogate {half!r}) at character {error.start + 1}: "
+            "write the whole character, or leave it out",
+        ) from None
 
 
 def bad_value(place: str, column: str, problem: str) -> ValueError:
@@ -40,18 +56,20 @@ def bad_value(place: str, column: str, problem: str) -> ValueError:
     return ValueError(f"{place}, column {column!r}: {problem}")
 
 
-def column_hint(wanted: Sequence[str], found: Iterable[str]) -> str:
-    """End of a message about absent columns: those found, and a `data.columns` that would read one.
+def column_hint(wanted: Sequence[str], found: Iterable[str], key: str) -> str:
+    """End of a message about absent columns: those found, and a choice that would read one.
 
-    >>> column_hint(["question"], ["qestion", "answer"])
+    `key` is the config key of the choice.
+
+    >>> column_hint(["question"], ["qestion", "answer"], "data.columns")
     "found 'qestion', 'answer'; data.columns={'question': 'qestion'} reads 'qestion' as 'question'"
     """
     found = list(found)
     for column in wanted:
         if near := nearest(column, found):
-            choice = f"data.columns={{{column!r}: {near!r}}} reads {near!r} as {column!r}"
+            choice = f"{key}={{{column!r}: {near!r}}} reads {near!r} as {column!r}"
             return f"found {listed(found)}; {choice}"
-    return f"found {listed(found)}; name a column, as in data.columns={{{wanted[0]!r}: 'COLUMN'}}"
+    return f"found {listed(found)}; name a column, as in {key}={{{wanted[0]!r}: 'COLUMN'}}"
 
 
 def listed(columns: Collection[str]) -> str:

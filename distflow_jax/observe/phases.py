@@ -37,14 +37,25 @@ class Phases:
     def span(self, name: str, **args: Any) -> Iterator[None]:
         """Times its body under `name`."""
         self._watchdog.progress(self.step, name)
+        try:
+            with (
+                self._shown(name),
+                self._timed(name),
+                self._spans.span(name, step=self.step, **args),
+            ):
+                yield
+        finally:
+            self._watchdog.progress(self.step, f"after {name}")
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Counts its body's seconds as work, less those in collectives."""
         start, waited = time.perf_counter(), self._waited()
         try:
-            with self._spans.span(name, step=self.step, **args), self._shown(name):
-                yield
+            yield
         finally:
             work = time.perf_counter() - start - (self._waited() - waited)
             self._work[name] = self._work.get(name, 0.0) + work
-            self._watchdog.progress(self.step, f"after {name}")
 
     def take_work(self) -> dict[str, float]:
         """Seconds of work by name since the last call: spans less the time in collectives."""

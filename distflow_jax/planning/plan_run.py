@@ -24,6 +24,7 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
+from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
@@ -331,11 +332,11 @@ def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
     return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
 
 
-def eval_columns(config: Config) -> dict[str, str]:
-    """The columns of the evaluation set: its own, or those of the training data."""
+def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:
+    """The columns of the evaluation set, its own or those of the training data, and their key."""
     if config.eval.columns is not None:
-        return config.eval.columns
-    return {} if is_generated(config.eval.dataset) else config.data.columns
+        return config.eval.columns, EVALUATION
+    return {} if is_generated(config.eval.dataset) else config.data.columns, INHERITED
 
 
 def load_eval_prompts(
@@ -345,11 +346,13 @@ def load_eval_prompts(
     if not config.eval.dataset:
         return []
     data = dataclasses.replace(config.data, shuffle=False, epochs=1, prompts_per_step=1)
+    columns, columns_key = eval_columns(config)
     dataset = open_dataset(
         config.eval.dataset,
         system_prompt=data.system_prompt,
         prompt_suffix=data.prompt_suffix,
-        columns=eval_columns(config),
+        columns=columns,
+        columns_key=columns_key,
     )
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))

@@ -84,6 +84,7 @@ class Program:
         self.inputs, self.outputs = of.inputs, of.variants[-1].outputs
         self._variants = {variant.absent: variant for variant in of.variants}
         self._compiled: dict[tuple[str, ...], Any] = {}
+        self._for_costs: dict[tuple[str, ...], Any] = {}  # these never run
 
     @property
     def traced(self) -> Any:
@@ -94,13 +95,17 @@ class Program:
         """Compiles all variants once; returns the jax.stages.Compiled that most steps run.
 
         With `for_costs` the program's code is not optimized, since it will not run. XLA's own
-        passes, and so the program's memory and traffic, are the same.
+        passes, and so the program's memory and traffic, are the same. A program that can run is
+        returned for its costs too, but not the other way round.
         """
+        new = self._for_costs if for_costs else self._compiled
+        known = self._for_costs | self._compiled if for_costs else self._compiled
         for absent, variant in self._variants.items():
-            if absent not in self._compiled:
+            if absent not in known:
                 options = compiler_options(self.mesh, runs=not for_costs)
-                self._compiled[absent] = variant.traced.lower().compile(compiler_options=options)
-        return list(self._compiled.values())[-1]
+                new[absent] = variant.traced.lower().compile(compiler_options=options)
+        last = list(self._variants)[-1]
+        return self._compiled.get(last, new.get(last))
 
     def __call__(
         self, states: Mapping[str, Any], values: Sequence[Any]

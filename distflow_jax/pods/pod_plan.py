@@ -25,7 +25,7 @@ from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_gene
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.text_table import text_table
+from distflow_jax.programs.text_table import fill_lines, text_table
 from distflow_jax.programs.traffic import Traffic
 from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.runtime.build import trace
@@ -122,21 +122,20 @@ class PodPlan:
         )
         parts = [
             self.pod.describe(),
-            f"memory of a chip, {how}\n\n{text_table(self._memory_rows(), None)}\n",
+            f"memory of a chip, {how}\n\n{text_table(self._memory_rows())}\n",
             f"{self.memory.describe()}\n{self._describe_spare()}",
-            "traffic of a chip, over all trips of loops\n\n"
-            f"{text_table(self._traffic_rows(), None)}\n",
+            f"traffic of a chip, over all trips of loops\n\n{text_table(self._traffic_rows())}\n",
         ]
         if self.reshards:
-            parts.append(f"reshards between layouts\n\n{text_table(self._reshard_rows(), None)}\n")
+            parts.append(f"reshards between layouts\n\n{text_table(self._reshard_rows())}\n")
         parts.append(
             "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
-            f"nothing of this was measured\n\n{text_table(self._seconds_rows(), None)}\n\n"
+            f"nothing of this was measured\n\n{text_table(self._seconds_rows())}\n\n"
             f"a step: {self.seconds:.3g} s, without rewards and other work of the hosts"
             f"{', without programs that are too large' if self.refused else ''}"
             f"{', without programs that were not compiled' if self.left_out else ''}\n"
         )
-        return "\n".join(parts)
+        return fill_lines("\n".join(parts))
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as plain JSON values."""

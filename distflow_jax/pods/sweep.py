@@ -16,8 +16,8 @@ from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
-from distflow_jax.programs.text_table import text_table
-from distflow_jax.programs.units import format_bytes
+from distflow_jax.programs.text_table import WIDTH, broken_command, fill_lines, text_table
+from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.runtime.build import trace
 
 # Axes of mesh.* that are searched. The others stay as configured: formulas do not cover pipelines,
@@ -126,14 +126,16 @@ class Sweep:
         parts = [
             self.pod.describe(),
             f"layouts by ESTIMATED seconds of a step, by formulas; nothing of this was measured\n\n"
-            f"{text_table(self._rows(shown), None)}\n",
+            f"{text_table(self._rows(shown))}\n",
             f"{len(self.candidates)} layouts in all, of which {large} hold more than "
             f"{1 - SPARE:.0%} of a chip's memory without temporaries\n",
         ]
-        if self.best is not None:
-            known = "" if self.best.compiled else ", whose temporaries are unknown"
-            parts.append(f"suggested: {_text(self.best)}{known}\n\n  {self.best.flags}\n")
-        return "\n".join(parts)
+        if self.best is None:
+            return fill_lines("\n".join(parts))
+        known = "" if self.best.compiled else ", whose temporaries are unknown"
+        parts.append(f"suggested: {_text(self.best)}{known}\n\n")
+        flags = broken_command(self.best.flags, WIDTH - 2)
+        return fill_lines("\n".join(parts)) + "".join(f"  {line}\n" for line in flags)
 
     def to_tree(self) -> dict[str, Any]:
         """All candidates as plain JSON values."""
@@ -147,17 +149,19 @@ class Sweep:
         }
 
     def _rows(self, shown: Sequence[Candidate]) -> list[tuple[str, ...]]:
-        titles = "a step, s", "rollout", "if compiled", "lives on a chip", "to spare", "memory"
-        rows = [(*AXES, *titles)]
-        for c in shown:
+        living = [c.guess.memory.fullest.total for c in shown]
+        unit, write = in_unit_of(max(living))
+        titles = "step, s", "rollout, s", "compiled, s", f"lives on a chip, {unit}", "memory"
+        rows = [("data", "fsdp", "tensor", "sampler", *titles)]
+        for c, held in zip(shown, living, strict=True):
             generation, compiled = c.guess.generation, c.compiled
             seconds = (
-                f"{c.guess.seconds:.4g}",
-                f"{generation.total:.4g}" if generation else "-",
-                f"{compiled.seconds:.4g}" if compiled and not compiled.refused else "-",
+                f"{c.guess.seconds:.3g}",
+                f"{generation.total:.3g}" if generation else "-",
+                f"{compiled.seconds:.3g}" if compiled and not compiled.refused else "-",
             )
-            lives = format_bytes(c.guess.memory.fullest.total), f"{c.guess.spare:.1%}"
-            rows.append((*map(str, c.mesh.values()), *seconds, *lives, c.verdict()))
+            verdict = "-" if compiled is None and c.is_small else c.verdict()
+            rows.append((*map(str, c.mesh.values()), *seconds, write(held), verdict))
         return rows
 
 

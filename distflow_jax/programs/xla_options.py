@@ -62,7 +62,7 @@ def compiler_options(mesh: Mesh, *, sampler: bool = False, runs: bool = True) ->
     """Options of a program on a mesh, for jax.jit's `compiler_options`.
 
     `runs` is false for a program that is compiled for its costs alone. Options unknown to this
-    version of XLA are left out and logged once.
+    version of XLA are left out, and logged once at debug level.
     """
     device = _own_device(mesh)
     wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
@@ -105,6 +105,6 @@ def _known(device: jax.Device, name: str, value: Any) -> bool:
         program = jax.jit(lambda: 0, out_shardings=there).lower()
         program.compile(compiler_options={name: value})
     except Exception as error:  # the type depends on the version
-        log.info("XLA does not take the option %s=%s: %s", name, value, error)
+        log.debug("XLA does not take the option %s=%s: %s", name, value, error)
         return False
     return True

@@ -39,11 +39,14 @@ def status(run: RunFolder) -> tuple[str, str]:
 
 
 def tiles(run: RunFolder) -> list[Tile]:
-    """Tiles of reward, validation, length, speed, time, and of all that went wrong."""
+    """Tiles of reward or objective, validation, length, speed, time, and of all that went wrong."""
     rows = run.rows
     found = []
     for name, label in (
         ("critic/score/mean", "reward"),
+        ("actor/nll", "loss of demonstrations"),
+        ("rewards/accuracies", "accuracy of pairs"),
+        ("reward_model/accuracy", "accuracy of the reward model"),
         ("response_length/mean", "response length"),
         ("actor/entropy", "entropy"),
     ):

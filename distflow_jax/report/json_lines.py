@@ -1,7 +1,12 @@
-"""Numbers and records as lines of JSON, which has no NaN and no infinity: these are strings."""
+"""Numbers and records as lines of JSON, and the atomic writing of files.
+
+JSON has no NaN and no infinity: these are strings.
+"""
 
 import json
 import math
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,3 +47,14 @@ def complete_lines(text: str) -> list[str]:
     """The lines of a text without the last one, if a newline does not end it."""
     *lines, torn = text.split("\n")
     return lines
+
+
+def write_atomic(path: str | os.PathLike, text: str) -> None:
+    """Writes a text file atomically: after a crash it has the old content or the new."""
+    path = pathlib.Path(path)
+    scratch = path.with_name(f".{path.name}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # without it a power failure could leave an empty file
+    os.replace(scratch, path)

@@ -20,6 +20,7 @@ from distflow_jax.report.read_run import RunFolder, read_run
 from distflow_jax.report.sections.chart_data import chart_data
 from distflow_jax.report.sections.process_table import processes
 from distflow_jax.report.sections.provenance_table import provenance_table
+from distflow_jax.report.sections.redaction import redacted, redacted_text
 from distflow_jax.report.sections.run_timeline import run_timeline
 from distflow_jax.report.sections.sample_cards import sample_cards
 from distflow_jax.report.sections.step_bars import step_bars
@@ -136,7 +137,7 @@ def run_sections(run: RunFolder, number: int) -> dict[str, str]:
         "provenance": provenance_table(run.events),
         "config": _config(run.config),
     }
-    facts = [str(run.config[key]) for key in _ABOUT if key in run.config]
+    facts = [redacted_text(str(run.config[key])) for key in _ABOUT if key in run.config]
     about = f"<p class='about'>{escaped('  |  '.join(facts))}</p>" if facts else ""
     notes = "".join(f"<p class='note'>{escaped(note)}</p>" for note in run.notes)
     top = f"{about}{_tiles(tiles(run))}{notes}"
@@ -158,8 +159,11 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> str:
     for key in sorted({key for config in configs.values() for key in config}):
         values = [json.dumps(c[key]) if key in c else "" for c in configs.values()]
         if len(set(values)) > 1:
-            cells = "".join(f"<td>{escaped(value)}</td>" for value in values)
-            rows.append(f"<tr><td>{escaped(key)}</td>{cells}</tr>")
+            shown = [
+                json.dumps(redacted(key, c[key])) if key in c else "" for c in configs.values()
+            ]
+            cells = "".join(f"<td>{escaped(value)}</td>" for value in shown)
+            rows.append(f"<tr><td>{_key(key)}</td>{cells}</tr>")
     heads = "".join(f"<th>{escaped(name)}</th>" for name in configs)
     table = (
         f"<div class='wide'><table class='config'><thead><tr><th>setting</th>{heads}</tr></thead>"
@@ -211,9 +215,15 @@ def is_plain_svg(text: str) -> bool:
     return True
 
 
+def _key(key: str) -> str:
+    """A config key as HTML that breaks after dots and underscores."""
+    return escaped(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
 def _config(config: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escaped(key)}</td><td>{escaped(json.dumps(value, ensure_ascii=False))}</td></tr>"
+        f"<tr><td>{_key(key)}</td>"
+        f"<td>{escaped(json.dumps(redacted(key, value), ensure_ascii=False))}</td></tr>"
         for key, value in sorted(config.items())
     )
     if not rows:

@@ -88,7 +88,7 @@ class Progress:
         self._rewards: list[tuple[int, float]] = []
         self._state: tuple[str, int] | None = None  # the cell's text, and its step
         self._shown = 0.0  # time of the cell's last update
-        self._terminal.show(self._line(done_steps, [], self._terminal.width))
+        self._terminal.show(self._line(done_steps, [], self._terminal.width_of_region))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows step `step` of 1..total_steps, which has ended, with its metrics."""
@@ -111,7 +111,7 @@ class Progress:
                 self._shown = time.monotonic()
                 self._show_cell()
         elif terminal.is_live:
-            terminal.show(self._line(step, words, terminal.width))
+            terminal.show(self._line(step, words, terminal.width_of_region))
         else:
             terminal.print(fitted(f"step {step}/{self._total}", words, terminal.width))
 

@@ -102,7 +102,12 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
 
 def read_config(folder: pathlib.Path, notes: list[str] | None = None) -> dict[str, Any]:
     """A run's settings by dotted path, {"training.steps": 20, ...}; appends problems to `notes`."""
-    return dict(_dotted(_json(folder / "config.json", [] if notes is None else notes)))
+    notes = [] if notes is None else notes
+    try:
+        return dict(_dotted(_json(folder / "config.json", notes)))
+    except RecursionError:
+        notes.append("config.json cannot be read")
+        return {}
 
 
 def inside(path: pathlib.Path, folder: pathlib.Path) -> bool:
@@ -140,7 +145,7 @@ def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
     text = _text(path)
     try:
         tree = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         tree = None
     if isinstance(tree, Mapping):
         return tree
@@ -180,7 +185,7 @@ def _objects(lines: Iterable[bytes], name: str, notes: list[str]) -> list[dict[s
     for line in lines:
         try:
             row = json.loads(line) if line.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows += [row] if row else []
@@ -253,8 +258,8 @@ def _earlier(
     folder: pathlib.Path, shown: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Records of the other steps' files whose prompts are among those shown."""
-    wanted = {prompt_key(r) for name, records in shown.items() for r in records if name.isdigit()}
-    files = [p for p in folder.glob("*.jsonl") if p.stem.isdigit() and p.stem not in shown]
+    wanted = {prompt_key(r) for name, records in shown.items() for r in records if _is_step(name)}
+    files = [p for p in folder.glob("*.jsonl") if _is_step(p.stem) and p.stem not in shown]
     found, size = {}, 0
     for path in sorted(files, key=lambda p: int(p.stem), reverse=True):
         if not wanted or not inside(path, folder.parent):
@@ -267,6 +272,10 @@ def _earlier(
         if records:
             found[path.stem] = records
     return found
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit()
 
 
 # -- the plan and its times -------------------------------------------------------------------
@@ -344,7 +353,7 @@ def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
     for line in data.decode("utf-8", "replace").splitlines():
         try:
             event = json.loads(line.strip().rstrip(",") or "null")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the brackets of the array, and lines that were cut
         if isinstance(event, dict):
             yield event

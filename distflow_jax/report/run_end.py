@@ -73,13 +73,14 @@ def evaluations(run: RunFolder) -> dict[str, tuple[Evaluated | None, Evaluated]]
 def next_commands(argv: Sequence[str], folder: str, *, samples: bool) -> dict[str, str]:
     """{"generate": command, ...} for a run that the command `argv` started.
 
-    Empty where something other than scripts/train.py or `distflow train` started it. `samples`: the
-    trained model is a policy, which answers prompts.
+    Empty where something other than scripts/train.py or `distflow train`, which a launcher starts
+    as `python -m distflow_jax.commands train`, started it. `samples`: the trained model is a
+    policy, which answers prompts.
     """
     program = pathlib.PurePath(argv[0]) if argv else pathlib.PurePath()
     if program.name == "train.py":
         names = {n: f"python {program.with_name(n)}.py" for n in ("evaluate", "generate", "export")}
-    elif program.name == "distflow":
+    elif program.name == "distflow" or program.parts[-2:] == ("commands", "__main__.py"):
         names = {n: f"distflow {n}" for n in ("evaluate", "generate", "export")}
     else:
         return {}

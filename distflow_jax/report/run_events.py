@@ -20,6 +20,17 @@ class RunEvents:
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
         self._next_pulse = 0.0
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
+        """Ends a line that a kill cut off, so that the next event is a line of its own."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):
+                file.write(b"\n")
 
     def add(self, event: str, facts: Mapping[str, Any], *, at: float | None = None) -> None:
         """Appends an event. `at`: when it happened, seconds since 1970; None: now.

@@ -11,17 +11,27 @@ import json
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from distflow_jax.report.json_lines import complete_lines, json_number, json_value, metrics_row
+from distflow_jax.report.json_lines import (
+    complete_lines,
+    json_number,
+    json_value,
+    metrics_row,
+    write_atomic,
+)
 from distflow_jax.report.page import report
 from distflow_jax.report.run_events import RunEvents
+from distflow_jax.report.trackers.tracker_state import cut_states
 from distflow_jax.report.trackers.workers import Trackers
 
 log = logging.getLogger("distflow_jax")
+
+_SAMPLES = re.compile(r"(?:eval-|nonfinite-)?([0-9]+)")
 
 
 class RunWriter:
@@ -58,8 +68,13 @@ class RunWriter:
         self._stragglers_path = self.folder / "stragglers.jsonl"
         truncate_metrics(self._stragglers_path, self._last_step)
         for path in (self.folder / "samples").glob("*.jsonl"):
-            if path.stem.isdigit() and int(path.stem) > self._last_step:
+            found = _SAMPLES.fullmatch(path.stem)
+            if found and int(found[1]) > self._last_step:
                 path.unlink()
+        if trackers:
+            trackers.cut(self._last_step)
+        else:
+            cut_states(self.folder, self._last_step)
         self._events = RunEvents(self.folder / "events.jsonl")
         self._file = self._metrics_path.open("a", encoding="utf-8")
 
@@ -125,13 +140,16 @@ class RunWriter:
             text = "".join(line + "\n" for line in lines)
             write_atomic(self.folder / "samples" / f"{step}.jsonl", text)
 
-    def close(self) -> None:
-        """Closes the files, writes the report, and waits for the trackers a while."""
+    def close(self, failed: bool = False) -> None:
+        """Closes the files, writes the report, and waits for the trackers a while.
+
+        `failed`: an error or a signal ends the run before its end.
+        """
         if self._enabled:
             self._file.close()
             self._report()
             if self._trackers:
-                self._trackers.close()
+                self._trackers.close(failed)
 
     def _report(self) -> None:
         try:
@@ -156,17 +174,6 @@ def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
     kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= last_step)
     if kept != text:
         write_atomic(path, kept)
-
-
-def write_atomic(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file atomically: after a crash it has the old content or the new."""
-    path = pathlib.Path(path)
-    scratch = path.with_name(f".{path.name}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it a power failure could leave an empty file
-    os.replace(scratch, path)
 
 
 def _number(name: str, value: Any) -> int | float:

@@ -62,6 +62,11 @@ class Terminal:
         """Columns of a line's text."""
         return self.console.width - (0 if self.is_live or self.in_cell else len(_stamp()))
 
+    @property
+    def width_of_region(self) -> int:
+        """Columns of a line that is redrawn: some terminals wrap after the last column."""
+        return self.console.width - 1
+
     def print(self, text: str) -> None:
         """Prints a line above the region that is redrawn."""
         if not self.enabled:
@@ -158,7 +163,7 @@ class Terminal:
         lines = [self._line] if self._line else []
         for words, start in self._waits[-1:]:
             lines.append(f"{words} {format_seconds(time.monotonic() - start)}")
-        text = "\n".join(cut(line, self.console.width - 1) for line in lines)
+        text = "\n".join(cut(line, self.width_of_region) for line in lines)
         return rich.text.Text(_encodable(text, self.console.encoding), no_wrap=True)
 
 

@@ -54,6 +54,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",  # PYTHONPATH below has the working folder if this process has it
                     "-m",
                     "distflow_jax.rewards.worker_main",
                     str(theirs.fileno()),

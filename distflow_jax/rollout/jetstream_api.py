@@ -12,6 +12,7 @@ pip cannot leave out a dependency's dependencies, so JetStream is no dependency 
 import contextlib
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 INSTALL = "pip install --no-deps google-jetstream==0.2.2"
@@ -40,6 +41,8 @@ def _without_tokenizers() -> Iterator[None]:
     installed = {name: sys.modules.get(name) for name in _UNUSED}
     for name, attributes in _UNUSED.items():
         module = ModuleType(name)
+        # importlib.util.find_spec, called by another thread meanwhile, raises without one
+        module.__spec__ = ModuleSpec(name, None)
         module.__dict__.update(dict.fromkeys(attributes, _NotImported))
         sys.modules[name] = module
     try:

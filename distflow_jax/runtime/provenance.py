@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import re
 import shlex
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 
 from distflow_jax.parallel import processes
+from distflow_jax.report.sections.redaction import redacted_arguments
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _PACKAGES = (
@@ -31,7 +31,6 @@ _PACKAGES = (
     "numpy",
 )
 _GIT_SECONDS = 5.0
-_SECRET = re.compile(r"((?:^|[._-])(?:token|secret|password|api_?key)=).*", re.IGNORECASE)
 
 
 def provenance(folder: str | os.PathLike) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def provenance(folder: str | os.PathLike) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of the system, and of the packages that compute."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()}"}
+    found = {"python": platform.python_version(), "system": platform.system()}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -84,4 +83,4 @@ def _git(folder: pathlib.Path, *arguments: str) -> str:
 
 def command(arguments: Sequence[str]) -> str:
     """A command line as a shell takes it, without the values of secrets."""
-    return shlex.join(_SECRET.sub(r"\1...", argument) for argument in arguments)
+    return shlex.join(redacted_arguments(arguments))

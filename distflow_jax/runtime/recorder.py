@@ -20,13 +20,15 @@ from distflow_jax.runtime.run_files import sample_records
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
 
+DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
+
 
 class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
-    `state` is read for the number of the step. `stop_reason` is what the record says at the end,
-    unless an error ends the run. The record survives a resume: steps after the checkpoint's are
-    dropped, events are kept.
+    `state` is read for the number of the step. `stop_reason` is what the record says at the end:
+    DONE, DATA_ENDED or PREEMPTED, unless an error ends the run. The record survives a resume:
+    steps after the checkpoint's are dropped, events are kept.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Recorder:
         folder: pathlib.Path,
         terminal: Terminal,
     ):
-        self.stop_reason = "done"
+        self.stop_reason = DONE
         self._prepared, self._state, self._schedule = prepared, state, schedule
         self._folder, self._terminal = folder, terminal
         self._is_first = processes.process_index() == 0
@@ -60,7 +62,7 @@ class Recorder:
         self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
-        self._writer.close()
+        self._writer.close(failed=kind is not None or self.stop_reason == PREEMPTED)
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""
@@ -105,9 +107,14 @@ class Recorder:
         """Writes the scored responses of an evaluation of the weights after `step` steps."""
         self._writer.samples(f"eval-{step}", records)
 
-    def samples(self, samples: Samples) -> None:
-        """Writes the step's responses where they are due, or where the step was not finite."""
+    @property
+    def takes_samples(self) -> bool:
+        """Whether the step's responses are due, or the step was not finite; on all processes."""
         step, nonfinite = self._state.step, self._state.nonfinite
-        if self._is_first and (nonfinite or self._schedule.writes_samples(step)):
-            name = f"nonfinite-{step}" if nonfinite else step
+        return bool(nonfinite) or self._schedule.writes_samples(step)
+
+    def samples(self, samples: Samples) -> None:
+        """Writes the step's responses."""
+        if self._is_first:
+            name = f"nonfinite-{self._state.step}" if self._state.nonfinite else self._state.step
             self._writer.samples(name, sample_records(samples, self._prepared.source.tokenizer))

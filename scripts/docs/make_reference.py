@@ -4,17 +4,16 @@
     python scripts/docs/make_reference.py --check    exits with 1 and names the pages that are stale
 
 Config keys come from the dataclasses' comments, metrics from the table
-distflow_jax/report/metric_reference.py, flags from the scripts' definitions. Sources are read, not
-imported: neither jax nor a device is needed.
+distflow_jax/report/metric_reference.py, flags from the table of the subcommands and the launchers'
+parsers, both in distflow_jax/commands/. Nothing that is imported needs jax or a device.
 """
 
 import argparse
-import ast
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
-from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that this file belongs to
@@ -25,7 +24,6 @@ metric_reference = importlib.import_module("distflow_jax.report.metric_reference
 
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by scripts/docs/make_reference.py: edit the code, not this page -->\n\n"
-LAUNCH = ROOT / "distflow_jax" / "commands" / "launch"
 
 
 # -- config -----------------------------------------------------------------------------------
@@ -79,8 +77,22 @@ class Flag:
     """A flag of a command, as a row of a table."""
 
     name: str
-    default: str
+    default: str  # "": none, or it is required
     help: str
+    required: bool = False
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+
+    def meaning(self) -> str:
+        """The help with the values that are allowed."""
+        notes = [f"One of {', '.join(self.choices)}."] if self.choices else []
+        if self.least is not None and self.most is not None:
+            notes.append(f"From {self.least} to {self.most}.")
+        elif self.least is not None:
+            notes.append(f"At least {self.least}.")
+        end = "" if self.help.endswith(".") or not notes else "."
+        return " ".join([self.help + end, *notes])
 
 
 def flags_page() -> str:
@@ -108,43 +120,39 @@ def flags_of(command: str) -> list[Flag]:
     if command in subcommands.SUBCOMMANDS:
         found = subcommands.SUBCOMMANDS[command].flags
         return [
-            *(Flag(flag.name, _shown(flag.default), flag.meaning) for flag in found),
+            *(
+                Flag(f.name, _shown(f.default), f.meaning, f.required, f.choices, f.least, f.most)
+                for f in found
+            ),
             Flag("debug", "False", "Show the traceback of a user error."),
         ]
     name = command.removeprefix("launch ")
-    modules = [name] if name == "local" else [name, "hosts"]
-    return [flag for module in modules for flag in _arguments(LAUNCH / f"{module}.py")]
+    parser = importlib.import_module(f"{subcommands.MODULE}.launch.{name}").make_parser()
+    actions = [action for action in parser._actions if action.option_strings]
+    return [_of_parser(action) for action in actions if action.dest != "help"]
 
 
 def _flag_table(flags: list[Flag]) -> list[str]:
-    rows = [(f"`--{f.name}`", f.default and f"`{f.default}`", f.help) for f in flags]
+    rows = [
+        (f"`--{f.name}`", "required" if f.required else f.default and f"`{f.default}`", f.meaning())
+        for f in flags
+    ]
     return _table(("flag", "default", "meaning"), rows)
 
 
-def _arguments(path: pathlib.Path) -> Iterator[Flag]:
-    """The flags of a module that uses argparse, from its source."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        first, words = node.args[0], {word.arg: word.value for word in node.keywords}
-        name = first.value if isinstance(first, ast.Constant) else None
-        if isinstance(name, str) and name.startswith("--") and "help" in words:
-            text = str(_literal(words["help"])).split(" (default")[0]
-            yield Flag(name.lstrip("-"), _shown(_literal(words.get("default"))), text)
+def _of_parser(action: argparse.Action) -> Flag:
+    text, default = (action.help or "").replace("%%", "%"), _shown(action.default)
+    # the column of defaults has it, as --help says it: 0 may stand for another number
+    if said := re.search(r" \(default ([^)]+)\)$", text):
+        text, default = text[: said.start()], said[1]
+    text = text.removesuffix(" (default)")
+    choices = tuple(map(str, action.choices or ()))
+    name = action.option_strings[-1].removeprefix("--")
+    return Flag(name, default, text, action.required, choices)
 
 
 def _shown(default: object) -> str:
     return "" if default in (None, "", []) else str(default)
-
-
-def _literal(node: ast.expr | None) -> object:
-    """The value of a constant expression; its source where it is none."""
-    if node is None:
-        return ""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node).removeprefix("f").strip("'")
 
 
 # -- pages ------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
     python scripts/launch/gke.py --name=first --image=IMAGE --tpu=v5p --topology=4x4x4 \\
         --volume=shared:/shared -- \\
-        scripts/train.py --config=configs/grpo_smollm2.py --workdir=/shared/runs/first
+        train --config=grpo_smollm2 --workdir=/shared/runs/first
+
+The image holds the package, not this checkout.
 
 In a checkout the same as `distflow launch gke`; --help shows the flags.
 """

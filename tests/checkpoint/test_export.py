@@ -1,6 +1,7 @@
 """A run's models and a model source go out as Hugging Face folders and come back bit for bit."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import safetensors.numpy
 from flax.traverse_util import unflatten_dict
 from support import haste
 from support.paths import ROOT
+from support.text_tables import cells_of
 
 from configs import tiny
 from distflow_jax import run
@@ -24,6 +26,7 @@ from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.programs.units import format_bytes, format_decimal
 
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=300"
 CONFIG = open_model(SPEC).config
@@ -230,9 +233,14 @@ def test_the_script_says_what_it_wrote_and_what_is_wrong(saved, models, tmp_path
     assert writing.returncode == 0, errors
     assert "out of the range of bfloat16: 0 values became infinite, 0 became 0" in text
     count = sum(array.size for array in models[4]["actor"].values())
-    assert f"wrote actor of {saved} at step 4 as bfloat16 to {out}: {count / 1e3:.1f} k" in text
-    total = sum(path.stat().st_size for path in out.iterdir())
-    assert f"in 5 files, {total / 1e3:.1f} kB, in " in text
+    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+    files = dict(cells_of(text, ["file", "size"]))
+    assert files == {name: format_bytes(size) for name, size in sizes.items()}
+    first, second = text.splitlines()[-2:]
+    assert first == f"wrote actor of {saved} at step 4 as bfloat16 to {out}:"
+    total = format_bytes(sum(sizes.values()))
+    said = f"  {format_decimal(count, '')} parameters in 5 files, {total}, in "
+    assert re.fullmatch(re.escape(said) + r"\S+", second)
     _, errors = mistaken.communicate()
     assert mistaken.returncode == 2
     last = errors.strip().splitlines()[-1]

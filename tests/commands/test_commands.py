@@ -1,6 +1,8 @@
 """`distflow` and its subcommands: help without jax, flags that the functions read, mistakes."""
 
 import ast
+import importlib
+import os
 import re
 import subprocess
 import sys
@@ -94,9 +96,38 @@ def test_types_of_exported_weights_are_those_of_the_writer():
 
 def test_a_subcommand_or_a_script_is_launched():
     train = ["train", "--config=tiny"]
-    assert python_arguments(train) == ["-m", "distflow_jax.commands", *train]
+    assert python_arguments(train) == ["-P", "-m", "distflow_jax.commands", *train]
     assert python_arguments(["distflow", *train]) == python_arguments(train)
     assert python_arguments(["scripts/train.py", "--x"]) == ["scripts/train.py", "--x"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("command", [["trian", "--config=tiny"], ["distflow", "trian"]])
+def test_a_mistyped_subcommand_is_not_launched(launcher, command):
+    flags = {
+        "local": [],
+        "slurm": ["--time=60"],
+        "gke": ["--name=a", "--image=b", "--tpu=v5e", "--topology=1x1"],
+        "tpu_vm": ["--name=a", "--zone=b", "--accelerator_type=v5p-8"],
+    }
+    module = importlib.import_module(f"distflow_jax.commands.launch.{launcher}")
+    with pytest.raises(ValueError, match=r"unknown command 'trian' after -- .*'train'"):
+        module.parse_arguments([*flags[launcher], "--", *command])
+
+
+def test_a_file_of_the_working_folder_replaces_no_module(tmp_path):
+    """As with `distflow` itself."""
+    (tmp_path / "ml_collections.py").write_text("raise SystemExit('the wrong module')")
+    path = os.pathsep.join(map(str, filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, *python_arguments(["train", "--config=trainy"])],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown config 'trainy'")
 
 
 # -- configs by name --------------------------------------------------------------------------
@@ -112,6 +143,14 @@ def test_a_name_is_the_file_of_the_shipped_config():
 def test_an_unknown_name_names_the_nearest():
     with pytest.raises(ValueError, match="unknown config 'tinny' .did you mean 'tiny'.*; or give"):
         config_file("tinny")
+
+
+def test_an_argument_that_a_config_does_not_take_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="^config 'tiny' takes no argument, got 'x'$"):
+        open_config("tiny:x")
+    (tmp_path / "own.py").write_text("def get_config(size):\n    return size\n")
+    with pytest.raises(ValueError, match="own.py' needs one: .*own.py:ARGUMENT"):
+        open_config(tmp_path / "own.py")
 
 
 def test_a_config_of_ones_own_starts_from_a_shipped_one(tmp_path):

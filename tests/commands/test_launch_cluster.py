@@ -53,7 +53,8 @@ def test_each_host_finds_its_place(launcher, flags, kind, expected, capsys):
 def test_a_subcommand_is_launched_as_a_module(launcher, flags, prefix, capsys):
     words = ["train", "--config=tiny", "--workdir=/shared/runs/first"]
     _, shown = dry_run(launcher, flags, capsys, command=[*prefix, *words])
-    assert all(command[1:] == ["-m", "distflow_jax.commands", *words] for _, _, command in shown)
+    module = ["-P", "-m", "distflow_jax.commands"]
+    assert all(command[1:] == [*module, *words] for _, _, command in shown)
 
 
 # -- GKE --------------------------------------------------------------------------------------
@@ -84,6 +85,8 @@ def test_the_jobset_of_a_tpu(capsys):
         "cloud.google.com/gke-spot": "true",
     }
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 300
+    (group,) = re.findall(r"^USER \d+:(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert pod["securityContext"]["fsGroup"] == int(group)
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
     assert container["env"] == [{"name": "PYTHONUNBUFFERED", "value": "1"}]
@@ -330,6 +333,22 @@ def test_the_commands_of_the_page_run(capsys, monkeypatch):
     ]
     for script, *arguments in commands:
         assert NAMED[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0
+
+
+def test_the_commands_of_pods_need_no_checkout():
+    """The image holds the package, neither scripts/ nor configs/."""
+    files = ("docs/clusters.md", "scripts/launch/gke.py", "distflow_jax/commands/launch/gke.py")
+    for file in files:
+        text = re.sub(r"\\+\n\s*", " ", (ROOT / file).read_text())
+        commands = re.findall(
+            r"^ *(?:python scripts/launch/gke.py|distflow launch gke) .* -- +(.*)",
+            text,
+            re.MULTILINE,
+        )
+        assert commands, file
+        for command in commands:
+            assert command.startswith("train ") and "scripts/" not in command
+            assert "configs/" not in command
 
 
 def test_a_dry_run_can_be_submitted_as_it_is(capsys):

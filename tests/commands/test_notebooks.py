@@ -64,20 +64,29 @@ def environment():
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_it_is_stored_without_traces_of_a_machine(name):
-    """With the output of scripts/docs/run_notebooks.py, or without any."""
+def test_it_is_stored_with_its_output_and_without_traces_of_a_machine(name):
+    """As scripts/docs/run_notebooks.py leaves it: every cell was run, in order."""
     text = BOOKS[name].read_text(encoding="utf-8")
     book = nbformat.reads(text, as_version=4)
     nbformat.validate(book)
-    for cell in book.cells:
-        if cell.cell_type == "code":
-            for output in cell.outputs:
-                assert output.output_type != "error" and output.get("name") != "stderr"
-    assert "pip install -r\nrequirements.txt" in book.cells[0].source
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
+    shown = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
+    assert sum("<svg" in html for html in shown) >= 3 and code[-1].outputs
+    assert not re.search(r"/(home|root|work|Users)/", text)
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_it_says_how_to_install_and_opens_in_colab(name):
+    head = " ".join(nbformat.read(BOOKS[name], as_version=4).cells[0].source.split())
+    jetstream = re.search(r"^JETSTREAM := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    assert "`%pip install -r requirements.txt`" in head
+    assert f"`%pip install --no-deps {jetstream}`" in head
     address = re.search(r'^Homepage = "https://(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     colab = f"research.google.com/{address[1]}".replace("github.com", "github")
-    assert f"https://colab.{colab}/blob/main/notebooks/{name}.ipynb)" in book.cells[0].source
-    assert not re.search(r"/(home|root|work|Users)/", text)
+    assert f"https://colab.{colab}/blob/main/notebooks/{name}.ipynb)" in head
 
 
 @pytest.mark.slow

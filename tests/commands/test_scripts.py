@@ -11,17 +11,21 @@ import shlex
 import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from support import haste
 from support.doc_blocks import blocks
 from support.paths import ROOT
+from support.screen import run_on_terminal, shown_lines
+from support.text_tables import cells_of
 
 from distflow_jax.commands.command_help import shown
 from distflow_jax.commands.launch import local
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.config.shipped import shipped_configs
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.serving.client import SamplerClient
 
@@ -38,6 +42,7 @@ SMALL = [
     "eval.num_prompts=4",
     "training.steps=1",
 ]
+STAMP = r"\d\d-\d\d \d\d:\d\d:\d\d "
 FLAGS = [f"--config.{assignment}" for assignment in SMALL]
 
 
@@ -109,6 +114,13 @@ def finish(process):
     return stdout
 
 
+def without_stamps(output):
+    """The lines of a log, each without the time that it begins with."""
+    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in output.splitlines()]
+    assert all(found), output
+    return [line[1] for line in found]
+
+
 def run_shown(place, command):
     return finish(start(place, *command, *FLAGS))
 
@@ -121,7 +133,19 @@ def first_run(place):
 
 
 def test_train_trains(place, first_run):
-    assert "done: 1 steps in runs/first" in first_run
+    lines = without_stamps(first_run)
+    labels = ["model", "devices", "data", "algorithm", "memory", "run"]
+    first = [line for line in lines if line.split()[0] in labels]
+    assert [line.split()[0] for line in first] == labels
+    assert first[-1] == "run       runs/first (new; plan.txt has the plan)"
+    (step,) = [i for i, line in enumerate(lines) if line.startswith("step 1/1  reward 0.")]
+    assert lines.index(first[-1]) < step
+    assert re.fullmatch(r"done      step 1, after \S+", lines[step + 1])
+    folded = " ".join(line.removesuffix("\\").strip() for line in lines[step + 2 :])
+    for command in ("evaluate", "generate", "export"):
+        assert f"{command}{' ' * (10 - len(command))}python scripts/{command}.py " in folded
+    report = place / "runs/first/report.html"
+    assert "report    runs/first/report.html" in lines[step:] and report.is_file()
     steps = [row["step"] for row in read_metrics(place / "runs/first/metrics.jsonl")]
     assert sorted(set(steps)) == [0, 1]
     config = json.loads((place / "runs/first/config.json").read_text())
@@ -130,8 +154,13 @@ def test_train_trains(place, first_run):
 
 def test_a_run_takes_the_memory_that_it_said(place, first_run):
     """After step 1, and with the largest program's own figure."""
-    assert "memory of a device, which has" in first_run
     tree = json.loads((place / "runs/first/memory.json").read_text())
+    fullest = tree["fullest"]
+    said = f"{format_bytes(fullest['total'])} of {format_bytes(tree['device'])} a device"
+    assert f"memory    {said}, most in {fullest['segment']}" in without_stamps(first_run)
+    assert "memory of a device" not in first_run
+    plan = (place / "runs/first/plan.txt").read_text()
+    assert f"\nmemory of a device, which has {format_bytes(tree['device'])}; in " in plan
     (first,) = [r for r in read_metrics(place / "runs/first/metrics.jsonl") if r["step"] == 1]
     live = first["perf/memory_live_gb"] * 2**30
     assert live == pytest.approx(tree["between_steps"], rel=0.15)
@@ -143,14 +172,47 @@ def test_a_run_takes_the_memory_that_it_said(place, first_run):
 
 def test_a_finished_run_says_so(place, first_run):
     (command,) = [c for c in SHOWN if c[0] == "scripts/train.py" and "--workdir=runs/first" in c]
-    output = run_shown(place, command)
-    assert output == (
-        "runs/first is finished: step 1 of 1. Choose another --workdir, or raise training.steps to "
-        "go on\n"
-    )
+    assert without_stamps(run_shown(place, command)) == [
+        "runs/first is finished: step 1 of 1.",
+        "Choose another --workdir, or raise training.steps to go on",
+    ]
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if c[0] == "scripts/report.py"], ids=" ".join)
+def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
+    """In 80 columns: what the log file of `first_run` has, without the time, and nothing else."""
+    flags = [*FLAGS, "--config.training.steps=3", "--config.training.optimizer.lr=2e-6"]
+    command = ["scripts/train.py", "--config=tiny", "--workdir=runs/terminal", *flags]
+    env = haste.environment() | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    code, written = run_on_terminal([sys.executable, *command], cwd=place, env=env)
+    assert code == 0, written
+    lines = shown_lines(written)
+    # of a command that is to be copied, a word that is wider has a line of its own
+    wide = [line for line in lines if len(line) > 80]
+    assert all(re.fullmatch(r" {12}\S+ \\", line) for line in wide), wide
+    labels = ["model", "devices", "data", "algorithm", "memory", "run"]
+    assert [line.split()[0] for line in lines[:6]] == labels
+    assert lines[5] == "run       runs/terminal (new; plan.txt has the plan)"
+    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3}  eval \d\.\d{3} .*left 0s", lines[6]), lines[
+        6
+    ]
+    # the line of each step, and the words of a wait, have stood in the same place
+    drawn = re.findall(r"step (\d)/3 ", written)
+    assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)
+    assert not re.search(r"step \d/3 [^\r\n]*…", written)  # words are left out, none is cut
+    assert "compiling the programs of the plan 0s" in written
+    end = [line.split()[0] for line in lines[7:] if line and not line.startswith(" ")]
+    assert end == ["done", "accuracy", "reward", "report", "evaluate", "generate", "export"]
+    assert re.fullmatch(r"done      step 3, after \S+", lines[7])
+    report = [line for line in lines if line.startswith("report ")]
+    assert report == ["report    runs/terminal/report.html"]
+    assert (place / "runs/terminal/report.html").is_file()
+
+
+REPORT, *LIVE = sorted((c for c in SHOWN if c[0] == "scripts/report.py"), key=len)
+
+
+@pytest.mark.parametrize("command", [REPORT], ids=" ".join)
 def test_report_makes_the_page_that_the_run_left(place, first_run, command):
     path = place / "runs/first/report.html"
     left = path.read_text(encoding="utf-8")
@@ -158,6 +220,24 @@ def test_report_makes_the_page_that_the_run_left(place, first_run, command):
     path.unlink()
     assert finish(start(place, *command)) == "wrote runs/first/report.html\n"
     assert path.read_text(encoding="utf-8") == left
+
+
+@pytest.mark.parametrize("command", LIVE, ids=" ".join)
+def test_report_serves_the_runs_until_a_signal(place, first_run, command):
+    """Of the runs that the command names the second has not begun."""
+    assert "runs/first" in command and "runs/second" in command
+    (place / "runs/second").mkdir(exist_ok=True)
+    port = ["--serve=0"]  # the one that is shown may be in use
+    process = start(place, *(word for word in command if not word.startswith("--serve=")), *port)
+    try:
+        ready = process.stdout.readline()
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", ready)
+        with urllib.request.urlopen(address, timeout=60) as reply:
+            page = reply.read().decode()
+        assert reply.status == 200 and "first" in page and "second" in page
+    finally:
+        process.terminate()
+        finish(process)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +256,12 @@ def test_evaluate_writes_json(place, first_run, command):
     name = f"val-core/arithmetic/reward/mean@{samples}"
     assert report["metrics"][name] == pytest.approx(mean)
     assert (f"val-core/arithmetic/reward/best@{samples}/mean" in report["metrics"]) == (samples > 1)
-    assert f"{name} {mean:.4f}" in output.splitlines()
+    printed = dict(cells_of(output, ["metric", "value"]))
+    assert printed.keys() == report["metrics"].keys()
+    assert printed[name] == f"{mean:.4f}" and printed["val-aux/arithmetic/num_prompts"] == "4"
+    assert output.endswith(f"\n\nwrote {out}\n")
+    if trained:
+        assert "model     runs/first at step 1\n" in output
 
 
 @pytest.mark.parametrize(
@@ -237,7 +322,11 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     process = start(place, *command, *FLAGS, *free)
     ready = process.stdout.readline()
     assert ready.startswith("ready: random:llama"), ready + process.stderr.read()
-    (address,) = re.findall(r" on (127.0.0.1:\d+),", ready)
+    (address,) = re.findall(r" on (127\.0\.0\.1:\d+),$", ready)
+    sizes, memory = process.stdout.readline(), process.stdout.readline()
+    assert max(len(sizes), len(memory)) <= 81 and "slots for each of two protocols" in sizes
+    shown_metrics = any(argument.startswith("--metrics_port") for argument in command)
+    assert ("metrics on http://127.0.0.1:" in memory) == shown_metrics
     with SamplerClient(address) as client:
         version = 1 if "--run=runs/first" in command else 0
         assert client.status()["version"] == version
@@ -260,10 +349,18 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
 def test_launch_local_trains_as_one_job(place, command):
     lines = run_shown(place, command).splitlines()
     assert all(line.startswith(("[p0] ", "[p1] ")) for line in lines)
-    assert any("cpu, in 2 processes" in line and line.startswith("[p0]") for line in lines)
-    # one job, told once
+    # one job, told once; parts of what JAX's runtime writes may stand before a line
     (workdir,) = [word[10:] for word in command if word.startswith("--workdir=")]
-    assert [x for x in lines if "done: " in x] == [f"[p0] done: 1 steps in {workdir}"]
+    of = {
+        me: [m[1] for x in lines if (m := re.search(rf"^\[{me}\] .*?{STAMP}(.*)", x))]
+        for me in ("p0", "p1")
+    }
+    (devices,) = [line for line in of["p0"] if line.startswith("devices ")]
+    assert devices == "devices   8 cpu in 2 processes: training fsdp 8 x tensor 1, 2 samplers"
+    assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \S+", x)]) == 1
+    assert f"report    {workdir}/report.html" in of["p0"]
+    (job,) = of["p1"]
+    assert job.startswith("job: process 1 of 2, ")
 
 
 @pytest.mark.multiprocess

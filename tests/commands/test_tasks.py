@@ -2,16 +2,13 @@
 
 import json
 import os
-import pathlib
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
-from support import haste
 from support.doc_blocks import blocks, commands
+from support.follow_page import follow, place
 from support.paths import ROOT
 
 from distflow_jax.report.run_writer import read_metrics
@@ -19,44 +16,11 @@ from distflow_jax.report.run_writer import read_metrics
 PAGE = ROOT / "docs" / "tasks.md"
 SECTIONS = re.findall(r"^## (\d+\. .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 TORCH = "in an environment with torch"
-SECONDS = 900
 
 
-def run(folder, command):
-    """Runs a command as it stands, with this interpreter for `python`."""
-    program = [sys.executable, *command[1:]]
-    done = subprocess.run(
-        program,
-        cwd=folder,
-        env=haste.environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, (
-        f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    )
-    return done.stdout
-
-
-def follow(heading: str, folder: pathlib.Path) -> list[str]:
-    """Writes the files and runs the commands of a section; returns what the commands printed."""
-    for name in ("scripts", "configs"):
-        (folder / name).symlink_to(ROOT / name)
-    printed = []
-    for block in blocks(PAGE):
-        if block.heading != heading or block.title == TORCH:
-            continue
-        if block.title:
-            (folder / block.title).write_text(block.text)
-        elif block.language == "python":
-            printed.append(run(folder, ["python", "-c", block.text]))
-        else:
-            assert block.language == "bash", block
-            for command in commands(block.text):
-                assert command[0] == "python"
-                printed.append(run(folder, command))
-    return printed
+def shown(heading):
+    """The blocks of a section, without those for another environment."""
+    return [b for b in blocks(PAGE) if b.heading == heading and b.title != TORCH]
 
 
 def rows(folder, name):
@@ -148,4 +112,4 @@ def test_there_are_ten():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("heading, holds", list(zip(SECTIONS, HOLDS, strict=True)), ids=SECTIONS)
 def test_it_does_what_it_says(heading, holds, tmp_path):
-    holds(tmp_path, follow(heading, tmp_path))
+    holds(tmp_path, follow(shown(heading), place(tmp_path)))

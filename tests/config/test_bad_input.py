@@ -95,6 +95,7 @@ DATA = {
     "good.jsonl": QUESTION * 40,
     "broken.jsonl": QUESTION * 3 + "{oops\n",
     "no_answer.jsonl": QUESTION + '{"question": "1 + 1?"}\n',
+    "renamed.jsonl": '{"q": "1 + 1?", "a": "2"}\n' * 40,
     "other_columns.jsonl": QUESTION + '{"qestion": "1 + 1?", "answer": "2"}\n',
     "number.jsonl": QUESTION + '\n{"question": 7, "answer": "2"}\n',
     "messages.jsonl": '{"prompt": [{"role": "user"}]}\n',

@@ -8,7 +8,7 @@ from support.tiny_model import prompt_of
 from distflow_jax.batch import ONE_NUMBER
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan
-from distflow_jax.coordinator.coordinator import repartitions
+from distflow_jax.coordinator.coordinator import Coordinator, repartitions
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.data.step_columns import given_columns
@@ -96,3 +96,38 @@ def test_hosts_that_share_a_sampler_divide_its_prompts(process, counters):
 def test_a_column_has_an_entry_per_response():
     with pytest.raises(ValueError, match="field 'score' written by 'score' has 3 entries, one per"):
         store_of().put("score", "score", np.zeros(3))
+
+
+def coordinator_of(store):
+    """A coordinator that goes on with a store, whose nodes on a mesh have the id "actor"."""
+    meshes = {MESH.layout: role_mesh(MESH)}
+    coordinator = Coordinator(
+        PLAN, meshes, store.writers | {"actor": MESH.layout}, {MESH.layout: ()}
+    )
+    coordinator.use(store)
+    return coordinator
+
+
+def test_advantages_are_means_over_the_tokens_that_the_policy_chose():
+    store = store_of()
+    store.put(
+        "roll", "response_mask", [np.arange(len(t)) % 2 == 1 for t in store.samples().response]
+    )
+    coordinator = coordinator_of(store)
+    assert coordinator.advantages() == {}
+    shares, mesh = coordinator.shares, role_mesh(MESH)
+    column = [np.cos(t * np.arange(len(t)), dtype=np.float32) for t in store.columns["response"]]
+    means = [float(np.mean(x[1::2], dtype=np.float64)) if len(x) > 1 else None for x in column]
+    assert None in means and len(set(means)) > 6
+    store.put("score", "advantage", column)  # by a node on the host
+    there = edge("advantage", "score", HOST, MESH.layout)
+    per_token = field_moves.pack(store, shares, there, mesh, ONE_NUMBER)
+    coordinator.free("score", "advantage")
+    assert coordinator.advantages() == {"advantage": means}
+    coordinator.put("actor", "advantage", per_token)  # by one on a mesh, with its last reader gone
+    coordinator.free("actor", "advantage")
+    assert ("actor", "advantage") not in store.values
+    assert coordinator.advantages() == {"advantage": means}
+    there = edge("score", "score", HOST, MESH.layout)
+    coordinator.put("actor", "advantage", field_moves.pack(store, shares, there, mesh, None))
+    assert coordinator.advantages()["advantage"] == store.columns["score"].tolist()

@@ -8,7 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from distflow_jax.data.column_choice import COLUMNS, check_choice
+from distflow_jax.data.column_choice import (
+    COLUMNS,
+    EVALUATION,
+    INHERITED,
+    TRAINING,
+    check_choice,
+)
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.example import Example
 from distflow_jax.data.implicit_prompts import split_pair
@@ -227,6 +233,117 @@ def test_a_question_may_have_a_pair_of_answers(tmp_path):
     assert pair.prompt[0] == turn("system", "S")
 
 
+PROMPTS = [
+    ({"instruction": "a", "prompt": "b"}, {"question": "instruction"}),
+    ({"instruction": "a", "prompt": "b"}, {"messages": "instruction"}),
+    ({"instruction": "a", "messages": "b"}, {"prompt": "instruction"}),
+    ({"instruction": "a", "messages": "b"}, {"question": "instruction"}),
+    ({"instruction": "a", "question": "b"}, {"prompt": "instruction"}),
+    ({"instruction": "a", "question": "b"}, {"messages": "instruction"}),
+]
+
+
+@pytest.mark.parametrize(("row", "columns"), PROMPTS)
+def test_a_chosen_prompt_wins_over_every_other_of_the_file(tmp_path, row, columns):
+    own = dict.fromkeys(row, said("b")) if "messages" in row else dict.fromkeys(row, "b")
+    own["instruction"] = said("a") if "messages" in columns else "a"
+    columns = columns | {"answer": "output"}
+    (example,) = opened(tmp_path / "a.json", [own | {"output": "c"}], columns=columns)
+    assert example.prompt in ("a", said("a")) and example.ground_truth == "c"
+
+
+TRUTHS = ("answer", "solution", "ground_truth", "reward_model")
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "question"])
+@pytest.mark.parametrize(("name", "other"), [*itertools.permutations(TRUTHS, 2)])
+def test_a_chosen_ground_truth_wins_over_every_other_of_the_file(tmp_path, prompt, name, other):
+    own, others = (
+        {"ground_truth": text} if column == "reward_model" else text
+        for column, text in ((name, "own"), (other, "other"))
+    )
+    row = {"q": "a", "final": own, other: others}
+    (example,) = opened(tmp_path / "a.json", [row], columns={prompt: "q", name: "final"})
+    assert example.ground_truth == "own"
+
+
+def test_a_chosen_answer_wins_over_the_answers_of_the_file(tmp_path):
+    pair = {"prompt": "p", "chosen": "b", "rejected": "c"}
+    (one,) = opened(tmp_path / "a.json", [pair | {"r": "a"}], columns={"completion": "r"})
+    assert (one.chosen, one.rejected) == ("a", None)
+    row = pair | {"completion": "d", "r": "a"}
+    (two,) = opened(tmp_path / "a.json", [row], columns={"chosen": "r"})
+    assert (two.chosen, two.rejected) == ("a", "c")
+    (one,) = opened(tmp_path / "a.json", [row], columns={"completion": "completion"})
+    assert (one.chosen, one.rejected) == ("d", None)
+
+
+def test_no_answer_of_a_row_is_left_unread(tmp_path):
+    """`chosen` and `completion` are answers to messages and to questions as to prompts."""
+    for start, prompt in (
+        ({"messages": said("u")}, said("u")),
+        ({"question": "u"}, said("u")),
+        ({"question": "u", "answer": "1"}, said("u")),
+        ({"prompt": "u"}, "u"),
+    ):
+        (pair,) = opened(tmp_path / "a.json", [start | {"chosen": "b", "rejected": "c"}])
+        assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, "b", "c")
+        for row, columns in (({"completion": "b"}, {}), ({"r": "b"}, {"completion": "r"})):
+            (one,) = opened(tmp_path / "a.json", [start | row], columns=columns)
+            assert (one.prompt, one.chosen, one.rejected) == (prompt, "b", None)
+            assert one.ground_truth == start.get("answer")
+    (same,) = opened(tmp_path / "a.json", [{"messages": said("u", "b"), "completion": "b"}])
+    assert same.chosen == "b"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": said("u", "a"), "chosen": "b", "rejected": "c"}, "'chosen' is another"),
+        ({"messages": said("u", "a"), "completion": "b"}, "'completion' is another: leave one out"),
+        (
+            {"prompt": "u", "completion": "b", "chosen": "c"},
+            "'completion': is an answer, and so is",
+        ),
+        ({"question": "u", "completion": "b", "chosen": "c"}, "data.columns={'chosen': 'chosen'}"),
+        (
+            {"prompt": "SYSTEM: be terse", "chosen": said("u", "a"), "rejected": said("u", "b")},
+            "column 'prompt': 'SYSTEM: be terse' is in no message with which",
+        ),
+        (
+            {"prompt": "half \ud83d"},
+            r"'prompt': half of a character \(.*'\\ud83d'\) at character 6",
+        ),
+        ({"prompt": said("a", "b \udc00")}, "column 'prompt': half of a character"),
+        ({"prompt": [turn("us\ud83der", "a")]}, "column 'prompt': half of a character"),
+        ({"messages": said("a", "b \udc00")}, "column 'messages': half of a character"),
+        ({"question": "\ud83d", "answer": "1"}, "column 'question': half of a character"),
+        ({"question": "a", "answer": "\ud83d"}, "column 'answer': half of a character"),
+        ({"prompt": "a", "completion": "\ud83d"}, "column 'completion': half of a character"),
+        ({"prompt": "a", "chosen": "b", "rejected": "\ud83d"}, "column 'rejected': half of a ch"),
+        ({"chosen": said("a", "b"), "rejected": said("a", "\ud83d")}, "'rejected': half of a char"),
+        ({"prompt": "a", "data_source": "\ud83d"}, "column 'data_source': half of a character"),
+    ],
+)
+def test_a_row_that_could_not_be_read_whole_is_an_error(tmp_path, row, message):
+    with pytest.raises(ValueError, match="a.json, row 2.*" + message) as caught:
+        opened(tmp_path / "a.json", [{"prompt": "\ud83d\ude00"}, row])
+    assert str(caught.value).isprintable()
+
+
+def test_errors_name_the_key_that_changes_the_choice(tmp_path):
+    rows = [{"qestion": "a"}]
+    with pytest.raises(ValueError, match=r"found 'qestion'; eval.columns={'question': 'qestion'}"):
+        opened(tmp_path / "a.json", rows, columns_key=EVALUATION)
+    for key, message in (
+        (TRAINING, "which data.columns gives for 'prompt'; found 'qestion'$"),
+        (EVALUATION, "which eval.columns gives for 'prompt'; found 'qestion'$"),
+        (INHERITED, "which data.columns gives for 'prompt'; found 'qestion'; or set eval.columns$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opened(tmp_path / "a.json", rows, columns={"prompt": "xyz"}, columns_key=key)
+
+
 def test_a_null_in_a_chosen_column_counts_as_absent(tmp_path):
     rows = [{"q": "a", "truth": None}, {"q": None, "truth": "b"}]
     with pytest.raises(ValueError, match="row 2: none of the columns .* has a value"):
@@ -323,7 +440,11 @@ def test_a_split_of_the_hub_is_read_from_its_cache(hub, spec, answer):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hf:acme/sums", "several subsets with a split 'train': main, other; name one, as in"),
+        (
+            "hf:acme/sums",
+            "several subsets with a split 'train': main, other; "
+            "name one, as in hf:acme/sums:main/train",
+        ),
         ("hf:acme/sums:dev", "no Parquet files of split 'dev'; .* lie in main, other"),
         ("hf:acme/sums:mian/train", "of split 'train' in subset 'mian'"),
         ("hf:acme/products:train", "not in the cache and the hub is not reachable"),

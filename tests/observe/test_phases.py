@@ -1,5 +1,8 @@
 """Phases tell the watchdog where a process is, and split work from waiting."""
 
+import contextlib
+import json
+
 import numpy as np
 
 from distflow_jax.observe.phases import Phases, straggler_report
@@ -24,6 +27,29 @@ def test_waiting_is_no_work():
     assert watchdog.said == [(3, "rollout"), (3, "after rollout")]
     assert phases.take_work()["rollout"] < -999
     assert phases.take_work() == {}
+
+
+def test_what_a_terminal_draws_is_no_time_of_a_phase(tmp_path):
+    spans, order = Spans(tmp_path / "trace.json"), []
+
+    @contextlib.contextmanager
+    def shown(name):
+        with spans.span("draw"):
+            order.append("draw")
+        yield
+        with spans.span("draw"):
+            order.append("draw")
+
+    def waited():
+        order.append("count")
+        return 0.0
+
+    with Phases(spans, Recorder(), waited, shown).span("rollout"):
+        pass
+    spans.close()
+    assert order == ["draw", "count", "count", "draw"]
+    found = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    assert [e["name"] for e in found] == ["draw", "rollout", "draw"]
 
 
 def test_report_names_the_slowest():

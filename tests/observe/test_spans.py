@@ -52,10 +52,12 @@ def test_trace_is_chrome_json(tmp_path):
 def test_each_thread_has_its_own_row(tmp_path):
     spans = Spans(tmp_path / "trace.json")
 
+    alive = threading.Barrier(4)  # the system may give an ended thread's number to the next
+
     def work():
         for _ in range(50):
             with spans.span("work"):
-                pass
+                alive.wait()
 
     threads = [threading.Thread(target=work, name=f"reader {i}") for i in range(4)]
     for thread in threads:
@@ -65,9 +67,9 @@ def test_each_thread_has_its_own_row(tmp_path):
     spans.close()
     events = read_trace(tmp_path / "trace.json")
     assert len(complete(events)) == 200
-    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    # The system may give an ended thread's number to the next.
-    assert names and set(names) <= {f"reader {i}" for i in range(4)}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == [f"reader {i}" for i in range(4)]
+    assert {e["tid"] for e in complete(events)} == set(names)
 
 
 def test_a_killed_run_leaves_a_readable_trace_that_goes_on(tmp_path):

@@ -121,6 +121,24 @@ def test_a_segment_is_one_program_that_keeps_to_itself_what_only_it_reads():
     assert list(parts) == ["double", "add"]
 
 
+def test_a_program_for_costs_is_never_the_one_that_runs():
+    def double(state, fields, options):
+        return state, {"twice": 2 * fields["score"]}, {}
+
+    nodes = [
+        on_mesh("double", writes=["twice"]),
+        Node("end", "REWARD", "COMPUTE", ["double"], ["twice"], fn="a:b"),
+    ]
+    _, programs = traced(*nodes, double=double)
+    program = programs["double"]
+    costs = program.compile(for_costs=True)
+    assert program.compile(for_costs=True) is costs
+    runs = program.compile()
+    assert runs is not costs
+    # once it is there it gives the costs too: nothing is compiled twice
+    assert program.compile() is runs and program.compile(for_costs=True) is runs
+
+
 def test_a_state_of_ones_own_needs_no_first_value_and_compiles_before_the_first_step():
     def count(state, fields, options):
         state = options["start"] if state is None else state + 1

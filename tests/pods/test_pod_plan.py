@@ -6,6 +6,7 @@ import json
 
 import jax
 import pytest
+from support.text_tables import cells_of
 
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict, override
@@ -63,8 +64,23 @@ def test_gpus_are_planned_for_by_formulas(of_gpus):
     assert of_gpus.memory.device == of_gpus.pod.chip.memory and not of_gpus.problem
 
 
-def test_seconds_are_said_to_be_estimates(of_gpus):
+def joined(text):
+    """The text with every gap a space."""
+    return " ".join(text.split())
+
+
+def test_the_tables_fit_a_terminal(of_gpus):
     text = of_gpus.describe()
+    assert max(map(len, text.splitlines())) <= 80
+    traffic = cells_of(text, ["program", "axes"])
+    assert len(traffic) == sum(len(cost.traffic) for cost in of_gpus.costs.values())
+    assert {row[1] for row in traffic} >= {"fsdp", "tensor"}
+    seconds = {row[0]: row[5] for row in cells_of(text, ["segment", "compute"], key=5)}
+    assert seconds == {name: f"{e.total:.3g}" for name, e in of_gpus.parts.items()}
+
+
+def test_seconds_are_said_to_be_estimates(of_gpus):
+    text = joined(of_gpus.describe())
     assert "ESTIMATED seconds" in text and "nothing of this was measured" in text
     assert "nothing was compiled" in text
     tree = json.loads(json.dumps(of_gpus.to_tree()))
@@ -128,7 +144,8 @@ def test_it_says_how_much_memory_is_left(of_gpus):
     fullest = of_gpus.memory.fullest
     has = of_gpus.pod.chip.memory
     assert of_gpus.spare == pytest.approx(1 - fullest.total / has)
-    assert "to spare" in of_gpus.describe() and "without temporaries" in of_gpus.describe()
+    said = joined(of_gpus.describe())
+    assert "to spare" in said and "without temporaries of update_weights, rollout, " in said
     segments = tuple(
         dataclasses.replace(s, temporaries=int(0.95 * has) - s.live - s.gradients)
         for s in of_gpus.memory.segments
@@ -144,8 +161,9 @@ def test_what_is_too_large_is_shown_and_said(of_gpus):
     refused = {"actor_train": "actor_train alone needs 17GiB of 15GiB of HBM"}
     found = dataclasses.replace(of_gpus, costs=costs, refused=refused)
     assert found.problem == "actor_train alone needs 17GiB of 15GiB of HBM, which does not fit"
-    (row,) = [line for line in found.describe().splitlines() if "too large" in line][:1]
-    assert row.startswith("actor_train") and found.seconds < of_gpus.seconds
+    rows = {row[0]: row for row in cells_of(found.describe(), ["program", "arguments"])}
+    assert rows["actor_train"][5] == "too large" and found.seconds < of_gpus.seconds
+    assert {row[5] for name, row in rows.items() if name != "actor_train"} == {"-"}
 
 
 @pytest.mark.parametrize(
@@ -325,9 +343,10 @@ def test_programs_that_are_not_compiled_are_named(of_gpus):
     names = tuple(n for n in of_gpus.costs if n != "actor_train")
     costs = {"actor_train": of_gpus.costs["actor_train"]}
     found = dataclasses.replace(of_gpus, costs=costs, left_out=names)
-    rows = [line for line in found.describe().splitlines() if "not compiled" in line]
-    assert [row.split()[0] for row in rows[: len(names)]] == list(names)
-    assert "without programs that were not compiled" in rows[-1]
+    text = found.describe()
+    rows = cells_of(text, ["program", "arguments"])
+    assert [row[0] for row in rows if row[5] == "not compiled"] == list(names)
+    assert "without programs that were not compiled" in joined(text)
     assert found.to_tree()["not_compiled"] == list(names)
 
 

@@ -38,7 +38,7 @@ def test_on_cpus_no_library_takes_sums():
 def test_what_xla_does_not_know_is_left_out_and_said(monkeypatch, caplog):
     known = dict(xla_options.OF_ALL.get("cpu", {}))
     monkeypatch.setattr(xla_options, "OF_ALL", {"cpu": known | {"xla_of_another_version": 1}})
-    with caplog.at_level(logging.INFO, "distflow_jax"):
+    with caplog.at_level(logging.DEBUG, "distflow_jax"):
         assert xla_options.compiler_options(HERE) == known
     assert "XLA does not take the option xla_of_another_version=1" in caplog.text
 

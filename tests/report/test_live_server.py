@@ -120,8 +120,8 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path):
     )
     found = news(path, token).rows
     assert found == [
-        {"step": 1, "a/b": "nan", "a/c": "inf"},
-        {"step": 2, "a/b": 1.0, "a/c": "-inf"},
+        {"step": 1, "a/b": "NaN", "a/c": "Infinity"},
+        {"step": 2, "a/b": 1.0, "a/c": "-Infinity"},
     ]
 
 
@@ -148,7 +148,7 @@ def test_the_page_and_its_numbers(tmp_path):
         assert [row["step"] for row in told["rows"]] == [7, 8]
         parts = json.loads(ask(server, "/sections/0")[2])["parts"]
         assert "id='config-0'" in parts["config"] and "top" in parts
-        assert "model.source" in json.loads(ask(server, "/differences")[2])["html"]
+        assert "model.<wbr>source" in json.loads(ask(server, "/differences")[2])["html"]
 
 
 def test_sections_are_sent_again_only_after_a_change(tmp_path):
@@ -186,6 +186,13 @@ def test_sections_are_sent_again_only_after_a_change(tmp_path):
 def test_other_paths_are_not_found(served, path):
     status, _, body = ask(served, path)
     assert status == 404 and b"secret" not in body
+
+
+def test_an_address_that_cannot_be_read_is_refused(served, capsys):
+    with socket.create_connection(served.server_address[:2], timeout=30) as connection:
+        connection.sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.makefile().readline().split()[1] == "400"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT"])
@@ -271,6 +278,15 @@ def test_a_page_of_several_runs_needs_a_name(tmp_path, capsys):
     assert "Settings that differ" in text and "<td>&quot;one&quot;</td>" in text
     with pytest.raises(ValueError, match="exclude each other"):
         write_or_serve([tmp_path], out="a.html", port=0)
+
+
+def test_the_page_of_one_run_is_in_its_folder(tmp_path, capsys):
+    write(tmp_path / "runs" / "one", [1])
+    page = tmp_path / "runs" / "one" / "report.html"
+    page.unlink()
+    write_or_serve([tmp_path / "runs"])
+    assert capsys.readouterr().out == f"wrote {page}\n" and page.is_file()
+    assert not (tmp_path / "runs" / "report.html").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import re
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -14,12 +15,12 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.report.charts import Series, downsample, format_value, line_chart, ticks
 from distflow_jax.report.drawing import Text, to_svg
-from distflow_jax.report.page import is_plain_svg, report
+from distflow_jax.report.page import compare_page, differences, is_plain_svg, report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
 
 HOSTILE = "</td><script>alert('1')</script><img src=x onerror=alert(2)>\"'& \ud800\0\u2028"
-VOID = {"meta", "input", "img", "br", "link"}
+VOID = {"meta", "input", "img", "br", "wbr", "link"}
 
 
 class Page(html.parser.HTMLParser):
@@ -209,10 +210,54 @@ def test_what_is_not_finite_is_shown_and_breaks_nothing(tmp_path):
     page = checked(tmp_path)
     assert "metrics not finite" in page.text
     grid, values, odd = page.run["metrics"]["actor/grad_norm"]
-    assert odd == [[1, "nan"], [3, "inf"], [4, "-inf"]]
+    assert odd == [[1, "NaN"], [3, "Infinity"], [4, "-Infinity"]]
     assert [value is None for value in values] == [True, False, True, True, False, False, False]
     places = re.findall(r" style='([^']*)'", report(tmp_path))
     assert not re.search("nan|inf", " ".join(places))
+
+
+def test_the_largest_float_does_not_round_to_infinity(tmp_path):
+    writer, most = RunWriter(tmp_path), sys.float_info.max
+    for step in (1, 2):
+        writer.metrics(step, {"actor/grad_norm": most, "timing_s/step": most})
+    writer.close()
+    data = checked(tmp_path).run
+    assert data["metrics"]["actor/grad_norm"][1] == [most, most]
+    assert data["axes"]["seconds"] == [[1], [pytest.approx(most)]]  # two are more than most
+
+
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "events.jsonl", "trace.json"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 990 + "1" + "}" * 990])
+def test_deeply_nested_files_are_left_out(tmp_path, name, text):
+    (tmp_path / name).write_text(f"{text}\n")
+    read_run(tmp_path)
+
+
+def test_files_of_samples_with_other_digits_are_left_out(tmp_path):
+    (tmp_path / "samples").mkdir()
+    for name in ("1", "\N{SUPERSCRIPT TWO}"):
+        (tmp_path / "samples" / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
+    assert list(read_run(tmp_path).samples) == ["1"]
+
+
+def test_secrets_of_the_config_are_not_shown(tmp_path):
+    for folder, key in (("one", "sk-1"), ("two", "sk-2")):
+        writer = RunWriter(tmp_path / folder)
+        environment = {"auth_token": key, "urls": [f"https://me:{key}@host/x"]}
+        writer.config(
+            {
+                "model": {"source": f"https://me:{key}@host/model"},
+                "reward": {"kwargs": {"api_key": key, "text": f"{{'password': '{key}'}}"}},
+                "environment": environment,
+                "training": {"row_tokens": 512},
+            }
+        )
+        writer.close()
+    runs = {name: read_run(tmp_path / name) for name in ("one", "two")}
+    for text in (report(tmp_path / "one"), compare_page(runs)):
+        assert "sk-" not in text and "row_<wbr>tokens" in text
+    differing = differences({name: run.config for name, run in runs.items()})
+    assert "reward.<wbr>kwargs.<wbr>api_<wbr>key" in differing
 
 
 def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path):

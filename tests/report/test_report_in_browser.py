@@ -42,6 +42,7 @@ MISPLACED = """(() => {
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 # As when the reader comes back to the tab: the page fetches at once
 LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
+MOST_STOLEN = 0.05  # of a virtual machine's cores, above which a process's CPU seconds vary tenfold
 HOSTILE = "</script><script>document.title = 'stolen'</script><img src=x onerror=alert(1)>"
 
 
@@ -65,11 +66,17 @@ def folder(tmp_path_factory):
     writer.event("ready", {"step": 0, "seconds": 0.1})
     for step in range(1, 61):
         odd = {"actor/grad_norm": float("nan")} if step == 7 else {}
+        # of a few decades and hardly above 0 on a log scale
+        odd["actor/kl_loss"] = {4: 0.010269, 5: 1.1187e-8, 9: 1e-320}.get(step, -0.5)
         writer.metrics(step, metrics_of(step, 2.0) | odd | {"reward/" + HOSTILE: step})
         writer.stragglers(step, {"rollout": {"seconds": [1, 2], "idle": [0.5, 0], "slowest": 1}})
         record = {"row": 1, "prompt": "long " * 60 + HOSTILE, "response_length": 7}
         texts = ("x" * 500, HOSTILE, "short")
-        writer.samples(step, [record | {"response": t, "score": i} for i, t in enumerate(texts)])
+        numbers = [{"score": i, "advantage": (i - 1) ** 2, "finished": i < 1} for i in range(3)]
+        writer.samples(
+            step,
+            [record | {"response": t} | n for t, n in zip(texts, numbers, strict=True)],
+        )
     span = {"name": "rollout", "ph": "X", "ts": 1, "dur": 2e6, "tid": 1, "args": {"step": 60}}
     (folder / "trace.json").write_text(json.dumps(span))
     writer.close()
@@ -138,6 +145,14 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert smooth[0] == raw[0] and min(raw) < smooth[-1] < max(raw) and smooth[-1] > raw[-1]
     page.run("document.getElementById('log').click()")
     assert page.run("charts[0].plot.scales.y.distr") == 3
+    small = "charts.find((c) => c.spec.title === 'actor/kl_loss')"
+    page.wait_for(f"{small}.plot.scales.y.distr === 3")
+    assert page.run(f"[{small}.plot.status, {small}.latest.textContent]") == [1, "-0.5"]
+    low, high = page.run(f"[{small}.plot.scales.y.min, {small}.plot.scales.y.max]")
+    assert 0 < low < 1.1187e-8 and 0.010269 < high < 0.02
+    for low, high in ((1.1, 1.45), (0.2, 0.7), (0.8, 60), (9.7e-9, 0.0118), (1e-150, 1e150)):
+        found = page.run(f"logTicks({low}, {high})")
+        assert 3 <= len(found) <= 8 and low <= found[0] < found[-1] <= high
     assert all(
         v is None or v > 0 for column in page.run("charts[0].plot.data.slice(1)") for v in column
     )
@@ -157,13 +172,25 @@ def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     assert shown == ["actor/grad_norm"]
     assert (
         page.run("charts.find((c) => c.spec.title === 'actor/grad_norm').shown[0].odd[0][1]")
-        == "nan"
+        == "NaN"
     )
     assert_calm(page)
 
 
-def test_samples_are_filtered_and_the_colours_follow_the_reader(browser, folder):
+def choose(page, query, value):
+    """Chooses an entry of a list of the page."""
+    page.run(
+        f"(document.querySelector('{query}').value = '{value}', document.querySelector('{query}')"
+        ".dispatchEvent(new Event('change', {bubbles: true})))"
+    )
+
+
+def test_samples_are_sorted_and_filtered_and_the_colours_follow_the_reader(browser, folder):
     page = opened(browser, folder)
+    for order, places in (("advantage", [2, 0, 1]), ("ending", [0, 2, 1]), ("score", [2, 1, 0])):
+        choose(page, ".order", order)
+        shown = "[...document.querySelector('.responses').children].map((r) => +r.dataset.score)"
+        assert page.run(shown) == places, order
     page.run(
         "(document.querySelector('.grep').value = 'nowhere', "
         "document.querySelector('.grep').dispatchEvent(new Event('input', {bubbles: true})))"
@@ -201,15 +228,27 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     page.run("window.still_here = true")
     assert page.run("runs.map((run) => run.name)") == ["one", "three", "two"]
     assert page.run("charts[0].lines().map((line) => line.name)") == ["one", "three", "two"]
-    assert "Settings that differ" in page.run("document.body.textContent")
+    page.wait_for("document.getElementById('differences').textContent")
+    differing = page.run("document.getElementById('differences').textContent")
+    assert "Settings that differ" in differing and "seed" in differing
     assert_calm(page)
     page.run("document.querySelectorAll('.key')[1].click()")
     assert page.run("charts[0].lines().map((line) => line.name)") == ["one", "two"]
+    chosen = "document.querySelector('.file').selectedOptions[0].text"
+    before = page.run("document.querySelector('.file').innerHTML")
+    choose(page, ".file", page.run("document.querySelector('.file').options[2].value"))
+    step = page.run(chosen)
     writer = RunWriter(tmp_path / "one", resume_step=12)
     writer.metrics(13, metrics_of(13, 1.0) | {"val-core/new/reward/mean@1": 0.5})
     page.run(LOOK)
     page.wait_for("runs[0].last === 13 && runs[0].charts.has('val-core/new/reward/mean@1')")
     page.wait_for("document.getElementById('status').textContent === 'step 13 of 40'")
+    writer.samples(13, [{"row": 1, "prompt": "p", "response": "r", "score": 1}])
+    page.run("refreshSections()")
+    assert page.run("document.querySelector('.file').innerHTML") != before
+    assert page.run(chosen) == step != "step 13"  # the reader keeps the step that is being read
+    shown = page.run("document.querySelector('.samples:not([hidden])').dataset.file")
+    assert shown == page.run("document.querySelector('.file').value")
     writer.close()
     writer = RunWriter(tmp_path / "one", resume_step=5)  # drops steps 6 to 13
     writer.metrics(6, metrics_of(6, 1.0, phase=0.5))
@@ -221,10 +260,66 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     assert_calm(page)
 
 
+def test_live_sections_follow_every_file_of_a_run_and_keep_what_is_read(browser, serve, tmp_path):
+    def refresh(truth):
+        page.run("sectionsAt = 0")
+        page.run(LOOK)
+        page.wait_for(truth)
+
+    def write(*steps):
+        for step in steps:
+            prompt = {"row": 1, "prompt": "p", "response": f"r{step}", "score": 1.0}
+            writer.samples(step, [prompt])
+            writer.metrics(step, {"a/b": 1.0})
+
+    page = browser.open(serve(tmp_path))
+    page.wait_for("document.getElementById('status').textContent === 'no step yet'")
+    writer = RunWriter(tmp_path)
+    writer.config({"training": {"steps": 9}})
+    writer.event("start", {"step": 0})
+    refresh("document.getElementById('config-0') && document.getElementById('timeline-0')")
+    write(1, 2, 3)
+    refresh("document.querySelector('select.file')?.value === '3'")
+    write(4)
+    refresh("document.querySelector('select.file').value === '4'")
+    page.run(
+        "(() => { const file = document.querySelector('select.file'); file.value = '2'; "
+        "file.dispatchEvent(new Event('change', { bubbles: true })); "
+        "document.querySelector('[data-key=\"2/0\"]').open = true; })()"
+    )
+    write(5)
+    refresh("document.querySelector('select.file').options.length === 5")
+    assert page.run("document.querySelector('select.file').value") == "2"
+    assert page.run("[...document.querySelectorAll('.samples:not([hidden])')].length") == 1
+    assert page.run("document.querySelector('.samples:not([hidden])').dataset.file") == "2"
+    assert page.run("[...document.querySelectorAll('details[data-key][open]')].length") == 1
+    assert page.run("document.querySelector('[data-key=\"2/0\"]').open")
+    writer.event("stop", {"step": 5, "reason": "the last word"})  # after the last row
+    refresh("document.getElementById('timeline-0').innerHTML.includes('the last word')")
+    writer.close()
+    assert_calm(page)
+
+
+def test_rows_of_a_run_with_very_many_metrics_are_appended(browser, serve, tmp_path):
+    writer = RunWriter(tmp_path)
+    values = {f"g/m{i}": 1.0 for i in range(310)}
+    writer.metrics(1, values)
+    page = browser.open(serve(tmp_path))
+    page.wait_for("charts.length && runs[0].more === 10")
+    for step in (2, 3):
+        writer.metrics(step, values)
+        page.run(LOOK)
+        page.wait_for(f"runs[0].last === {step}")
+    assert sum("/data/" in url for url in page.requests()) == 1
+    assert page.run("[...runs[0].metrics.values()].every(({ x }) => x.length === 3)")
+    writer.close()
+
+
 @pytest.mark.slow
 def test_a_live_page_follows_200_steps_at_most_of_1_percent_of_a_core(tmp_path):
     """live/ and web/: a live page shows each of 200 steps of a growing run beside two others, with
-    at most 1 % of a core of server and page together."""
+    at most 1 % of a core: CPU seconds of the serving process and of the renderer process that has
+    the page, over the wall seconds of the run. `-s` prints both, and the rest of the browser."""
     steps, pace = 200, 0.5
     for number, name in enumerate(("first", "second")):
         write_run(tmp_path / name, steps, 0, phase=1.0 + number)
@@ -250,18 +345,28 @@ def test_a_live_page_follows_200_steps_at_most_of_1_percent_of_a_core(tmp_path):
         assert page.run("charts[0].lines().map((line) => line.x.length)") == [steps] * 3
         assert page.run("window.still_here") and not page.problems()
         server.terminate()
+    stolen = (after.pop("stolen") - before.pop("stolen")) / elapsed / os.cpu_count()
     share = {name: (after[name] - before[name]) / elapsed for name in after}
-    assert sum(share.values()) <= 0.01, share
+    print(f"shares of a core over {elapsed:.1f} s: {share}")
+    if stolen > MOST_STOLEN:
+        pytest.skip(f"the host took {stolen:.0%} of the cores; CPU seconds measure nothing then")
+    assert share["server"] + share["page"] <= 0.01, share
 
 
 def spent(server, browser):
-    """CPU seconds so far of the server and of the process that has the page."""
+    """CPU seconds so far of the server, of the process that has the page, and of the others of the
+    browser, which serve all its tabs; and those that the host of a virtual machine took from it."""
+    seconds = browser.cpu_seconds()
     renderers = [
         process
-        for process in browsers.family(browser.process.pid)
+        for process in seconds
         if b"--type=renderer" in pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
     ]
+    page = sum(seconds[process] for process in renderers)
+    machine = pathlib.Path("/proc/stat").read_text().split(maxsplit=9)
     return {
         "server": browsers.cpu_seconds(server.pid),
-        "page": sum(map(browsers.cpu_seconds, renderers)),
+        "page": page,
+        "rest of the browser": sum(seconds.values()) - page,
+        "stolen": int(machine[8]) / os.sysconf("SC_CLK_TCK"),
     }

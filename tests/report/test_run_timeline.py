@@ -1,6 +1,7 @@
 """Timeline and provenance: what a run records about its starts, and what the report says of it."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -73,7 +74,19 @@ def test_spoilt_events_stay_text():
         {"event": k, "time": BEGIN + i, "reason": hostile, **facts} for i, k in enumerate(kinds)
     ]
     for html in (run_timeline(events), provenance_table(events)):
-        assert "<script" not in html and "start" in html or "date" in html
+        assert "<script" not in html
+        assert "start" in html or "date" in html
+
+
+def test_a_line_that_a_kill_cut_off_takes_no_event_with_it(tmp_path):
+    for step in (0, 3):
+        writer = RunWriter(tmp_path, resume_step=step or None)
+        writer.event("start", {"step": step})
+        writer.event("ready", {"step": step})
+        writer.close()
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('{"time": 1.0, "ev')
+    assert [a.events[0]["step"] for a in attempts_of(read_run(tmp_path).events)] == [0, 3]
 
 
 def test_steps_are_recorded_at_most_every_half_minute(tmp_path):
@@ -106,6 +119,32 @@ def test_provenance_names_host_versions_and_command(tmp_path):
 )
 def test_secrets_are_left_out_of_the_command(argument, shown):
     assert command(["python", argument]) == f"python {shown}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api_key", "sk-1"],
+        ["--config.environment.auth_token", "sk-1"],
+        ["--config.reward.kwargs={'api_key': 'sk-1', 'n': 3}"],
+        ["--config.reward.kwargs={'api_key': 'it\\'s, sk-1'}"],
+        ['--config.reward.kwargs={"my_password" : "sk-1"}'],
+        ["--config.reward.kwargs={'token': ['sk-0', 'sk-1']}"],
+        ["--config.reward.kwargs=dict(secret=sk-1)"],
+        ["--config.model.source=https://user:sk-1@host/x"],
+        ["--config.model.source=https://user:p@sk-1@host/x"],
+        ["--config.data.train=https://host/x?a=1&token=sk-1"],
+        ["env", "WANDB_API_KEY=sk-1", "python"],
+    ],
+)
+def test_secrets_are_left_out_however_they_are_written(arguments):
+    shown = command(["python", *arguments, "--workdir=runs/first"])
+    assert "sk-" not in shown and "..." in shown and shown.endswith(" --workdir=runs/first")
+
+
+def test_what_is_no_secret_stays_in_the_command():
+    arguments = ["--tokens", "5", "--config.data.max_tokens=9", "--config.kwargs={'n_tokens': 3}"]
+    assert shlex.split(command(arguments)) == arguments
 
 
 def test_the_commit_is_that_of_tracked_code(tmp_path):

@@ -45,18 +45,17 @@ def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
     writer = RunWriter(tmp_path)
     for step in range(1, 6):
         writer.metrics(step, {"a/b": step / 7})
-        writer.samples(step, [{"text": "früher"}])
+        for kind in ("", "eval-", "nonfinite-"):
+            writer.samples(f"{kind}{step}", [{"text": "früher"}])
     writer.close()
     before = (tmp_path / "metrics.jsonl").read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)  # what a kill in the middle of a write leaves
     writer = RunWriter(tmp_path, resume_step=3)
     assert steps(tmp_path) == [1, 2, 3]
-    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
-        "1.jsonl",
-        "2.jsonl",
-        "3.jsonl",
-    ]
+    assert {p.stem for p in (tmp_path / "samples").iterdir()} == {
+        f"{kind}{step}" for step in (1, 2, 3) for kind in ("", "eval-", "nonfinite-")
+    }
     for step in (4, 5):
         writer.metrics(step, {"a/b": step / 7})
     writer.close()

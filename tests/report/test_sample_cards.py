@@ -61,9 +61,29 @@ def test_evaluations_are_compared_with_evaluations(tmp_path):
     assert "3 tokens" in html and "cut by the limit" in html
 
 
-def test_advantages_are_shown_where_a_run_recorded_them():
-    (group,) = groups_of([response(1, 1.0, "a", advantage=0.5)]).values()
+def test_advantages_are_shown_where_a_run_recorded_them(tmp_path):
+    records = [response(1, 1.0, "a", advantage=0.5), response(1, 0.0, "b", advantage=None)]
+    (group,) = groups_of(records).values()
     assert group.answers[0].advantage == 0.5
+    write(tmp_path, 1, records)
+    (card,) = cards(sample_cards(read_run(tmp_path)))
+    assert card.count("advantage 0.5") == 1 and card.count("vs mean -0.5") == 1
+    assert "vs mean +0.5" not in card
+
+
+def test_responses_can_be_sorted_by_the_numbers_that_they_have(tmp_path):
+    write(tmp_path, 1, [response(1, 1.0, "a")])
+    assert "by score" not in sample_cards(read_run(tmp_path))
+    records = [response(1, 1.0, "a", advantage=0.5), response(1, "NaN", "b", finished=False)]
+    write(tmp_path, 1, records)
+    html = sample_cards(read_run(tmp_path))
+    assert re.findall("<option value='[a-z]+'>(by .*?)<", html) == [
+        *("by score", "by advantage", "by ending")
+    ]
+    assert re.findall("<li(.*?)>", html) == [
+        " data-score='1.0' data-advantage='0.5'",
+        " data-ending='0.0'",
+    ]
 
 
 def test_records_of_any_shape_make_cards(tmp_path):

@@ -242,6 +242,8 @@ def test_the_next_commands_are_those_of_the_run():
     assert found["export"] == "python scripts/export.py --workdir='runs/a b' --out='exports/a b'"
     installed = next_commands(["/venv/bin/distflow", "train", *argv[1:]], "runs/a", samples=False)
     assert installed == {"export": "distflow export --workdir=runs/a --out=exports/a"}
+    module = ["/site-packages/distflow_jax/commands/__main__.py", "train", *argv[1:]]
+    assert next_commands(module, "runs/a", samples=False) == installed
     assert next_commands(["pytest"], "runs/a", samples=True) == {}
     assert next_commands([], "runs/a", samples=True) == {}
 

@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -20,8 +21,9 @@ from tensorboardX.proto import event_pb2
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import ObserveConfig
 from distflow_jax.report.run_writer import RunWriter, read_metrics
+from distflow_jax.report.trackers import follower, tracker_state, workers
 from distflow_jax.report.trackers.follower import Follower
-from distflow_jax.report.trackers.tracker import check_trackers
+from distflow_jax.report.trackers.tracker import MODULES, check_trackers
 from distflow_jax.report.trackers.workers import Trackers
 
 OWN = """
@@ -91,6 +93,16 @@ class Gated(Lines):
         while not (pathlib.Path(__file__).parent / "open").exists():
             time.sleep(0.01)
         super().metrics(step, values)
+
+class Forks(Lines):
+    def __init__(self, run):
+        import os
+
+        super().__init__(run)
+        if pid := os.fork():
+            self._write("forked", pid)
+        else:
+            time.sleep(600)
 
 class Slow(Lines):
     def metrics(self, step, values):
@@ -265,7 +277,7 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(tmp_path, own, caplog, name, 
         writer.metrics(step, metrics(step))
     writer.close()
     assert sum(warning in message for message in caplog.messages) == 1
-    assert sum("it has the steps to -1 of" in message for message in caplog.messages) == 1
+    assert sum("it has no step of 4" in message for message in caplog.messages) == 1
     assert [step for step, _ in rows(folder)] == [1, 2, 3, 4]
     assert {step for step, _, _ in scalars(folder)} == {1, 2, 3, 4}
     assert family(os.getpid()) == before
@@ -277,23 +289,218 @@ def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, mo
     for step in range(1, 4):
         writer.metrics(step, metrics(step))
     writer.close()
-    (message,) = [message for message in caplog.messages if "python -m" in message]
+    (message,) = [message for message in caplog.messages if "python -P" in message]
     (tmp_path / "open").touch()
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     subprocess.run([sys.executable, *message.partition("python ")[2].split()], check=True)
     assert [step for step, _ in taken(folder)] == [1, 2, 3]
 
 
+def sender(folder, spec, *options, **streams):
+    """The process that feeds a tracker; without options as by hand."""
+    command = [sys.executable, "-P", "-m", "distflow_jax.report.trackers.sender"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*command, folder, spec, *options], env=environment, **streams)
+
+
+def finished(folder, last=3):
+    """The folder of a run that had no tracker."""
+    writer = RunWriter(folder)
+    for step in range(1, last + 1):
+        writer.metrics(step, metrics(step))
+    writer.close()
+    return folder
+
+
+def await_line(folder):
+    """Waits until the user's own tracker has begun to write."""
+    while not list(folder.glob("lines-*.txt")):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["Hangs", "Lines"])
+@pytest.mark.parametrize("last", ["", "end\n"])
+def test_the_process_of_a_tracker_outlives_its_run_only_for_a_while(tmp_path, own, name, last):
+    options = ["--commands", "--last-step=-1", "--seconds=0.5"]
+    folder = finished(tmp_path / "run")
+    process = sender(folder, own(name), *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdin.write(f"begin\n{last}".encode())
+    process.stdin.flush()
+    await_line(folder)
+    process.communicate(timeout=60)  # the run is gone
+    assert process.returncode == (name == "Hangs")
+    assert name == "Hangs" or lines(folder)[-1] == ["closed", not last]
+
+
+def test_a_row_that_is_refused_by_hand_is_left_out(tmp_path, own):
+    folder = finished(tmp_path / "run", last=5)
+    process = sender(folder, own("RefusesStep3"), stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert "ValueError: 3" in errors and "the row of step 3 was refused" in errors
+    assert process.returncode == 1
+    assert [step for step, _ in taken(folder)] == [1, 2, 4, 5]
+    assert sender(folder, own("RefusesStep3")).wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_by_hand_one_command_feeds_a_tracker_and_a_signal_ends_it(tmp_path, own, number):
+    folder = finished(tmp_path / "run")
+    first = sender(folder, own("Hangs"))
+    await_line(folder)
+    second = sender(folder, own("Hangs"), stderr=subprocess.PIPE, text=True)
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1 and "Hangs.lock is held" in errors
+    first.send_signal(number)
+    assert first.wait(60) == (130 if number == signal.SIGINT else -signal.SIGTERM)
+
+
+def test_processes_that_a_tracker_leaves_hold_neither_run_nor_lock(tmp_path, own, caplog):
+    folder = tmp_path / "run"
+    try:
+        for step in (1, 2):
+            trackers = Trackers([own("Forks")], folder, last_step=step - 1 or -1, seconds=30)
+            writer = RunWriter(folder, resume_step=step - 1 or None, trackers=trackers)
+            writer.metrics(step, metrics(step))
+            writer.close()
+    finally:
+        for kind, pid, *_ in lines(folder):
+            if kind == "forked":
+                os.kill(pid, signal.SIGKILL)
+    assert [step for step, _ in taken(folder)] == [1, 2] and not caplog.messages
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tracker_is_told_whether_the_run_failed(tmp_path, own, failed):
+    writer = RunWriter(tmp_path, trackers=Trackers([own("Lines")], tmp_path))
+    writer.metrics(1, metrics(1))
+    writer.close(failed=failed)
+    assert lines(tmp_path)[-1] == ["closed", failed]
+
+
+def test_a_run_that_failed_waits_little_and_its_trackers_store_the_rest(
+    tmp_path, own, caplog, monkeypatch
+):
+    monkeypatch.setattr(workers, "HASTY_SECONDS", 0.5)
+    folder, before = tmp_path / "run", family(os.getpid())
+    writer = RunWriter(folder, trackers=Trackers([own("Gated")], folder, seconds=600))
+    writer.metrics(1, metrics(1))
+    writer.close(failed=True)
+    assert "it has no step of 1" in caplog.messages[-1]
+    (tmp_path / "open").touch()
+    while family(os.getpid()) != before:
+        time.sleep(0.01)
+    assert [step for step, _ in taken(folder)] == [1]
+    assert lines(folder)[-1] == ["closed", True]
+
+
+def test_the_last_word_comes_however_many_rows_wait(tmp_path, own):
+    trackers, writer = Trackers([own("Lines")], tmp_path), RunWriter(tmp_path)
+    writer.metrics(1, metrics(1))
+    (child,) = family(os.getpid())
+    os.kill(child, signal.SIGSTOP)
+    for _ in range(20_000):  # more than the pipe takes
+        trackers.rows(1)
+    timer = threading.Timer(0.3, os.kill, (child, signal.SIGCONT))
+    timer.start()
+    trackers.close()
+    timer.join()
+    writer.close()
+    assert lines(tmp_path)[-1] == ["closed", False]
+    words = follower.Words()
+    for word in ["begin", *["rows"] * 10_000, "end", "lost"]:
+        words.put(word)
+    assert list(words) == ["begin", "rows", "end"]
+
+
+def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, own, caplog):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, metrics(1))
+    writer.close()
+    for spec in ("tensorboard", own("Lines")):
+        tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "lines-1", 3)
+        tracker_state.state_path(tmp_path, spec).write_text("")  # after a power failure
+    trackers = Trackers(["tensorboard", own("Lines")], tmp_path, last_step=1)
+    writer = RunWriter(tmp_path, resume_step=1, trackers=trackers)
+    writer.metrics(2, metrics(2))
+    writer.close()
+    assert sum("json cannot be read" in message for message in caplog.messages) == 2
+    assert [step for step, _ in taken(tmp_path)] == [1, 2]
+    assert {step for step, _, _ in scalars(tmp_path)} == {1, 2}
+
+
+@pytest.mark.parametrize("resume_step", [5, None])
+def test_steps_that_a_start_without_the_tracker_drops_are_replaced_in_it(
+    tmp_path, own, resume_step
+):
+    spec = own("Lines")
+
+    def attempt(first, last, attempt, trackers):
+        before = first - 1 or None
+        fed = Trackers(trackers, tmp_path, last_step=before or -1)
+        writer = RunWriter(tmp_path, resume_step=before, trackers=fed)
+        for step in range(first, last + 1):
+            writer.metrics(step, metrics(step, attempt))
+        writer.close()
+
+    attempt(1, 8, 0, [spec])
+    attempt((resume_step or 0) + 1, 9, 1, [])
+    attempt(10, 11, 2, [spec])
+    got, wanted = taken(tmp_path), rows(tmp_path)
+    assert [step for step, _ in got] == list(range(1, 12))
+    assert all(same(a, b) for (_, a), (_, b) in zip(got, wanted, strict=True))
+    assert len(list(tmp_path.glob("lines-*.txt"))) == (1 if resume_step else 2)
+
+
+def test_a_state_that_is_held_is_cut_when_it_is_free(tmp_path):
+    path = tracker_state.state_path(tmp_path, "wandb")
+    tracker_state.write_state(path, "id", 8)
+    with tracker_state.held(path, wait=False) as free:
+        assert free
+        tracker_state.cut_states(tmp_path, 5)  # a thread waits
+        tracker_state.cut_states(tmp_path, 4, fed=["wandb"])  # its follower does it
+        assert tracker_state.read_state(path) == ("id", 8)
+        with tracker_state.held(path, wait=False) as again:
+            assert not again
+    while tracker_state.read_state(path) != ("id", 5):
+        time.sleep(0.01)
+    tracker_state.cut_states(tmp_path, -1)
+    assert not path.exists()
+
+
+def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, caplog):
+    spec = own("HangsAtFirst")
+    tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "id", 2)
+    trackers = Trackers([spec], tmp_path, last_step=2, seconds=2)
+    writer = RunWriter(tmp_path, resume_step=2, trackers=trackers)
+    writer.metrics(3, metrics(3))
+    writer.close()
+    assert "it has the steps to 2 of 3." in caplog.messages[-1]
+
+
+def test_modules_of_the_working_directory_are_not_those_of_a_tracker(
+    tmp_path, own, caplog, monkeypatch
+):
+    (tmp_path / "argparse.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    writer = RunWriter(tmp_path / "run", trackers=Trackers([own("Lines")], tmp_path / "run"))
+    writer.metrics(1, metrics(1))
+    writer.close()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("name", ["RaisesOnce", "RefusesStep3"])
 def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own, name):
     folder, told = tmp_path / "run", []
     writer = RunWriter(folder)
-    follower = Follower(own(name), folder, "", -1, told.append)
+    feed = Follower(own(name), folder, "", -1, told.append)
     for step in range(1, 7):
+        writer.samples(step, [{"prompt": "2+2"}])
         writer.metrics(step, metrics(step))
-        follower.command("rows")
+        feed.command("rows")
     writer.close()
-    follower.command("end")
+    feed.command("end")
+    tables = [line[1] for line in lines(folder) if line[0] == "samples"]
+    assert tables == [1, 2, 3, 4, 5, 6]  # once, however often their row is given
     refused = name == "RefusesStep3"
     assert [step for step, _ in taken(folder)] == [1, 2, *([] if refused else [3]), 4, 5, 6]
     problems = [message["problem"] for message in told if "problem" in message]
@@ -342,9 +549,12 @@ def test_a_tracker_that_cannot_be_loaded_is_named(tmp_path, own, monkeypatch):
         check_trackers([own("Line")])
     with pytest.raises(FileNotFoundError, match="did you mean .*own_trackers.py"):
         check_trackers([str(tmp_path / "own_tracker.py") + ":Lines"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="not installed: pip install wandb"):
-        check_trackers(["wandb"])
+    (tmp_path / "wandb_by_folder").mkdir()  # such as ./wandb, that package's own output
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("wandb_by_folder", "wandb_nowhere"):
+        monkeypatch.setitem(MODULES, "wandb", package)
+        with pytest.raises(ValueError, match=f"not installed: pip install {package}"):
+            check_trackers(["wandb"])
 
 
 PACKAGES = {

@@ -110,6 +110,14 @@ def test_workers_do_not_import_jax_nor_the_main_script():
         assert pool.check(request("")).score == 0
 
 
+def test_a_file_of_the_working_folder_replaces_no_module_of_a_worker(tmp_path, monkeypatch):
+    (tmp_path / "distflow_jax.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(filter(None, sys.path)))
+    with pool_of("row", num_workers=1) as pool:
+        assert scores(pool.score(requests("5"))) == [5]
+
+
 def test_kwargs_and_logged_numbers():
     with pool_of("verl_style") as pool:
         results = pool.score(requests("47", "4"))

@@ -1,9 +1,12 @@
 """JetStream is imported without seqio, and a user's own seqio stays what it is."""
 
+import importlib.util
 import subprocess
 import sys
 
 import pytest
+
+from distflow_jax.rollout import jetstream_api
 
 OWN = """
 import seqio
@@ -47,6 +50,12 @@ def test_nothing_stands_in_for_them_afterwards(tmp_path):
     done = run(NONE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "import jetstream.engine.token_utils before distflow_jax" in done.stdout
+
+
+def test_other_threads_can_look_for_them_meanwhile():
+    with jetstream_api._without_tokenizers():
+        for name in ("seqio", "seqio.vocabularies", "tiktoken", "tiktoken.load"):
+            assert importlib.util.find_spec(name).name == name
 
 
 def test_without_jetstream_the_error_has_the_command(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.documented import unexplained_metrics
 from support.paths import ROOT
+from support.text_tables import cells_of
 
 from configs import tiny
 from distflow_jax import run
@@ -88,8 +89,9 @@ def test_its_samples(folder):
 
 
 def test_its_plan(folder):
-    plan = (folder / "plan.txt").read_text()
-    assert re.search(r"reward +environment_reward, finished, response +rollout +stay on host", plan)
+    reads = cells_of((folder / "plan.txt").read_text(), ["node", "reads", "from", "move"])
+    fields = "environment_reward, finished, response"
+    assert ["reward", fields, "rollout", "stay on host"] in reads
 
 
 @pytest.mark.slow

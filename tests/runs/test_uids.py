@@ -1,8 +1,10 @@
 """Every logged response is sampled again from its uid alone."""
 
+import collections
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from configs import tiny
@@ -39,6 +41,24 @@ def sampled_again(config, records):
     return [(decode(r.tokens, skip_special=False), len(r.tokens)) for r in responses]
 
 
+def check_advantages(records, metrics):
+    """Those of grpo are standard scores within a prompt; other graphs have none."""
+    found = [record["advantage"] for record in records if "advantage" in record]
+    if "critic/advantages/max" not in metrics:
+        assert not found
+        return
+    assert max(found) == metrics["critic/advantages/max"] > 0
+    assert min(found) == metrics["critic/advantages/min"] < 0
+    scores, advantages = collections.defaultdict(list), collections.defaultdict(list)
+    for record, advantage in zip(records, found, strict=True):
+        scores[record["uid"][0]].append(record["score"])
+        advantages[record["uid"][0]].append(advantage)
+    for prompt, values in scores.items():
+        spread = np.std(values, ddof=1) if len(set(values)) > 1 else 1.0
+        wanted = (np.array(values) - np.mean(values)) / spread
+        np.testing.assert_allclose(advantages[prompt], wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -60,5 +80,6 @@ def test_a_logged_response_is_sampled_again_from_its_uid(settings, tmp_path):
         assert metrics["training/sampling_rounds"] > 1
     if config.dag == "online_dpo":  # the better one of a pair comes first, whatever its number
         assert any(sample > 1 for _, sample in uids)
+    check_advantages(records, metrics)
     logged = [(record["response"], record["response_length"]) for record in records]
     assert sampled_again(config, records[::-1]) == logged[::-1]

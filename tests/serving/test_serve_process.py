@@ -47,14 +47,14 @@ class Served:
         def read():
             for line in self.process.stdout:
                 self.lines.append(line.decode().rstrip())
-                if self.lines[-1].startswith("ready: "):
+                if self.lines[-1].startswith("  peak memory"):
                     ready.set()
             ready.set()
 
         self._reader = threading.Thread(target=read)
         self._reader.start()
         assert ready.wait(300) and self.lines, self.process.stderr.read().decode()
-        (self.address,) = re.findall(r" on (\S+:\d+),", self.lines[-1])
+        (self.address,) = re.findall(r" on (\S+:\d+),$", self.lines[0])
 
     def end(self, number=signal.SIGTERM):
         """(exit code, lines of stdout, stderr)."""
@@ -93,9 +93,10 @@ def generated(tmp_path, *arguments):
 
 def test_a_signal_ends_it_in_order():
     with served("--grace_seconds=30") as running:
-        (ready,) = running.lines
+        ready, sizes, memory = running.lines
         assert ready.startswith("ready: random:llama?hidden=64") and "(version 0)" in ready
-        assert "32 slots" in ready and "prompt 96 + response 24 tokens" in ready
+        assert sizes == "  32 slots for each of two protocols, prompt 96 + response 24 tokens,"
+        assert re.fullmatch(r"  peak memory [\d.]+ [MG]iB", memory)
         assert running.address.startswith("127.0.0.1:")
         with SamplerClient(running.address) as client:
             events = client.sample(prompt="What", num_samples=40)
@@ -105,7 +106,7 @@ def test_a_signal_ends_it_in_order():
         assert first["prompt_tokens"] == list(b"What") and sum("end" in e for e in rest) == 40
         code = running.process.wait(60)
         running._reader.join()
-        assert (code, running.lines[1:], running.process.stderr.read()) == (0, ["stopped"], b"")
+        assert (code, running.lines[3:], running.process.stderr.read()) == (0, ["stopped"], b"")
 
 
 def test_mistakes_take_one_line():
@@ -165,4 +166,4 @@ def test_64_at_once_get_what_generate_writes(tmp_path):
         assert [t for _, t in cut] == [t[: 1 + i % 24] for i, (_, t) in enumerate(ours_sampled)]
         assert len(set(sampled)) == 64
         code, lines, errors = running.end()
-        assert (code, lines[1:], errors) == (0, ["stopped"], "")
+        assert (code, lines[3:], errors) == (0, ["stopped"], "")

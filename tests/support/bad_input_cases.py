@@ -266,7 +266,22 @@ DATA_CASES = [
     ),
     (
         "eval.dataset={dir}/good.jsonl ; eval.columns={'prompt': 'qestion'}",
-        "{dir}/good.jsonl, row 1: no column 'qestion'",
+        "{dir}/good.jsonl, row 1: no column 'qestion', which eval.columns gives for 'prompt'; did "
+        "you mean 'question'?",
+    ),
+    (
+        "data.train={dir}/renamed.jsonl ; data.columns={'question': 'q', 'answer': 'a'} ; "
+        "eval.dataset={dir}/good.jsonl",
+        "{dir}/good.jsonl, row 1: no column 'a', which data.columns gives for 'answer'; found "
+        "'question', 'answer'; or set eval.columns",
+    ),
+    (
+        "data.train={dir}/good.jsonl ; eval.dataset={dir}/other_columns.jsonl",
+        "eval.columns={'question': 'qestion'} reads 'qestion' as 'question'",
+    ),
+    (
+        "eval.columns={'prompt': 'x'}",
+        "eval.columns names columns of files, and 'task:arithmetic?size=32&held_out=1' has none",
     ),
     ("data.columns={'promt': 'x'}", "data.columns: no column is called 'promt' (did you mean 'pro"),
     ("data.columns={'prompt': 'x'}", "'task:arithmetic?size=32' has none: leave it empty"),

@@ -174,6 +174,11 @@ def main():
         shared = coordinator.get(edge("old_logp", "old", actor.layout, sampler))
         for (c, s), logp in zip(held, shared, strict=True):
             np.testing.assert_array_equal(logp, expected[c][s][1])
+        # records of responses: a node on the mesh wrote their advantages, whose last reader is gone
+        coordinator.put("old", "advantage", field)
+        coordinator.free("old", "advantage")
+        means = [float(np.mean(expected[c][s][1], dtype=np.float64)) for c, s in own]
+        assert coordinator.advantages() == {"advantage": means}
     shares = coordinator.shares
     batch_bytes = sum(
         2 * t.nbytes + len(t) + 8 for group in expected.values() for t, _, _ in group.values()

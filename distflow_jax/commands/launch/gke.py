@@ -3,9 +3,10 @@
 distflow launch gke --name=first --image=IMAGE --tpu=v5p --topology=4x4x4 \\
     --volume=shared:/shared -- train --config=grpo_smollm2 --workdir=/shared/runs/first
 
-The image contains this package with its extra tpu or gpu (Dockerfile makes one); IMAGE is its
-address. --workdir must be on a volume that all pods mount. For GPU nodes
-give --gpu=TYPE, --nodes and --gpus_per_node instead of --tpu and --topology.
+The image holds the package with its extra tpu or gpu (Dockerfile makes one); IMAGE is its address.
+--workdir must be on a volume that all pods mount; group 1000, that of the image's user, gets the
+right to write there. For GPU nodes give --gpu=TYPE, --nodes and --gpus_per_node instead of --tpu
+and --topology.
 When a pod exits with another code than 0, all are restarted, at most --max_restarts times: after a
 crash, and after a SIGTERM (75, with a checkpoint saved). A user error (2) ends the run.
 The cluster needs JobSet 0.6 or later.
@@ -19,9 +20,10 @@ import re
 import yaml
 
 from distflow_jax.commands.launch import hosts
+from distflow_jax.config.user_error import EXIT_USAGE
 
 PORT = 8476  # of process 0, on GPU nodes
-EXIT_USAGE = 2  # exit code of a subcommand for a user error
+GROUP = 1000  # of the user of the image that the Dockerfile makes
 REPLICATED_JOB = "hosts"
 
 # --tpu -> (label of the node pool, dims of a topology)
@@ -36,10 +38,8 @@ FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch gke"
-) -> argparse.Namespace:
-    """Parses and checks the flags before `--`, and the command with its flags after it."""
+def make_parser(program: str = "distflow launch gke") -> argparse.ArgumentParser:
+    """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.cluster_parser(__doc__, program, python="python")
     add = parser.add_argument
     add("--name", required=True, help="name of the JobSet")
@@ -75,7 +75,14 @@ def parse_arguments(
         default=300,
         help="time between SIGTERM and SIGKILL, for a step and a checkpoint (default 300)",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse_arguments(
+    arguments: list[str], program: str = "distflow launch gke"
+) -> argparse.Namespace:
+    """Parses and checks the flags before `--`, and the command with its flags after it."""
+    options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
     check(options)
     return options
@@ -226,6 +233,8 @@ def pod_template(options: argparse.Namespace) -> dict:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace_seconds,
         "nodeSelector": nodes,
+        # the root of a new volume belongs to root, and the image's user is another
+        "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": volume_list,
     }

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from distflow_jax.commands.subcommands import python_arguments
-from distflow_jax.config.command_line import user_error
+from distflow_jax.commands.subcommands import SUBCOMMANDS, python_arguments
+from distflow_jax.config.user_error import user_error
+from distflow_jax.did_you_mean import hint
 from distflow_jax.parallel import job
 
 
@@ -52,12 +53,25 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def python_command(options: argparse.Namespace) -> list[str]:
-    """Arguments of the Python interpreter for the command after --."""
-    return python_arguments(options.command)
+    """Arguments of the Python interpreter for the command after --.
+
+    Raises ValueError for one that begins with neither a subcommand, nor a .py file, nor an option
+    of the interpreter.
+    """
+    command = python_arguments(options.command)
+    word = next((word for word in command if word != "distflow"), "")
+    if not (word.startswith("-") or word.endswith(".py")):
+        raise ValueError(
+            f"unknown command {word!r} after -- ({hint(word, SUBCOMMANDS)}); or give a .py file"
+        )
+    return command
 
 
 def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentParser:
-    """A parser with the flags of all launchers for clusters; see `parser`."""
+    """A parser with the flags of all launchers for clusters; see `parser`.
+
+    `python` is the default of --python; "" stands for the interpreter of this process.
+    """
     result = parser(doc, program)
     result.add_argument(
         "--dry_run",
@@ -67,9 +81,8 @@ def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentP
     result.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run"
     )
-    result.add_argument(
-        "--python", default=python, help=f"interpreter on the hosts (default {python})"
-    )
+    default = f"default {python}" if python else "default: this one"
+    result.add_argument("--python", default=python, help=f"interpreter on the hosts ({default})")
     add_command(result)
     return result
 

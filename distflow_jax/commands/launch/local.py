@@ -28,10 +28,8 @@ STOPPED_WITH_CHECKPOINT = 75  # EX_TEMPFAIL
 CRASH_GRACE_SECONDS = 5.0
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch local"
-) -> argparse.Namespace:
-    """Parses the flags before `--`, and the command with its flags after it."""
+def make_parser(program: str = "distflow launch local") -> argparse.ArgumentParser:
+    """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.parser(__doc__, program)
     parser.add_argument("--processes", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument(
@@ -47,9 +45,18 @@ def parse_arguments(
         help="time to write a checkpoint between SIGTERM and SIGKILL (default 60)",
     )
     hosts.add_command(parser)
+    return parser
+
+
+def parse_arguments(
+    arguments: list[str], program: str = "distflow launch local"
+) -> argparse.Namespace:
+    """Parses and checks the flags before `--`, and the command with its flags after it."""
+    parser = make_parser(program)
     options = parser.parse_args(arguments)
     if options.processes < 1 or options.devices_per_process < 1:
         parser.error("--processes and --devices_per_process must be at least 1")
+    options.command = hosts.python_command(options)
     return options
 
 
@@ -153,7 +160,7 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
     try:
         for index in range(options.processes):
             process = subprocess.Popen(
-                [sys.executable, *hosts.python_command(options)],
+                [sys.executable, *options.command],
                 env=child_environment(index, options.processes, options.devices_per_process, port),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

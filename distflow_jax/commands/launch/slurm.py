@@ -37,11 +37,9 @@ exit "$code"
 """
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch slurm"
-) -> argparse.Namespace:
-    """Parses and checks the flags before `--`, and the command with its flags after it."""
-    parser = hosts.cluster_parser(__doc__, program, python=sys.executable)
+def make_parser(program: str = "distflow launch slurm") -> argparse.ArgumentParser:
+    """The parser of the flags before `--`, and of the command after it."""
+    parser = hosts.cluster_parser(__doc__, program, python="")
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="number of nodes (default 1)")
     add("--gpus_per_node", type=int, default=0, help="GPUs of each node (default 0)")
@@ -51,7 +49,7 @@ def parse_arguments(
     add("--account", default="", help="account")
     add("--job_name", default="distflow", help="name of the job (default distflow)")
     add("--log", default="slurm-%j.log", help="file for the output (default slurm-%%j.log)")
-    add("--directory", default=os.getcwd(), help="folder to run in (default: this one)")
+    add("--directory", default="", help="folder to run in (default: this one)")
     add(
         "--grace_seconds",
         type=int,
@@ -72,7 +70,16 @@ def parse_arguments(
         metavar="LINE",
         help="a line of shell to run first, such as --setup='module load cuda'",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse_arguments(
+    arguments: list[str], program: str = "distflow launch slurm"
+) -> argparse.Namespace:
+    """Parses and checks the flags before `--`, and the command with its flags after it."""
+    options = make_parser(program).parse_args(arguments)
+    options.python = options.python or sys.executable
+    options.directory = options.directory or os.getcwd()
     options.command = hosts.python_command(options)
     check(options)
     return options
@@ -104,7 +111,7 @@ def check(options: argparse.Namespace) -> None:
                 f"{name}={os.environ[name]} is set, and sbatch would pass it on; unset it"
             )
     script = pathlib.Path(options.directory) / options.command[0]
-    if options.command[0] != "-m" and not script.is_file():
+    if script.suffix == ".py" and not script.is_file():
         raise ValueError(f"{options.command[0]} does not exist in {options.directory}")
 
 

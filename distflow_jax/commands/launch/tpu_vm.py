@@ -21,10 +21,8 @@ FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
 CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch tpu_vm"
-) -> argparse.Namespace:
-    """Parses and checks the flags before `--`, and the command with its flags after it."""
+def make_parser(program: str = "distflow launch tpu_vm") -> argparse.ArgumentParser:
+    """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.cluster_parser(__doc__, program, python=".venv/bin/python")
     add = parser.add_argument
     add("--name", required=True, help="name of the TPU")
@@ -33,7 +31,14 @@ def parse_arguments(
     add("--accelerator_type", required=True, help="its type, such as v5p-32 or v6e-256")
     add("--directory", default="distflow_jax", help="folder on the hosts (default distflow_jax)")
     add("--internal_ip", action="store_true", help="connect within the same network")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse_arguments(
+    arguments: list[str], program: str = "distflow launch tpu_vm"
+) -> argparse.Namespace:
+    """Parses and checks the flags before `--`, and the command with its flags after it."""
+    options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
     hosts.name_of("--name", options.name, length=63)
     hosts.name_of("--zone", options.zone, length=63)

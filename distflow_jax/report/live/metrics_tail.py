@@ -11,6 +11,7 @@ import json
 import pathlib
 from typing import Any
 
+from distflow_jax.report.json_lines import json_number
 from distflow_jax.report.read_run import inside, metrics_of
 
 _CHECKED = 512  # bytes before the offset that the digest covers
@@ -35,9 +36,10 @@ def end_token(path: pathlib.Path) -> str:
         return _token(0, b"")
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(0, size - _MOST_BYTES))
-        tail = file.read()
-        end = size - len(tail) + tail.rfind(b"\n") + 1
+        start = max(0, size - _MOST_BYTES)
+        file.seek(start)
+        tail = file.read()  # the run may have written more since
+        end = start + tail.rfind(b"\n") + 1
         return _token_at(file, end)
 
 
@@ -66,11 +68,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if found is None:
         return None
     step, values = found
-    return {"step": step} | {name: _json_number(value) for name, value in values.items()}
-
-
-def _json_number(value: float) -> float | str:
-    return value if abs(value) < float("inf") else str(value)
+    return {"step": step} | {name: json_number(value) for name, value in values.items()}
 
 
 def _offset(token: str) -> int | None:

@@ -4,10 +4,10 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.report.live.live_server import LOOPBACK, find_runs, names_of, open_server, serve
 from distflow_jax.report.page import compare_page, report
 from distflow_jax.report.read_run import read_run
-from distflow_jax.report.run_writer import write_atomic
 
 
 def write_or_serve(
@@ -37,7 +37,10 @@ def write_or_serve(
     if len(runs) > 1 and not out:
         raise ValueError(f"{len(runs)} runs are given; name the page with --out=FILE.html")
     if len(runs) == 1:
-        path, text = pathlib.Path(out or pathlib.Path(folders[0]) / "report.html"), report(runs[0])
+        given = pathlib.Path(folders[0])
+        folder = given if given.resolve() == runs[0] else runs[0]
+        path = pathlib.Path(out) if out else folder / "report.html"
+        text = report(runs[0])
     else:
         path = pathlib.Path(out)
         text = compare_page(dict(zip(names_of(runs), map(read_run, runs), strict=True)))

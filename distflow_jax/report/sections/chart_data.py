@@ -6,6 +6,7 @@ from typing import Any
 
 from distflow_jax.report.chart_choice import TOGETHER, charts_of, main_charts
 from distflow_jax.report.charts import downsample
+from distflow_jax.report.json_lines import json_number
 from distflow_jax.report.metric_reference import find_metric
 from distflow_jax.report.read_run import RunFolder
 
@@ -65,9 +66,15 @@ def _points(
 ) -> list[Any]:
     points = downsample([(step, row[name]) for step, row in rows.items() if name in row], most)
     grid = grids.setdefault(tuple(step for step, _ in points), len(grids))
-    values = [float(f"{v:.5g}") if math.isfinite(v) else None for _, v in points]
-    odd = [[step, str(value)] for step, value in points if not math.isfinite(value)]
+    values = [_rounded(v, 5) if math.isfinite(v) else None for _, v in points]
+    odd = [[step, json_number(value)] for step, value in points if not math.isfinite(value)]
     return [grid, values, odd]
+
+
+def _rounded(value: float, digits: int) -> float:
+    """A finite number with few digits; the largest floats as they are, not rounded to infinity."""
+    rounded = float(f"{value:.{digits}g}")
+    return rounded if math.isfinite(rounded) else value
 
 
 def _sums(rows: Mapping[int, Mapping[str, float]], name: str) -> list[list[float]]:
@@ -75,11 +82,11 @@ def _sums(rows: Mapping[int, Mapping[str, float]], name: str) -> list[list[float
     steps, sums, total, before = [], [], 0.0, 0
     for step, row in rows.items():
         value = row.get(name, math.nan)
-        if math.isfinite(value):
-            total += value * max(step - before, 0)
-            before = step
+        longer = total + value * max(step - before, 0)
+        if math.isfinite(longer):
+            total, before = longer, step
             steps.append(step)
-            sums.append(float(f"{total:.7g}"))
+            sums.append(_rounded(total, 7))
     kept = {round(i * (len(steps) - 1) / _CLOCK_POINTS) for i in range(_CLOCK_POINTS + 1)}
     places = sorted(place for place in kept if 0 <= place < len(steps))
     return [[steps[place] for place in places], [sums[place] for place in places]]

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow_jax.report.page_style import long_text
+from distflow_jax.report.page_style import escaped, long_text
 from distflow_jax.report.sections.run_timeline import Attempt, attempts_of, date
 
 _FACTS = ("host", "devices", "processes", "versions", "commit", "command", "folder")
+_MOST_COMMAND = 3000  # characters that are shown word by word
 
 
 def provenance_table(events: Sequence[Mapping[str, Any]]) -> str:
@@ -29,9 +30,16 @@ def _table(attempt: Attempt) -> str:
         name: _text(start[name]) for name in _FACTS if name in start
     }
     rows = "".join(
-        f"<tr><th>{name}</th><td>{long_text(value)}</td></tr>" for name, value in facts.items()
+        f"<tr><th>{name}</th><td>{_html(name, value)}</td></tr>" for name, value in facts.items()
     )
     return f"<table class='facts'>{rows}</table>"
+
+
+def _html(name: str, value: str) -> str:
+    """A fact; the words of a command stay whole where they fit into a line."""
+    if name != "command" or len(value) > _MOST_COMMAND:
+        return long_text(value)
+    return " ".join(f"<span class='word'>{escaped(word)}</span>" for word in value.split(" "))
 
 
 def _text(value: Any) -> str:

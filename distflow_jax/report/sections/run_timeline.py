@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distflow_jax.programs.units import format_seconds
 from distflow_jax.report.page_style import escaped
-from distflow_jax.report.progress import format_seconds
 from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ATTEMPTS = 20

@@ -1,4 +1,7 @@
-"""Samples of a run: a card per prompt, with its responses in the order of their scores."""
+"""Samples of a run: a card per prompt, with its responses in the order of their scores.
+
+The page's script sorts them by other numbers, which stand in the attributes of each response.
+"""
 
 import dataclasses
 import math
@@ -12,6 +15,7 @@ from distflow_jax.report.read_run import RunFolder, prompt_key
 _MOST_CARDS, _MOST_RESPONSES = 12, 48  # of one file
 _MOST_OF_CARD = 16  # responses
 _MOST_EARLIER_TEXT = 1000  # characters
+_ORDERS = ("score", "length", "advantage", "ending")  # of the responses of a card
 # keys of a record that a card shows in a place of their own, or not at all
 _KNOWN = {
     "uid",
@@ -46,6 +50,14 @@ class Answer:
         """The score as a number; NaN without one."""
         return float(self.score) if _is_number(self.score) else math.nan
 
+    @property
+    def orders(self) -> dict[str, float]:
+        """The numbers that responses can be sorted by, by name; those that end are above others."""
+        end = int(self.finished) if isinstance(self.finished, bool) else None
+        found = {"score": self.score, "length": self.length, "advantage": self.advantage}
+        found["ending"] = end
+        return {name: float(value) for name, value in found.items() if _is_number(value)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -76,23 +88,41 @@ def sample_cards(run: RunFolder) -> str:
             if shown >= _MOST_RESPONSES:
                 break
             shown += min(len(group.answers), _MOST_OF_CARD)
-            body.append(_card(group, _before(groups, name, key)))
+            body.append(_card(group, _before(groups, name, key), f"{name}/{len(body)}"))
         left = len(found) - len(body)
         rest = f"{left} other prompts are in samples/{name}.jsonl" if left else ""
         note = f"<p class='about'>{escaped(rest)}</p>" if rest else ""
         hidden = " hidden" if options else ""
-        number = len(options)
+        value = escaped(name)  # the same after a live page has fetched its sections again
         files.append(
-            f"<div class='samples' data-file='{number}'{hidden}>{''.join(body)}{note}</div>"
+            f"<div class='samples' data-file='{value}'{hidden}>{''.join(body)}{note}</div>"
         )
-        options.append(f"<option value='{number}'>{escaped(_title(name))}</option>")
+        options.append(f"<option value='{value}'>{escaped(_title(name))}</option>")
     if not files:
         return ""
     return (
         f"<div class='toolbar'><select class='file' aria-label='step'>{''.join(options)}</select>"
+        f"{_order_choice(groups[name] for name in run.samples)}"
         "<input class='grep' type='search' placeholder='find in samples' "
         f"aria-label='find in samples'></div>{''.join(files)}"
     )
+
+
+def _order_choice(files: Iterable[Mapping[str, Group]]) -> str:
+    """The list of numbers that responses can be sorted by; "" for one alone."""
+    known = {
+        name
+        for groups in files
+        for group in groups.values()
+        for answer in group.answers
+        for name in answer.orders
+    }
+    if len(known) < 2:
+        return ""
+    options = "".join(
+        f"<option value='{name}'>by {name}</option>" for name in _ORDERS if name in known
+    )
+    return f"<select class='order' aria-label='order of responses'>{options}</select>"
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Group]:
@@ -173,7 +203,7 @@ def _title(name: str) -> str:
     return f"{words[kind]} {step}" if kind in words else name
 
 
-def _card(group: Group, before: tuple[str, Group] | None) -> str:
+def _card(group: Group, before: tuple[str, Group] | None, key: str) -> str:
     count = len(group.answers)
     facts = [f"{count} response{'' if count == 1 else 's'}"]
     if not math.isnan(group.mean):
@@ -188,11 +218,11 @@ def _card(group: Group, before: tuple[str, Group] | None) -> str:
     return (
         f"<article class='card'><div class='prompt'><div class='text'>{long_text(group.prompt)}"
         f"</div><p class='about'>{' · '.join(facts)}</p></div>"
-        f"<ol class='responses'>{shown}{more}</ol>{_earlier(before, group)}</article>"
+        f"<ol class='responses'>{shown}{more}</ol>{_earlier(before, group, key)}</article>"
     )
 
 
-def _earlier(before: tuple[str, Group] | None, now: Group) -> str:
+def _earlier(before: tuple[str, Group] | None, now: Group, key: str) -> str:
     if before is None:
         return ""
     name, group = before
@@ -203,8 +233,9 @@ def _earlier(before: tuple[str, Group] | None, now: Group) -> str:
         _response(answer, group, _MOST_EARLIER_TEXT) for answer in group.answers[:_MOST_OF_CARD]
     )
     return (
-        f"<details class='earlier'><summary>the same prompt, {escaped(_title(name))}"
-        f"{escaped(change)}</summary><ol class='responses'>{shown}</ol></details>"
+        f"<details class='earlier' data-key='{escaped(key)}'><summary>the same prompt, "
+        f"{escaped(_title(name))}{escaped(change)}</summary>"
+        f"<ol class='responses'>{shown}</ol></details>"
     )
 
 
@@ -215,7 +246,8 @@ def _response(answer: Answer, group: Group, most: int = 3000) -> str:
         share = _share(answer, group)
         chips.append(f"<b class='score' style='--share:{share:.2f}'>{score}</b>")
     if _is_number(answer.advantage):
-        chips.append(f"<span>advantage {format_value(answer.advantage)}</span>")
+        about = "mean over the tokens that the policy chose"
+        chips.append(f"<span title='{about}'>advantage {format_value(answer.advantage)}</span>")
     elif len(group.answers) > 1 and not math.isnan(answer.number):
         gap = answer.number - group.mean
         text = f"{'+' if gap > 0 else ''}{format_value(gap)}"
@@ -229,8 +261,9 @@ def _response(answer: Answer, group: Group, most: int = 3000) -> str:
         if isinstance(value, str | bool) or _is_number(value):
             value = format_value(value) if _is_number(value) else str(value)
             chips.append(f"<span>{escaped(name)} {long_text(value, 100)}</span>")
+    numbers = "".join(f" data-{name}='{value!r}'" for name, value in answer.orders.items())
     return (
-        f"<li><div class='chips'>{''.join(chips)}</div>"
+        f"<li{numbers}><div class='chips'>{''.join(chips)}</div>"
         f"<div class='text'>{long_text(answer.text, most)}</div></li>"
     )
 

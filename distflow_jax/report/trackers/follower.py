@@ -7,8 +7,8 @@ waits for it, and nothing is queued: what a slow tracker has not taken yet lies 
 
 import itertools
 import json
-import os
 import pathlib
+import threading
 import time
 import traceback
 from collections import deque
@@ -20,19 +20,51 @@ from distflow_jax.report.trackers.tracker import (
     MOST_RECORDS,
     TrackedRun,
     Tracker,
-    file_name,
     open_tracker,
+)
+from distflow_jax.report.trackers.tracker_state import (
+    cut_state,
+    read_state,
+    state_path,
+    write_state,
 )
 
 _TRIES = 3  # of a row, before it may be left out
 _ROWS = 64  # read at once
 _KINDS = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}
+LAST_WORDS = ("end", "failed", "lost")
 
 Tell = Callable[[Mapping[str, Any]], None]
 
 
+class Words:
+    """The words that a follower has still to obey, each once: what it obeys covers all before it.
+
+    Iteration waits for words, and ends after one of LAST_WORDS.
+    """
+
+    def __init__(self):
+        self._waiting: list[str] = []
+        self._changed = threading.Condition()
+
+    def put(self, word: str) -> None:
+        """Adds a word, unless it waits already or nothing can follow."""
+        with self._changed:
+            if word not in self._waiting and not set(LAST_WORDS).intersection(self._waiting):
+                self._waiting.append(word)
+                self._changed.notify()
+
+    def __iter__(self) -> Iterator[str]:
+        word = ""
+        while word not in LAST_WORDS:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                word = self._waiting.pop(0)
+            yield word
+
+
 class Follower:
-    """Feeds one tracker from the files of a run. One thread calls it.
+    """Feeds one tracker from the files of a run. One thread calls it, which holds its state.
 
     Args:
       spec: the tracker's name in observe.trackers.
@@ -48,31 +80,35 @@ class Follower:
         self, spec: str, folder: pathlib.Path, project: str, last_step: int | None, tell: Tell
     ):
         self._spec, self._folder, self._project, self._tell = spec, folder.resolve(), project, tell
-        self._state_path = self._folder / "trackers" / f"{file_name(spec)}.json"
+        self._state_path = state_path(self._folder, spec)
         self._run_id, self._cursor = self._earlier(last_step)
+        self._tell({"step": self._cursor})
         self._tracker: Tracker | None = None
         self._given: deque[tuple[float, int]] = deque()  # (time, step), not stored for sure yet
         self._offset = 0  # in metrics.jsonl, of the first row that was not given
         self._tries = 0
+        self._tables_of = -1  # the last step whose samples were given
         self._files: dict[str, int] = {}  # still to give, and how often that was tried
         self._begun = False
 
     def _earlier(self, last_step: int | None) -> tuple[str | None, int]:
         """The run's id in the tracker, and the last step that it has and the run keeps."""
-        if last_step == -1 or not self._state_path.exists():
+        try:
+            if last_step is not None:
+                cut_state(self._state_path, last_step)
+            return read_state(self._state_path)
+        except (OSError, ValueError) as error:
+            self._problem(f"{error}; a new run of the tracker is begun", error)
             return None, -1
-        state = json.loads(self._state_path.read_text())
-        cursor = int(state["step"])
-        return state["run_id"], cursor if last_step is None else min(cursor, last_step)
 
     def command(self, word: str) -> None:
-        """Obeys a word of the run's: "begin", "rows", "end", or "lost" where the run is gone."""
+        """Obeys a word: "begin", "rows", or a last one, "end", "failed" or "lost" (killed)."""
         if word == "begin":
             self.begin()
         elif word == "rows":
             self.catch_up()
         else:
-            self.close(failed=word == "lost")
+            self.close(failed=word != "end")
 
     def begin(self) -> None:
         """Opens the tracker with config.json, which is the run's by now, and gives the plan."""
@@ -104,7 +140,10 @@ class Follower:
         if not self._begun:
             return
         self._files |= {"report.html": 0} if self._has("report.html") else {}
-        self.catch_up()
+        for _ in range(_TRIES):
+            self.catch_up()
+            if self._tracker is None or next(self._rows(), None) is None:
+                break
         if self._tracker is None:
             return
         if self._attempt(lambda: self._tracker.close(failed)):
@@ -124,6 +163,7 @@ class Follower:
         if self._run_id not in (None, opened):
             self._problem(f"it has no run {self._run_id!r} any more; begun anew as {opened!r}")
             self._cursor = -1
+            self._tell({"step": -1})
         self._tracker, self._run_id = tracker, opened
         self._keep(self._cursor)
         if url := getattr(tracker, "url", ""):
@@ -157,9 +197,10 @@ class Follower:
         step = int(row["step"])
         values = {name: value for name, value in row.items() if name != "step"}
 
-        for prefix, kind in _KINDS.items():
+        for prefix, kind in _KINDS.items() if step != self._tables_of else ():
             if records := self._records(f"{prefix}{step}"):
                 self._attempt(lambda kind=kind, got=records: self._tracker.samples(step, kind, got))
+        self._tables_of = step
         if not self._attempt(lambda: self._tracker.metrics(step, values)):
             return False
         self._cursor = step
@@ -191,10 +232,10 @@ class Follower:
 
     def _keep(self, step: int) -> None:
         """Writes the tracker's id and the last step that it has stored for sure."""
-        self._state_path.parent.mkdir(exist_ok=True)
-        scratch = self._state_path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({"run_id": self._run_id, "step": step}))
-        os.replace(scratch, self._state_path)
+        try:
+            write_state(self._state_path, self._run_id, step)
+        except OSError as error:
+            self._problem(f"{self._state_path} cannot be written: {error}", error)
 
     def _has(self, name: str) -> bool:
         return (self._folder / name).exists()

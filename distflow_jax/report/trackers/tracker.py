@@ -80,7 +80,7 @@ class Tracker(Protocol):
         """Takes a file of the run's folder: config.json, plan.svg, report.html."""
 
     def close(self, failed: bool) -> None:
-        """Stores the rest. `failed`: the run ended without a last report."""
+        """Stores the rest. `failed`: an error, a signal or a kill ended the run before its end."""
 
 
 def check_names(specs: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def check_trackers(specs: Sequence[str]) -> None:
     check_names(specs)
     for spec in specs:
         package = MODULES.get(spec)
-        if package and not importlib.util.find_spec(package):
+        if package and not _is_installed(package):
             raise ValueError(
                 f"{_SETTING} has {spec!r}, and its package is not installed: pip install {package}"
             )
@@ -126,6 +126,12 @@ def file_name(spec: str) -> str:
 def _load(spec: str) -> Any:
     known = {name: functools.partial(_builtin, name) for name in _CLASSES}
     return load_named(spec, known, "tracker", setting=_SETTING, example=_EXAMPLE)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name without code is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _builtin(name: str, run: TrackedRun) -> Tracker:

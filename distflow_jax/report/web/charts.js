@@ -37,6 +37,22 @@ const formatTick = (value, step) => {
   return digits > 4 || Math.abs(value) >= 1e4 ? formatValue(value) : value.toFixed(digits);
 };
 
+// Places of a log axis's lines from `low` to `high`, both above 0: some 3 to 8 of them. uPlot's own
+// do not end for a range that begins at an uneven number.
+const logTicks = (low, high) => {
+  const decades = Math.log10(high / low), ticks = [];
+  if (decades < 0.7) { // nearly linear
+    const least = (high - low) / 5, power = 10 ** Math.floor(Math.log10(least));
+    const step = power * [1, 2, 5, 10].find((n) => n * power >= 0.999 * least);
+    for (let n = Math.ceil(low / step); n * step <= high; n++) ticks.push(n * step);
+    return ticks;
+  }
+  const every = Math.ceil(decades / 6), parts = decades < 2.5 ? [1, 2, 5] : [1];
+  for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
+    if (n % every === 0) ticks.push(...parts.map((part) => part * 10 ** n));
+  return ticks.filter((tick) => tick >= low && tick <= high);
+};
+
 // The sums of an axis at given steps, between whose known points they are linear.
 const along = (steps, [known, sums]) => {
   let place = 0;
@@ -121,7 +137,7 @@ class Chart {
     return figure;
   }
 
-  // {name, color, dash, band, x, y, odd} of each line; a comparison has one per run.
+  // {name, color, dash, band, x, y, last, odd} of each line; a comparison has one per run.
   lines() {
     const found = [], several = this.runs.length > 1;
     for (const run of this.runs) {
@@ -135,12 +151,12 @@ class Chart {
         const steps = settings.axis === "step" ? null : run.axes[settings.axis];
         const to = (x) => (steps ? along(x, steps) : x);
         const y = points.y.map((v) => {
-          if (v === null || (settings.log && v <= 0)) return null;
+          if (v === null || (settings.log && v < 1 / LIMIT)) return null;
           return Math.min(Math.max(v, -LIMIT), LIMIT);
         });
         found.push({
           name: several ? run.name : word, color, dash, band: words.length > 1 && word !== "mean",
-          x: to(points.x), y, odd: points.odd.map(([x, what]) => [to([x])[0], what]),
+          x: to(points.x), y, last: points.y.findLast((v) => v !== null), odd: points.odd.map(([x, what]) => [to([x])[0], what]),
         });
       }
     }
@@ -152,7 +168,7 @@ class Chart {
     const lines = this.lines(), weight = settings.smooth;
     this.shown = lines;
     this.figure.classList.toggle("absent", !lines.length);
-    const last = lines.find((line) => !line.band)?.y.findLast((v) => v !== null);
+    const last = lines.find((line) => !line.band)?.last;
     this.latest.textContent = this.runs.length > 1 || last === undefined ? "" : formatValue(last);
     const tables = [], series = [{}], bands = [];
     const order = [...lines.filter((l) => l.band), ...lines.filter((l) => !l.band)];
@@ -215,12 +231,14 @@ class Chart {
         {
           stroke: faint, font, size: 24, gap: 3, space: 64, grid: { show: false },
           ticks: { stroke: grid, size: 4 },
-          ...(whole ? { incrs: [1, 2, 5].flatMap((n) => [n]).concat(this.powers()) } : {}),
+          ...(whole ? { incrs: [1, 2, 5].concat(this.powers()) } : {}),
           values: (_, splits) => splits.map(formatX),
         },
         {
           stroke: faint, font, size: 54, gap: 4, space: 30, grid: { stroke: grid, width: 1 },
           ticks: { show: false },
+          ...(settings.log ? { splits: (_, axis, low, high) => logTicks(low, high) } : {}),
+          filter: (_, splits) => splits,
           values: (_, splits, axis, space, step) =>
             splits.map((v) => (v === null ? null : settings.log ? formatValue(v) : formatTick(v, step))),
         },

@@ -113,11 +113,24 @@ document.addEventListener("keydown", (event) => {
 
 // -- the sections of a run --------------------------------------------------------------------
 
-document.addEventListener("change", (event) => {
-  if (!event.target.matches("select.file")) return;
-  const section = event.target.closest("section");
+const showFile = (section) => {
+  const chosenFile = section.querySelector("select.file").value;
   for (const file of section.querySelectorAll(".samples"))
-    file.hidden = file.dataset.file !== event.target.value;
+    file.hidden = file.dataset.file !== chosenFile;
+};
+// The greatest first; responses without the number come last.
+const sortResponses = (section) => {
+  const key = section.querySelector("select.order")?.value;
+  const number = (item) => Number(item.dataset[key] ?? -Number.MAX_VALUE);
+  for (const list of section.querySelectorAll(".responses")) {
+    const items = [...list.children].filter((item) => !item.matches(".about"));
+    list.prepend(...items.sort((a, b) => number(b) - number(a)));
+  }
+};
+document.addEventListener("change", (event) => {
+  const section = event.target.closest("section");
+  if (event.target.matches("select.file")) showFile(section);
+  if (event.target.matches("select.order")) sortResponses(section);
 });
 const filterSamples = (section) => {
   const word = section.querySelector(".grep")?.value.toLowerCase() ?? "";
@@ -157,12 +170,14 @@ const setStatus = (word, text) => {
 
 // -- live -------------------------------------------------------------------------------------
 
-// The page works at most so often that its own time, and the server's, stay a small share.
-const SHORTEST = 4000, LONGEST = 60000, SHARE = 400, SECTIONS = 15000; // ms; ms per ms of work
+// Between two updates lie SHARE times what the last one took, from the request until its result was
+// painted. The time of the page and of the server therefore stays a small share on a busy machine too.
+const SHORTEST = 5000, LONGEST = 60000, SHARE = 200; // ms; ms per ms
+const SECTIONS = 20000, SECTIONS_LONGEST = 300000; // ms
 const ROWS_KEPT = 3000; // rows appended until the server thins the points again
 const NAMES = all("nav a[data-section]").map((link) => link.dataset.section);
 const shownHtml = new Map(); // "run name" -> HTML of a part
-let sectionsAt = 0, moved = false, failures = 0, work = 0;
+let sectionsAt = 0, failures = 0, work = 0;
 
 const fetchJson = async (url) => {
   const reply = await fetch(url, { cache: "no-cache" });
@@ -194,6 +209,7 @@ const append = (run, rows) => {
     }
     for (const [name, value] of Object.entries(row)) {
       const points = run.metrics.get(name);
+      if (!points && run.more) continue; // of a chart that is left out
       if (!points) return false;
       points.x.push(step);
       points.y.push(typeof value === "number" ? value : null);
@@ -212,6 +228,21 @@ const append = (run, rows) => {
   return run.appended <= ROWS_KEPT;
 };
 
+// Gives a new section of samples the step, order and words that its reader chose; the first step of
+// the list is the newest, and a reader who has not left it goes on to the next.
+const keepChoices = (old, next) => {
+  const [was, is] = [old, next].map((section) => section.querySelector("select.file"));
+  const listed = [...is.options].some(({ value }) => value === was.value);
+  if (was.selectedIndex > 0 && listed) is.value = was.value;
+  const order = old.querySelector("select.order")?.value;
+  const known = [...(next.querySelector("select.order")?.options ?? [])];
+  if (known.some(({ value }) => value === order)) next.querySelector("select.order").value = order;
+  next.querySelector(".grep").value = old.querySelector(".grep").value;
+  showFile(next);
+  sortResponses(next);
+  filterSamples(next);
+};
+
 const replacePart = (block, name, html, before) => {
   const id = `${chosen}-${name}`, old = byId(`${name}-${chosen}`);
   if (shownHtml.get(id) === html) return;
@@ -222,11 +253,11 @@ const replacePart = (block, name, html, before) => {
   made.innerHTML = html;
   const next = made.content.firstElementChild;
   if (old && next) {
-    const opened = [...old.querySelectorAll("details")].map((part) => part.open);
-    next.querySelectorAll("details").forEach((part, i) => (part.open = opened[i] ?? part.open));
-    const word = old.querySelector(".grep")?.value;
-    if (word) next.querySelector(".grep").value = word;
-    if (word) filterSamples(next);
+    const keyed = (section) =>
+      [...section.querySelectorAll("details")].map((part, i) => [part.dataset.key ?? i, part]);
+    const earlier = new Map(keyed(old));
+    for (const [key, part] of keyed(next)) part.open = earlier.get(key)?.open ?? part.open;
+    if (name === "samples") keepChoices(old, next);
     next.querySelector(".picture")?.classList.toggle(
       "natural", old.querySelector(".picture")?.classList.contains("natural") ?? false);
   }
@@ -236,9 +267,9 @@ const replacePart = (block, name, html, before) => {
 
 const refreshSections = async () => {
   const number = chosen, block = document.querySelector(`.run[data-run="${number}"]`);
-  const found = await fetchJson(`sections/${number}`);
+  const started = performance.now(), found = await fetchJson(`sections/${number}`);
   if (number !== chosen) return;
-  const started = performance.now(), top = document.querySelector(`.top[data-run="${number}"]`);
+  const top = document.querySelector(`.top[data-run="${number}"]`);
   if (shownHtml.get(`${number}-top`) !== found.parts.top) top.innerHTML = found.parts.top;
   shownHtml.set(`${number}-top`, found.parts.top);
   let before = null;
@@ -247,30 +278,40 @@ const refreshSections = async () => {
     before = byId(`${name}-${number}`) ?? before;
   }
   linkSections();
-  moved = false;
-  const cost = performance.now() - started + 1000 * found.seconds;
-  sectionsAt = performance.now() + Math.max(SECTIONS, cost * SHARE);
+  await painted();
+  const now = performance.now(), pause = (now - started) * SHARE;
+  sectionsAt = now + Math.min(SECTIONS_LONGEST, Math.max(SECTIONS, pause));
+};
+
+const painted = () => new Promise((done) => {
+  requestAnimationFrame(() => setTimeout(done));
+  setTimeout(done, 1000); // a tab in the background is not painted
+});
+
+const showDifferences = async () => {
+  if (runs.length > 1) byId("differences").innerHTML = (await fetchJson("differences")).html;
 };
 
 const poll = async () => {
   const words = runs.map((run) => `${run.number}=${encodeURIComponent(run.token)}`);
-  const news = await fetchJson(`news?${words.join("&")}`);
-  const started = performance.now();
+  const started = performance.now(), news = await fetchJson(`news?${words.join("&")}`);
   let reload = false, changed = false;
   for (const run of runs) {
     const found = news[run.number];
-    if (found.rows.length) changed = moved = true;
+    if (found.rows.length) changed = true;
     if (found.token && append(run, found.rows)) run.token = found.token;
     else {
       await loadRun(run);
-      reload = changed = moved = true;
+      reload = changed = true;
     }
   }
   if (reload) showCharts();
   else if (changed) redraw();
   if (changed) showStatus();
+  if (changed) await painted();
   work = performance.now() - started;
-  if (moved && performance.now() > sectionsAt) await refreshSections();
+  if (reload) await showDifferences();
+  if (performance.now() > sectionsAt) await refreshSections();
 };
 
 const follow = async () => {
@@ -299,8 +340,7 @@ const start = async () => {
     showCharts();
     showStatus();
     await refreshSections();
-    if (runs.length > 1)
-      byId("differences").innerHTML = (await fetchJson("differences")).html;
+    await showDifferences();
   } catch (error) {
     showLost();
   }

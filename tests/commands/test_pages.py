@@ -1,0 +1,165 @@
+"""Commands that pages show: each is run, here or by a named test, or is left out with a reason."""
+
+import ast
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from support.doc_blocks import blocks, commands, documents
+from support.follow_page import SHELL, environment, follow, place, run
+from support.paths import ROOT
+
+from distflow_jax.commands.subcommands import SUBCOMMANDS
+from distflow_jax.report.run_writer import read_metrics
+
+# pages whose commands another test reads and runs
+ELSEWHERE = {
+    "README.md": "tests/commands/test_readme.py",
+    "docs/quickstart.md": "tests/commands/test_scripts.py",
+    "docs/tasks.md": "tests/commands/test_tasks.py",
+    "docs/clusters.md": "tests/commands/test_launch_cluster.py",
+}
+# pages that are followed here; pages with none but commands of --help need no entry
+FOLLOWED = {
+    "docs/adapters.md",
+    "docs/data.md",
+    "docs/memory.md",
+    "docs/parallelism.md",
+    "docs/report.md",
+    "docs/tutorial.md",
+}
+# why no test runs a page's commands, or those commands of a page that have these words
+NOT_RUN = {
+    "CONTRIBUTING.md": "they run these tests",
+    "docs/benchmarks.md": "measurements of hours, some beside packages that tests do not install",
+    "docs/scaling.md": "plans for pods of minutes to hours; tests/pods plans smaller ones",
+    "docs/trackers.md": "wandb has an account or a folder; tests/report/test_trackers.py runs both",
+}
+LANGUAGES = {*SHELL, "python", "yaml", "json", "text"}  # a block of another one would be no command
+WORDS_NOT_RUN = {
+    "hf:": "tests use no network; tests/data/test_columns.py reads a cache of the hub",
+}
+
+
+def lines(path):
+    """The commands of a page, without comments at their end."""
+    shell = [block for block in blocks(path) if block.language in SHELL]
+    found = [command for block in shell for command in commands(block.text)]
+    return [command[: command.index("#")] if "#" in command else command for command in found]
+
+
+def is_left_out(command):
+    return any(word in argument for argument in command for word in WORDS_NOT_RUN)
+
+
+def of_help():
+    """Commands that --help and the quickstart show, as test_scripts.py runs them."""
+    found = lines(ROOT / "docs" / "quickstart.md")
+    for path in (ROOT / "scripts").glob("*.py"):
+        text = re.sub(r"\\\n\s*", " ", ast.get_docstring(ast.parse(path.read_text())))
+        found += commands("\n".join(re.findall(r"^ +(python .*)$", text, re.MULTILINE)))
+    for name, subcommand in SUBCOMMANDS.items():
+        found += commands("\n".join(f"distflow {name} {x}" for x in subcommand.examples))
+    return {in_a_checkout(command) for command in found}
+
+
+def in_a_checkout(command):
+    """The arguments of a command without its program, with configs by name."""
+    first, second, *rest = command
+    script = second.removeprefix("scripts/").removesuffix(".py") if first == "python" else second
+    rest = [re.sub(r"^--config=configs/(.*)\.py$", r"--config=\1", argument) for argument in rest]
+    return (script, *rest)
+
+
+def test_every_command_is_run_or_left_out_with_a_reason():
+    known = of_help()
+    pages = {str(p.relative_to(ROOT)): p for p in [*documents(), ROOT / "CONTRIBUTING.md"]}
+    shown = {name: lines(path) for name, path in pages.items()}
+    listed = FOLLOWED | set(ELSEWHERE) | set(NOT_RUN)
+    assert listed <= {name for name, found in shown.items() if found}
+    assert {block.language for path in pages.values() for block in blocks(path)} <= LANGUAGES
+    for name in set(shown) - listed:
+        left = [c for c in shown[name] if not is_left_out(c) and in_a_checkout(c) not in known]
+        assert not left, f"{name}: no test runs {left}"
+    for name, test in ELSEWHERE.items():
+        assert name.removeprefix("docs/") in (ROOT / test).read_text(encoding="utf-8"), test
+
+
+def test_every_followed_page_is_followed():
+    text = (ROOT / __file__).read_text(encoding="utf-8")
+    for name in FOLLOWED:
+        assert f'page("{name.removeprefix("docs/")}")' in text
+
+
+def page(name):
+    return ROOT / "docs" / name
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path):
+    place(tmp_path)
+    follow(blocks(page("adapters.md")), tmp_path)
+    assert (tmp_path / "exports/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_data(tmp_path):
+    rows = [{"instruction": f"Write {i}.", "output": str(i)} for i in range(64)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows))
+    (printed,) = [run(place(tmp_path), c) for c in lines(page("data.md")) if not is_left_out(c)]
+    assert "alpaca" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [page("memory.md"), page("parallelism.md")], ids=lambda p: p.stem)
+def test_plans(tmp_path, path):
+    place(tmp_path)
+    for command in lines(path):
+        assert "plan " in run(tmp_path, command)
+
+
+@pytest.mark.slow
+def test_report(tmp_path):
+    """Of two runs: the page of one, a comparison, and the server that shows both."""
+    place(tmp_path)
+    shown = lines(page("report.md"))
+    for name in ("first", "second"):
+        train = ["python", "scripts/train.py", "--config=configs/tiny.py"]
+        run(tmp_path, [*train, f"--workdir=runs/{name}", "--config.training.steps=1"])
+    (serve,) = [c for c in shown if any(x.startswith("--serve") for x in c)]
+    (tmp_path / "runs/first/report.html").unlink()
+    printed = [run(tmp_path, command) for command in shown if command != serve]
+    assert printed == ["wrote runs/first/report.html\n", "wrote compare.html\n"]
+    assert (tmp_path / "runs/first/report.html").is_file()
+    assert "runs/second" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+    free = [re.sub(r"^--serve=\d+$", "--serve=0", x) for x in serve[1:]]  # its port may be in use
+    with subprocess.Popen(
+        [sys.executable, *free],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        (url,) = re.findall(r"^2 runs at (http://\S+) ", server.stdout.readline())
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            assert "second" in answer.read().decode()
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
+
+
+@pytest.mark.slow
+def test_tutorial(tmp_path):
+    """To the letter, with the real model: the reward rises, and the answer is one of the words."""
+    printed = follow(
+        blocks(page("tutorial.md")), place(tmp_path), environment(tmp_path, hurried=False)
+    )
+    first, *_, last = read_metrics(tmp_path / "runs/weather/metrics.jsonl")
+    name = "val-core/weather_test/reward/mean@1"
+    assert last["step"] == 15 and last[name] > first[name]
+    assert "rain" in printed[-2].lower()
+    assert (tmp_path / "exports/weather/config.json").is_file()
+    assert (tmp_path / "plan/plan.svg").is_file()
