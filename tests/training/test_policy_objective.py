@@ -84,7 +84,8 @@ ALGORITHMS = {  # several options at once where they have nothing to do with eac
     "gspo, dual clip": {"policy_loss": "gspo", "clip": 0.2, "dual_clip": 1.2},
     "gmpo, corrected": {
         "policy_loss": "gmpo",
-        "correction": "token_mis",
+        "correction": "token_tis",
+        "correction_high": 1.05,
         "rejection": "seq_sum_k1",
     },
     "normalised tokens": {

@@ -1,0 +1,42 @@
+"""Steps that trained on nothing: counted in a row, warned of, and an end of the run."""
+
+import logging
+import pathlib
+
+import pytest
+
+from distflow_jax.runtime.run_state import RunState, check_lost
+from distflow_jax.training.training_config import TrainingConfig
+
+FOLDER = pathlib.Path("run")
+REJECTED = {"rollout_corr/kept_weight_max": 0.0}
+KEPT = {"rollout_corr/kept_weight_max": 1e-9}
+
+
+def after(*steps):
+    """The state after steps of (metrics, updates that were not finite)."""
+    state = RunState({}, step=len(steps))
+    for metrics, nonfinite in steps:
+        state.count_lost(metrics, nonfinite)
+    return state
+
+
+def test_steps_are_counted_in_a_row():
+    assert (after(({}, 0)).rejected, after(({}, 2)).nonfinite) == (0, 1)
+    assert after((REJECTED, 0), (REJECTED, 0)).rejected == 2
+    assert after((REJECTED, 0), (KEPT, 0)).rejected == 0
+    assert after((REJECTED, 1), (REJECTED, 1), (KEPT, 1)).nonfinite == 3
+    assert after(({"actor_train/rollout_corr/kept_weight_max": 0.0}, 0)).rejected == 1
+
+
+def test_too_many_end_the_run(caplog):
+    config = TrainingConfig(max_rejected=1, max_nonfinite=0)
+    check_lost(after((KEPT, 0)), config, FOLDER)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "distflow_jax"):
+        check_lost(after((REJECTED, 0)), config, FOLDER)
+    assert ["left no token" in r.getMessage() for r in caplog.records] == [True]
+    with pytest.raises(RuntimeError, match="left no token in 2 steps in a row, the last being 2"):
+        check_lost(after((REJECTED, 0), (REJECTED, 0)), config, FOLDER)
+    with pytest.raises(RuntimeError, match="not finite in 1 steps in a row"):
+        check_lost(after((KEPT, 1)), config, FOLDER)
