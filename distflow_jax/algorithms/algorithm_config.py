@@ -71,9 +71,9 @@ class AlgorithmConfig:
     correction_high: float | None = None  # greatest ratio of a correction; None: 2, for token_mis 5
     # divide the correction's weights by their mean over the optimizer step
     correction_batch_normalize: bool = False
-    # rule that leaves out what differs too much between sampler and trainer. Sequences, by a mean:
-    # geometric, k2, k3; by a sum or the largest token: seq_sum_k1, seq_sum_k2, seq_sum_k3,
-    # seq_max_k2, seq_max_k3. Tokens: token_k1, token_k2, token_k3; none: all are kept
+    # rule that leaves out what differs too much between sampler and trainer; none: all are kept;
+    # sequences by a mean: geometric, k2, k3; by a sum: seq_sum_k1, seq_sum_k2, seq_sum_k3; by the
+    # largest token: seq_max_k2, seq_max_k3; tokens: token_k1, token_k2, token_k3
     rejection: str = "none"
     # least ratio of geometric (mean), token_k1 and seq_sum_k1 (product); None: 0.99, 0.5, 0.5
     rejection_low: float | None = None

@@ -136,7 +136,7 @@ class ContextFactory:
 
     @property
     def _temperature(self) -> float:
-        """What logits are divided by: the sampler's temperature, 1 where nothing is sampled."""
+        """Divisor of logits: the sampler's temperature, 1 where nothing is sampled."""
         sampled = samplers_of(self._run.plan)
         return self._run.config.rollout.temperature if sampled else 1.0
 
