@@ -134,9 +134,10 @@ def draw(
     cut = (top_k > 0) | (top_p < 1.0)
 
     def of_all():
-        # of the logits that are there already, and a number per slot: see smallest_kept
-        whole = jax.nn.logsumexp(logits_BV / temperature[:, None], axis=-1)
-        return jnp.where(cut, whole, lse)
+        # of the logits that are there already, and a number per slot: see smallest_kept. The
+        # largest logit is never cut
+        whole = jnp.sum(jnp.exp(logits_BV / temperature[:, None] - top[:, None]), axis=-1)
+        return jnp.where(cut, jnp.log(whole) + top, lse)
 
     lse = jax.lax.cond(jnp.any(cut), of_all, lambda: lse)
 
