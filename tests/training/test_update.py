@@ -70,9 +70,9 @@ class Trainer:
         return state, metrics
 
 
-def choosing(policy_loss, updates, trainer):
+def choosing(updates, trainer, proximal="recomputed"):
     """An update whose metric `current` is the sum of the log-probs that tokens are chosen by."""
-    algorithm = AlgorithmConfig(policy_loss=policy_loss, kl_cov_share=0.5)
+    algorithm = AlgorithmConfig(policy_loss="kl_cov", kl_cov_share=0.5, proximal=proximal)
     objective = policy_objective(TINY, algorithm, FORWARD, max_response=14)
 
     def evaluate(params, batch, denominators, temperature):
@@ -89,10 +89,12 @@ def choosing(policy_loss, updates, trainer):
     )
 
 
-def test_tokens_are_chosen_by_the_policy_before_each_update(trainer):
+@pytest.mark.parametrize("proximal", ["recomputed", "rollout"])
+def test_tokens_are_chosen_by_the_policy_before_each_update(trainer, proximal):
     """The first update takes the old log-probs and makes no pass: any number would do. All later
-    ones, of further epochs too, take those of the policy that the updates before have made."""
-    update = choosing("kl_cov", MINI_BATCHES * EPOCHS, trainer)
+    ones, of further epochs too, take those of the policy that the updates before have made. Without
+    recomputed old log-probs the first one does, too."""
+    update = choosing(MINI_BATCHES * EPOCHS, trainer, proximal)
     state = trainer.state()
     old = np.asarray(trainer.logp(state.params, trainer.rows, TEMPERATURE)) - np.float32(0.25)
     batch = trainer.batch(state.params)._replace(old_logp=old)
@@ -100,7 +102,8 @@ def test_tokens_are_chosen_by_the_policy_before_each_update(trainer):
     for index in range(MINI_BATCHES * EPOCHS):
         mini = index % MINI_BATCHES
         logp = np.asarray(trainer.logp(state.params, trainer.rows, TEMPERATURE))
-        wanted = (old if index == 0 else logp)[mini][mask[mini]].sum()
+        known = index == 0 and proximal == "recomputed"
+        wanted = (old if known else logp)[mini][mask[mini]].sum()
         state, metrics = update(state, batch, np.int32(index), TEMPERATURE)
         np.testing.assert_allclose(metrics["current"], wanted, rtol=1e-5)
     assert np.abs(logp - old - 0.25)[mask].max() > 1e-3  # the policy has moved
@@ -118,12 +121,12 @@ def test_choosing_costs_a_forward_pass_of_each_update_but_the_first(trainer):
         return found.total
 
     plain = flops(trainer.update, batch)
-    assert flops(choosing("kl_cov", 1, trainer), one) == plain
+    assert flops(choosing(1, trainer), one) == plain
     forward = matmul_flops(
         trainer.logp.trace(trainer.state().params, one.rows, TEMPERATURE).jaxpr
     ).total
     for updates in (2, 4):
-        more = updates * flops(choosing("kl_cov", updates, trainer), batch) - updates * plain
+        more = updates * flops(choosing(updates, trainer), batch) - updates * plain
         assert more == pytest.approx((updates - 1) * forward, rel=1e-9)
 
 
