@@ -53,7 +53,12 @@ from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, run_folder
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
-from distflow_jax.runtime.run_state import first_or_restored_state, loader_position, save_state
+from distflow_jax.runtime.run_state import (
+    check_lost,
+    first_or_restored_state,
+    loader_position,
+    save_state,
+)
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import records, validation_metrics
@@ -211,7 +216,7 @@ class Run:
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
                 if stopping or self.schedule.saves(state.step):
                     self.save()
-                self._check_finite()
+                check_lost(self.state, self.config.training, self.folder)
                 if stopping and state.step < steps:
                     self.recorder.stop_reason = PREEMPTED
                     log.warning(
@@ -246,7 +251,7 @@ class Run:
             metrics |= rounds.metrics()
         of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
         nonfinite = sum(metrics.pop(name) for name in of_nodes)
-        state.nonfinite = state.nonfinite + 1 if nonfinite else 0
+        state.count_lost(metrics, nonfinite)
         if self.recorder.takes_samples:
             samples.fields.update(coordinator.advantages())
             self.recorder.samples(samples)
@@ -347,14 +352,6 @@ class Run:
         if step and self.checkpointer.latest() != step:
             self.save()
         return EXIT_DONE
-
-    def _check_finite(self) -> None:
-        if self.state.nonfinite > self.config.training.max_nonfinite:
-            raise RuntimeError(
-                f"loss or gradient was not finite in {self.state.nonfinite} steps in a row, the "
-                f"last being {self.state.step}; the batches are in {self.folder / 'samples'} as "
-                "nonfinite-*. Lower training.optimizer.lr, or raise training.max_nonfinite"
-            )
 
 
 def _read(loader: Loader, spans: Spans) -> Iterator[list[Prompt]]:

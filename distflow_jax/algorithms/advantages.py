@@ -13,7 +13,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.algorithms.groups import GroupStatistics, group_statistics, group_sum
+from distflow_jax.algorithms.groups import (
+    GroupStatistics,
+    group_best_two,
+    group_statistics,
+    group_sum,
+)
 from distflow_jax.algorithms.masked import whiten
 from distflow_jax.algorithms.packed import (
     counted,
@@ -118,6 +123,21 @@ def dr_grpo(outcome: Outcome) -> AdvantageAndReturn:
     return _spread(outcome, _centred(outcome, found.mean, found))
 
 
+def grpo_passk(outcome: Outcome, *, norm_adv_by_std_in_grpo: bool) -> AdvantageAndReturn:
+    """Pass@k: the best response of a group gets s_best - s_second, all others get 0.
+
+    s_second counts equal scores apart, so that two best responses give 0. With
+    `norm_adv_by_std_in_grpo`, divided by sd + 1e-6 with divisor n - 1. A group of one, which has no
+    second response, gives 0. Tang et al. 2025 (arxiv.org/abs/2503.19595); named as in verl.
+    """
+    rows, found, score = outcome.rows, outcome.statistics, outcome.score
+    best, second = group_best_two(score, rows.group, counted(rows), outcome.num_groups)
+    lead = jnp.where(found.count > 1, best - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (jnp.sqrt(found.squares / jnp.maximum(found.count - 1.0, 1.0)) + 1e-6)
+    return _spread(outcome, jnp.where(score == best[rows.group], lead[rows.group], 0.0))
+
+
 def rloo(outcome: Outcome) -> AdvantageAndReturn:
     """RLOO: (s - mean) n / (n - 1), i.e. s minus the mean of the others; a group of one keeps s.
 
@@ -185,8 +205,8 @@ def opo(outcome: Outcome) -> AdvantageAndReturn:
 def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
     """CPGD: s - mean within the group, times one of three weights.
 
-    "std" is GRPO's 1 / (sd + 1e-6), "equal" is 1, and "clip_filter" is min(groups / groups whose
-    scores differ, 3). Liu et al. 2025 (arxiv.org/abs/2505.12504).
+    "std" is GRPO's 1 / (sd + 1e-6), "equal" is 1, and "clip_filter" is min(groups / groups with
+    sd != 0, 3); a group of one has sd 1. Liu et al. 2025 (arxiv.org/abs/2505.12504).
     """
     if cpgd_weight == "std":
         return grpo(outcome)
@@ -194,7 +214,8 @@ def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
     centred = _centred(outcome, found.mean, found)
     if cpgd_weight == "clip_filter":
         groups = (found.count > 0).sum(dtype=jnp.int32).astype(jnp.float32)
-        differ = (~found.equal).sum(dtype=jnp.int32).astype(jnp.float32)
+        varied = ~found.equal | (found.count == 1)
+        differ = varied.sum(dtype=jnp.int32).astype(jnp.float32)
         centred = centred * jnp.minimum(groups / jnp.maximum(differ, 1.0), 3.0)
     return _spread(outcome, centred)
 
@@ -212,6 +233,7 @@ ADVANTAGES: dict[str, AdvantageKind] = {
     "gae": AdvantageKind(gae, reads=("value",), options=("gamma", "lam")),
     "grpo": AdvantageKind(grpo),
     "dr_grpo": AdvantageKind(dr_grpo),
+    "grpo_passk": AdvantageKind(grpo_passk, options=("norm_adv_by_std_in_grpo",)),
     "rloo": AdvantageKind(rloo),
     "reinforce_plus_plus": AdvantageKind(reinforce_plus_plus, options=("gamma",)),
     "reinforce_plus_plus_baseline": AdvantageKind(reinforce_plus_plus_baseline),

@@ -13,7 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.algorithms.packed import counted, per_sequence, per_token, sequence_mean
+from distflow_jax.algorithms.masked import masked_mean
+from distflow_jax.algorithms.packed import (
+    counted,
+    per_sequence,
+    per_token,
+    sequence_max,
+    sequence_mean,
+)
 from distflow_jax.batch import Rows
 
 MAX_LOG_RHO = 20.0
@@ -33,7 +40,20 @@ def log_rho(prox_logp: jax.Array, rollout_logp: jax.Array, rows: Rows) -> jax.Ar
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp(jnp.clip(x, -MAX_LOG_RHO, MAX_LOG_RHO))
+    return jnp.exp(_bounded(x))
+
+
+def _bounded(log_ratio: jax.Array) -> jax.Array:
+    return jnp.clip(log_ratio, -MAX_LOG_RHO, MAX_LOG_RHO)
+
+
+def _k2(log_ratio: jax.Array) -> jax.Array:
+    return 0.5 * jnp.square(_bounded(log_ratio))
+
+
+def _k3(log_ratio: jax.Array) -> jax.Array:
+    # expm1: rho - 1 - log rho cancels all digits for rho near 1
+    return jnp.expm1(_bounded(log_ratio)) - _bounded(log_ratio)
 
 
 def _on_tokens(rows: Rows, weight: jax.Array, changed: jax.Array) -> Correction:
@@ -75,14 +95,14 @@ def sequence_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction
     return _on_tokens(rows, jnp.minimum(rho, high), rho > high)
 
 
-def sequence_mis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
-    """Masked importance sampling per sequence: prod rho where it is at most `high`, else 0.
+def sequence_mis(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
+    """Masked importance sampling per sequence: prod rho where low <= prod rho <= high, else 0.
 
     log_ratio = log rho [R, L]. Liu, Li et al. 2025 ("When speed kills stability",
-    yingru.notion.site).
+    yingru.notion.site), with the lower bound of verl's "lower_upper".
     """
     rho = _sequence_rho(log_ratio, rows)
-    kept = rho <= high
+    kept = (rho >= low) & (rho <= high)
     return _on_tokens(rows, jnp.where(kept, rho, 0.0), ~kept)
 
 
@@ -99,14 +119,66 @@ def geometric(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> C
 
 def k2_rejection(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
     """1 on sequences with mean((log rho)^2) / 2 <= high, else 0; log_ratio = log rho [R, L]."""
-    return _keep(rows, sequence_mean(0.5 * jnp.square(log_ratio), rows) <= high)
+    return _keep(rows, sequence_mean(_k2(log_ratio), rows) <= high)
 
 
 def k3_rejection(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
     """1 on sequences with mean(rho - 1 - log rho) <= high, else 0; log_ratio = log rho [R, L]."""
-    bounded = jnp.clip(log_ratio, -MAX_LOG_RHO, MAX_LOG_RHO)
-    # expm1: rho - 1 - log rho cancels all digits for rho near 1
-    return _keep(rows, sequence_mean(jnp.expm1(bounded) - bounded, rows) <= high)
+    return _keep(rows, sequence_mean(_k3(log_ratio), rows) <= high)
+
+
+def _keep_tokens(rows: Rows, kept: jax.Array) -> Correction:
+    return _on_tokens(rows, kept.astype(jnp.float32), ~kept)
+
+
+def token_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
+    """1 on tokens with low <= rho <= high, else 0; log_ratio = log rho [R, L].
+
+    The names token_*, seq_sum_* and seq_max_* are verl's (rollout_rs), whose bounds of k1 apply to
+    1 / rho. k1, k2, k3: Schulman 2020 (joschu.net/blog/kl-approx.html), of the KL from
+    the sampler's to the trainer's policy.
+    """
+    rho = _exp(log_ratio)
+    return _keep_tokens(rows, (rho >= low) & (rho <= high))
+
+
+def token_k2(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on tokens with (log rho)^2 / 2 <= high, else 0; log_ratio = log rho [R, L]."""
+    return _keep_tokens(rows, _k2(log_ratio) <= high)
+
+
+def token_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on tokens with rho - 1 - log rho <= high, else 0; log_ratio = log rho [R, L]."""
+    return _keep_tokens(rows, _k3(log_ratio) <= high)
+
+
+def seq_sum_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
+    """1 on sequences with low <= prod rho <= high, else 0; log_ratio = log rho [R, L]."""
+    product = _exp(per_sequence(_bounded(log_ratio), rows))
+    return _keep(rows, (product >= low) & (product <= high))
+
+
+def seq_sum_k2(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on sequences with sum((log rho)^2) / 2 <= high, else 0; log_ratio = log rho [R, L]."""
+    return _keep(rows, per_sequence(_k2(log_ratio), rows) <= high)
+
+
+def seq_sum_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on sequences with sum(rho - 1 - log rho) <= high, else 0; log_ratio = log rho [R, L]."""
+    return _keep(rows, per_sequence(_k3(log_ratio), rows) <= high)
+
+
+def seq_max_k2(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on sequences with max((log rho)^2) / 2 <= high, else 0; log_ratio = log rho [R, L].
+
+    One token far off leaves out its sequence: Li et al. 2026 ("Trust region masking").
+    """
+    return _keep(rows, sequence_max(_k2(log_ratio), rows) <= high)
+
+
+def seq_max_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
+    """1 on sequences with max(rho - 1 - log rho) <= high, else 0; log_ratio = log rho [R, L]."""
+    return _keep(rows, sequence_max(_k3(log_ratio), rows) <= high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +187,55 @@ class CorrectionKind:
 
     correct: Callable[..., Correction]
     bounds: Mapping[str, float]
+    per_sequence: bool = False  # all tokens of a sequence have the same weight
 
 
 # weights made of the ratio itself; one of these may be combined with one of REJECTIONS
 CORRECTIONS: dict[str, CorrectionKind] = {
     "token_tis": CorrectionKind(token_tis, {"high": 2.0}),
     "token_mis": CorrectionKind(token_mis, {"low": 0.5, "high": 5.0}),
-    "sequence_tis": CorrectionKind(sequence_tis, {"high": 2.0}),
-    "sequence_mis": CorrectionKind(sequence_mis, {"high": 2.0}),
+    "sequence_tis": CorrectionKind(sequence_tis, {"high": 2.0}, per_sequence=True),
+    "sequence_mis": CorrectionKind(sequence_mis, {"low": 0.0, "high": 2.0}, per_sequence=True),
 }
 
-# weights of 0 or 1: sequences sampled from a policy too far from the trainer's are left out
+# weights of 0 or 1: what was sampled from a policy too far from the trainer's is left out
 REJECTIONS: dict[str, CorrectionKind] = {
-    "geometric": CorrectionKind(geometric, {"low": 0.99, "high": 1.01}),
-    "k2": CorrectionKind(k2_rejection, {"high": 0.01}),
-    "k3": CorrectionKind(k3_rejection, {"high": 0.01}),
+    "geometric": CorrectionKind(geometric, {"low": 0.99, "high": 1.01}, per_sequence=True),
+    "k2": CorrectionKind(k2_rejection, {"high": 0.01}, per_sequence=True),
+    "k3": CorrectionKind(k3_rejection, {"high": 0.01}, per_sequence=True),
+    "token_k1": CorrectionKind(token_k1, {"low": 0.5, "high": 2.0}),
+    "token_k2": CorrectionKind(token_k2, {"high": 0.25}),
+    "token_k3": CorrectionKind(token_k3, {"high": 0.25}),
+    "seq_sum_k1": CorrectionKind(seq_sum_k1, {"low": 0.5, "high": 2.0}, per_sequence=True),
+    "seq_sum_k2": CorrectionKind(seq_sum_k2, {"high": 1.0}, per_sequence=True),
+    "seq_sum_k3": CorrectionKind(seq_sum_k3, {"high": 1.0}, per_sequence=True),
+    "seq_max_k2": CorrectionKind(seq_max_k2, {"high": 0.25}, per_sequence=True),
+    "seq_max_k3": CorrectionKind(seq_max_k3, {"high": 0.25}, per_sequence=True),
 }
+
+
+def mean_weight(kind: CorrectionKind, weight: jax.Array, rows: Rows) -> jax.Array:
+    """Mean weight [R, L] of a correction, by which batch normalisation divides it; a scalar.
+
+    Of all response tokens, or of all sequences where the weights are those of sequences. 1 where
+    the mean is below 1e-8. verl's rollout_is_batch_normalize: self-normalised importance sampling.
+    """
+    if kind.per_sequence:
+        mean = masked_mean(sequence_mean(weight, rows), counted(rows))
+    else:
+        mean = masked_mean(weight, rows.response_mask)
+    return jnp.where(mean > 1e-8, mean, 1.0)
+
+
+def geometric_mean(weight: jax.Array, rows: Rows) -> jax.Array:
+    """Geometric mean over each sequence of its weights + 1e-10, on all of its tokens, [R, L].
+
+    For losses of whole sequences. 1e-10 is verl's: a few tokens of weight 0 leave their sequence a
+    small weight. A sequence whose weights are all 0 has 0.
+    """
+    mean = jnp.exp(sequence_mean(jnp.log(weight + 1e-10), rows))
+    mean = jnp.where(sequence_max(weight, rows) > 0, mean, 0.0)
+    return jnp.where(rows.response_mask, per_token(mean, rows.segment), 0.0)
 
 
 def rejected_sequences(rejection: Correction, rows: Rows) -> jax.Array:

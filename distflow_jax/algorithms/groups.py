@@ -37,6 +37,21 @@ def group_extremes(
     )
 
 
+def group_best_two(
+    score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
+) -> tuple[jax.Array, jax.Array]:
+    """Largest and second largest score of each group, [G] each; equal where two are the largest.
+
+    The second is -inf for a group of one, both are for an empty group. Arguments have any equal
+    shape.
+    """
+    _, best = group_extremes(score, group, valid, num_groups)
+    is_best = valid & (score == best[group])
+    _, below = group_extremes(score, group, valid & ~is_best, num_groups)
+    several = group_sum(is_best.astype(jnp.float32), group, num_groups) > 1
+    return best, jnp.where(several, best, below)
+
+
 def group_statistics(
     score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
 ) -> GroupStatistics:

@@ -34,6 +34,16 @@ def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     return jnp.clip(jnp.expm1(-d) + d, -10.0, 10.0)
 
 
+def k1_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """Value of k1 with the gradient of k2 (straight-through), any shape.
+
+    The expectations of value and gradient are those of the true KL. Named as in verl, whose "+"
+    joins the gradient of k2 to any estimator.
+    """
+    straight = k2(logp, ref_logp)
+    return straight + jax.lax.stop_gradient(k1(logp, ref_logp) - straight)
+
+
 def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     """Value of k3 with the gradient of k2 (straight-through), any shape.
 
@@ -44,12 +54,13 @@ def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 # estimators whose gradient is that of the KL, in expectation or to second order
-LOSS_ESTIMATORS = ("k2", "k3", "k3+")
+LOSS_ESTIMATORS = ("k2", "k3", "k1+", "k3+")
 
 KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "k1": k1,
     "abs": absolute,
     "k2": k2,
     "k3": k3,
+    "k1+": k1_plus,
     "k3+": k3_plus,
 }

@@ -67,6 +67,21 @@ def sequence_mean(x: jax.Array, rows: Rows) -> jax.Array:
     return per_sequence(x, rows) / jnp.maximum(rows.length, 1).astype(x.dtype)
 
 
+def sequence_max(x: jax.Array, rows: Rows) -> jax.Array:
+    """Largest x [..., L] of the response tokens of each sequence, [..., S]; -inf without tokens.
+
+    Values outside response_mask are ignored, even inf and nan.
+    """
+    size = rows.valid.shape[-1]
+    # `size` is out of range for segment_max, which drops these tokens
+    index = jnp.where(rows.response_mask, rows.segment - 1, size)
+
+    def one_row(x, index):
+        return jax.ops.segment_max(x, index, num_segments=size)
+
+    return _row_by_row(one_row, x.ndim)(jnp.where(rows.response_mask, x, 0), index)
+
+
 def counted(rows: Rows) -> jax.Array:
     """Mask of sequences with at least one response token, bool [..., S].
 

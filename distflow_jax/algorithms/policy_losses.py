@@ -11,26 +11,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.algorithms.covariance import select_clip_cov, select_kl_cov
 from distflow_jax.algorithms.kl import absolute
-from distflow_jax.algorithms.masked import masked_count, masked_mean
-from distflow_jax.algorithms.packed import (
-    per_token,
-    rank,
-    sequence_mean,
+from distflow_jax.algorithms.packed import per_token, sequence_mean
+from distflow_jax.algorithms.policy_tokens import (
+    MAX_LOG_RATIO,
+    PolicyTokens,
+    clipped_surrogate,
+    indicator,
+    ratio_of,
 )
-from distflow_jax.batch import Rows
-
-MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products
-
-
-class PolicyTokens(NamedTuple):
-    """Arguments of a policy loss, [R, L] each, 0 outside the mask; made by policy_tokens."""
-
-    logp: jax.Array
-    old_logp: jax.Array  # of the proximal policy, at the start of the optimizer step; no gradient
-    advantage: jax.Array
-    rows: Rows
-    selected: jax.Array | None = None  # bool: tokens chosen over the whole step (`select`)
 
 
 class PolicyLoss(NamedTuple):
@@ -41,50 +31,25 @@ class PolicyLoss(NamedTuple):
     clipped_lower: jax.Array  # 1 where the dual clip is active
 
 
-def policy_tokens(
-    logp: jax.Array,
-    old_logp: jax.Array,
-    advantage: jax.Array,
-    rows: Rows,
-    selected: jax.Array | None = None,
-) -> PolicyTokens:
-    """Arguments of a policy loss, [R, L] each; 0 outside response_mask, even for inf and nan."""
-    # before any exp: a masked-out inf would give 0 * inf = nan in the gradient
-    mask = rows.response_mask
-    cleaned = (jnp.where(mask, x, 0.0) for x in (logp, old_logp, advantage))
-    return PolicyTokens(*cleaned, rows, None if selected is None else mask & selected)
-
-
-def _ratio(log_ratio: jax.Array) -> jax.Array:
-    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _indicator(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
 def _unclipped(loss: jax.Array) -> PolicyLoss:
     return PolicyLoss(loss, jnp.zeros_like(loss), jnp.zeros_like(loss))
 
 
-def _clipped_surrogate(
-    ratio: jax.Array, advantage: jax.Array, clip_low: float, clip_high: float
-) -> tuple[jax.Array, jax.Array]:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and a mask where the second term is larger."""
-    plain = -advantage * ratio
-    clipped = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return jnp.maximum(plain, clipped), clipped > plain
-
-
 def _dual_clipped(
-    ratio: jax.Array, advantage: jax.Array, clip_low: float, clip_high: float, dual_clip: float
+    ratio: jax.Array,
+    advantage: jax.Array,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
 ) -> PolicyLoss:
-    loss, clipped = _clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    loss, clipped = clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    if dual_clip is None:
+        return PolicyLoss(loss, indicator(clipped), jnp.zeros_like(loss))
     floor = -advantage * dual_clip
     negative = advantage < 0
     lower = negative & (loss > floor)
     loss = jnp.where(negative, jnp.minimum(loss, floor), loss)
-    return PolicyLoss(loss, _indicator(clipped), _indicator(lower))
+    return PolicyLoss(loss, indicator(clipped), indicator(lower))
 
 
 def ppo_clip(
@@ -96,21 +61,22 @@ def ppo_clip(
     (arxiv.org/abs/1707.06347), eq. 7; two bounds: Yu et al. 2025 (arxiv.org/abs/2503.14476), eq. 5;
     dual clip: Ye et al. 2020 (arxiv.org/abs/1912.09729), eq. 5.
     """
-    ratio = _ratio(tokens.logp - tokens.old_logp)
+    ratio = ratio_of(tokens.logp - tokens.old_logp)
     return _dual_clipped(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
 
 
 def gspo(
-    tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float
+    tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> PolicyLoss:
     """GSPO: ppo_clip with the sequence's ratio, log s = sum(logp - old) / length, at most 10.
 
     A token's ratio is exp(sg(log s) + logp - sg(logp)), which allows advantages that differ between
-    the tokens of a sequence. Zheng et al. 2025 (arxiv.org/abs/2507.18071).
+    the tokens of a sequence. No dual clip with `dual_clip` None, as in Zheng et al. 2025
+    (arxiv.org/abs/2507.18071), eq. 5.
     """
     log_s = jnp.minimum(sequence_mean(tokens.logp - tokens.old_logp, tokens.rows), 10.0)
     log_s = per_token(jax.lax.stop_gradient(log_s), tokens.rows.segment)
-    ratio = _ratio(log_s + (tokens.logp - jax.lax.stop_gradient(tokens.logp)))
+    ratio = ratio_of(log_s + (tokens.logp - jax.lax.stop_gradient(tokens.logp)))
     return _dual_clipped(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
 
 
@@ -119,10 +85,10 @@ def cispo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyL
 
     MiniMax 2025 (arxiv.org/abs/2506.13585).
     """
-    ratio = jax.lax.stop_gradient(_ratio(tokens.logp - tokens.old_logp))
+    ratio = jax.lax.stop_gradient(ratio_of(tokens.logp - tokens.old_logp))
     bounded = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     loss = -bounded * tokens.advantage * tokens.logp
-    return PolicyLoss(loss, _indicator(bounded != ratio), jnp.zeros_like(loss))
+    return PolicyLoss(loss, indicator(bounded != ratio), jnp.zeros_like(loss))
 
 
 def sapo(tokens: PolicyTokens, *, sapo_tau_positive: float, sapo_tau_negative: float) -> PolicyLoss:
@@ -130,7 +96,7 @@ def sapo(tokens: PolicyTokens, *, sapo_tau_positive: float, sapo_tau_negative: f
 
     tau depends on the sign of A. Gao et al. 2025 (arxiv.org/abs/2511.20347).
     """
-    ratio = _ratio(tokens.logp - tokens.old_logp)
+    ratio = ratio_of(tokens.logp - tokens.old_logp)
     tau = jnp.where(tokens.advantage > 0, sapo_tau_positive, jnp.float32(sapo_tau_negative))
     return _unclipped(-tokens.advantage * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0)))
 
@@ -144,10 +110,59 @@ def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLo
     rows, d, sign = tokens.rows, tokens.logp - tokens.old_logp, jnp.sign(tokens.advantage)
     bounded = sign * jnp.clip(d, -clip_low, clip_high)
     q = sign * jnp.minimum(sign * d, bounded)
-    loss = -sequence_mean(tokens.advantage, rows) * _ratio(sequence_mean(q, rows))
+    loss = -sequence_mean(tokens.advantage, rows) * ratio_of(sequence_mean(q, rows))
     return PolicyLoss(
-        per_token(loss, rows.segment), _indicator(bounded < sign * d), jnp.zeros_like(d)
+        per_token(loss, rows.segment), indicator(bounded < sign * d), jnp.zeros_like(d)
     )
+
+
+def _dppo(
+    tokens: PolicyTokens, far_up: jax.Array, far_down: jax.Array, largest: float
+) -> PolicyLoss:
+    """-A min(r, largest) logp, with a gradient of logp alone; 0 on tokens too far from the old
+    policy, in the direction that the advantage pushes to."""
+    ratio = jax.lax.stop_gradient(ratio_of(tokens.logp - tokens.old_logp))
+    far = jax.lax.stop_gradient(jnp.where(tokens.advantage > 0, far_up, far_down))
+    loss = -tokens.advantage * jnp.minimum(ratio, largest) * tokens.logp
+    return PolicyLoss(
+        jnp.where(far, 0.0, loss), indicator(far), indicator((ratio > largest) & ~far)
+    )
+
+
+def dppo_tv(
+    tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float
+) -> PolicyLoss:
+    """DPPO with the binary total variation: -A sg(min(r, c)) logp, c = `dual_clip`, where allowed.
+
+    A token has no loss where p - p_old > high with A > 0, or p_old - p > low otherwise, for the
+    probabilities p of both policies: their distance is bounded, not their ratio r. Qi et al. 2026
+    (arxiv.org/abs/2602.04879), sec. 4; named as in verl.
+    """
+    rise = jnp.exp(_log_prob(tokens.logp)) - jnp.exp(_log_prob(tokens.old_logp))
+    return _dppo(tokens, rise > clip_high, rise < -clip_low, dual_clip)
+
+
+def dppo_kl(
+    tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float
+) -> PolicyLoss:
+    """DPPO with the binary KL: dppo_tv with p_old log(p_old / p) + (1 - p_old) log((1 - p_old) /
+    (1 - p)) as the distance.
+
+    A token has no loss where that is above high with A > 0 and p > p_old, or above low with A <= 0
+    and p < p_old. 1e-8 is added to 1 - p and 1 - p_old, as in verl. Qi et al. 2026
+    (arxiv.org/abs/2602.04879), sec. 4.
+    """
+    logp, old = _log_prob(tokens.logp), _log_prob(tokens.old_logp)
+    p, p_old = jnp.exp(logp), jnp.exp(old)
+    # expm1: 1 - p of a likely token has no digits left in float32
+    others, others_old = -jnp.expm1(logp), -jnp.expm1(old)
+    kl = p_old * (old - logp) + others_old * jnp.log((others_old + 1e-8) / (others + 1e-8))
+    return _dppo(tokens, (kl > clip_high) & (p > p_old), (kl > clip_low) & (p < p_old), dual_clip)
+
+
+def _log_prob(logp: jax.Array) -> jax.Array:
+    # rounding may leave the log-prob of a certain token above 0
+    return jnp.minimum(jax.lax.stop_gradient(logp), 0.0)
 
 
 def gpg(tokens: PolicyTokens) -> PolicyLoss:
@@ -170,39 +185,30 @@ def cpgd(
     d = jnp.minimum(jax.lax.stop_gradient(logp) - old, MAX_LOG_RATIO)
     drift = jnp.minimum(jnp.expm1(d), 2.0) * logp
     loss = -bounded * tokens.advantage + cpgd_drift_coef * drift
-    return PolicyLoss(loss, _indicator(bounded != logp), jnp.zeros_like(loss))
+    return PolicyLoss(loss, indicator(bounded != logp), jnp.zeros_like(loss))
 
 
 def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> PolicyLoss:
     """KL-Cov: -A r, plus coef |logp - old| on the tokens chosen by select_kl_cov.
 
-    Cui et al. 2025 (arxiv.org/abs/2505.22617).
+    Cui et al. 2025 (arxiv.org/abs/2505.22617), sec. 4.
     """
     distance = absolute(tokens.logp, tokens.old_logp)
     penalty = jnp.where(tokens.selected, kl_cov_coef * distance, 0.0)
-    ratio = _ratio(tokens.logp - tokens.old_logp)
+    ratio = ratio_of(tokens.logp - tokens.old_logp)
     return _unclipped(-tokens.advantage * ratio + penalty)
 
 
-def select_kl_cov(tokens: PolicyTokens, *, kl_cov_share: float) -> jax.Array:
-    """Mask of the tokens with the largest (A - mean A) (old - mean old) of a step, bool [R, L].
+def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """Clip-Cov: max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on tokens chosen by select_clip_cov.
 
-    Selects max(1, floor(share N)) of the N response tokens of the whole mini-batch, which `tokens`
-    holds. Ties are broken by (group, member, position), so the choice does not depend on packing.
+    No dual clip. Cui et al. 2025 (arxiv.org/abs/2505.22617), sec. 4; named as in verl, where
+    pg_clipfrac, too, is the share of chosen tokens.
     """
-    rows, mask = tokens.rows, tokens.rows.response_mask
-    covariance = jnp.ones_like(tokens.advantage)
-    for x in (tokens.advantage, tokens.old_logp):
-        covariance = covariance * (x - masked_mean(x, mask))
-    keys = (
-        jnp.where(mask, -covariance, jnp.inf),
-        per_token(rows.group, rows.segment),
-        per_token(rows.member, rows.segment),
-        rows.position,
-    )
-    place = rank(*(key.reshape(-1) for key in keys)).reshape(mask.shape)
-    number = jnp.maximum(jnp.floor(kl_cov_share * masked_count(mask)), 1.0)
-    return mask & (place < number.astype(jnp.int32))
+    ratio = ratio_of(tokens.logp - tokens.old_logp)
+    loss, _ = clipped_surrogate(ratio, tokens.advantage, clip_low, clip_high)
+    loss = jnp.where(tokens.selected, 0.0, loss)
+    return PolicyLoss(loss, indicator(tokens.selected), jnp.zeros_like(loss))
 
 
 def dro(tokens: PolicyTokens, *, dro_beta: float) -> PolicyLoss:
@@ -221,9 +227,9 @@ def decoupled(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Pol
     Hilton et al. 2022 (arxiv.org/abs/2110.00641); Fu et al. 2025 (AReaL,
     arxiv.org/abs/2505.24298).
     """
-    ratio = _ratio(tokens.logp - tokens.old_logp)
-    loss, clipped = _clipped_surrogate(ratio, tokens.advantage, clip_low, clip_high)
-    return PolicyLoss(loss, _indicator(clipped), jnp.zeros_like(loss))
+    ratio = ratio_of(tokens.logp - tokens.old_logp)
+    loss, clipped = clipped_surrogate(ratio, tokens.advantage, clip_low, clip_high)
+    return PolicyLoss(loss, indicator(clipped), jnp.zeros_like(loss))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,16 +237,19 @@ class PolicyLossKind:
     """An entry of POLICY_LOSSES: loss(tokens, **options) -> PolicyLoss.
 
     `options` are the keys of AlgorithmConfig that the loss takes, with its own defaults;
-    `select_options` are those of its token selection. `aggregation` is its default aggregation.
+    `select_options` are those of its token selection, which may share keys with it. `aggregation`
+    is its default aggregation.
     """
 
     loss: Callable[..., PolicyLoss]
-    options: Mapping[str, float]
+    options: Mapping[str, float | None]  # None: the term of that option is left out
     aggregation: str = "token-mean"
     fixed_aggregation: bool = False  # any other aggregation would be another algorithm
     clips_log_ratio: bool = False  # clip_low bounds the log ratio, so it may be above 1
     corrected: bool = False  # requires a correction weight; without one it is ppo_clip
-    select: Callable[..., jax.Array] | None = None  # token selection, once per optimizer step
+    of_sequences: bool = False  # one loss per sequence, weighted by one correction per sequence
+    # selection among the tokens of an optimizer step, by the policy as it is before that step
+    select: Callable[..., jax.Array] | None = None
     select_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -250,15 +259,21 @@ _PER_SEQUENCE = {"aggregation": "seq-mean-token-mean", "fixed_aggregation": True
 POLICY_LOSSES: dict[str, PolicyLossKind] = {
     "ppo_clip": PolicyLossKind(ppo_clip, _CLIP | {"dual_clip": 3.0}),
     "gspo": PolicyLossKind(
-        gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0}, **_PER_SEQUENCE
+        gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}, **_PER_SEQUENCE
     ),
     "cispo": PolicyLossKind(cispo, _CLIP),
     "sapo": PolicyLossKind(
         sapo, {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}, **_PER_SEQUENCE
     ),
     "gmpo": PolicyLossKind(
-        gmpo, {"clip_low": 0.4, "clip_high": 0.4}, clips_log_ratio=True, **_PER_SEQUENCE
+        gmpo,
+        {"clip_low": 0.4, "clip_high": 0.4},
+        clips_log_ratio=True,
+        of_sequences=True,
+        **_PER_SEQUENCE,
     ),
+    "dppo_tv": PolicyLossKind(dppo_tv, {"clip_low": 0.15, "clip_high": 0.15, "dual_clip": 20.0}),
+    "dppo_kl": PolicyLossKind(dppo_kl, {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0}),
     "gpg": PolicyLossKind(gpg, {}),
     "cpgd": PolicyLossKind(cpgd, _CLIP | {"cpgd_drift_coef": 1e-3}),
     "kl_cov": PolicyLossKind(
@@ -266,6 +281,12 @@ POLICY_LOSSES: dict[str, PolicyLossKind] = {
         {"kl_cov_coef": 1.0},
         select=select_kl_cov,
         select_options={"kl_cov_share": 2e-4},
+    ),
+    "clip_cov": PolicyLossKind(
+        clip_cov,
+        _CLIP,
+        select=select_clip_cov,
+        select_options=_CLIP | {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
     ),
     "dro": PolicyLossKind(dro, {"dro_beta": 0.05}),
     "decoupled": PolicyLossKind(decoupled, _CLIP, corrected=True),

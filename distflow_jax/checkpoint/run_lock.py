@@ -136,7 +136,8 @@ class RunLock:
 def only_run(folder: str | os.PathLike) -> Iterator[Callable[[], None]]:
     """A block in which no other run uses an existing folder. Collective: process 0 locks.
 
-    It is given a function that unlocks before its end. Raises ValueError on all processes if another run uses it, or if it cannot be locked.
+    It is given a function that unlocks before its end. Raises ValueError on all processes if
+    another run uses the folder, or if it cannot be locked.
     """
     lock, failure = None, ""
     if processes.process_index() == 0:

@@ -40,6 +40,7 @@ def describe_sizes(
             f"prompt {config.data.max_prompt_length} + response {r.max_response_length} tokens",
         ),
         ("optimizer steps", p.mini_batches * config.training.epochs, "per RL step"),
+        *_preview_rows(config),
         ("row", p.limits.tokens, _row(sizes)),
         ("attention in rows", sizes.attention.name, sizes.attention.why),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
@@ -47,6 +48,20 @@ def describe_sizes(
         *_pipeline_rows(sizes),
         *_offload_rows(config.training.offload, machine),
     ]
+
+
+def _preview_rows(config: Config) -> list[tuple]:
+    """Forward passes beside those of the updates, of a loss that chooses tokens."""
+    algorithm, training = config.algorithm, config.training
+    if not algorithm.selects:
+        return []
+    updates = training.mini_batches * training.epochs
+    if algorithm.proximal == "recomputed":
+        passes, first = updates - 1, "none before the first optimizer step"
+    else:
+        passes, first = updates, "one before each optimizer step"
+    what = f"of an optimizer step's rows: {algorithm.policy_loss} chooses by the current policy"
+    return [("more forward passes", passes, f"{what}, {first}")]
 
 
 def _active(model: DecoderConfig) -> str:

@@ -194,7 +194,7 @@ class PodPlan:
             for t in cost.traffic:
                 seconds = collective_seconds(self.pod.interconnect, t)
                 overlapped = "overlapped" if t.overlapped else ""
-                sizes = format_bytes(t.bytes), f"{t.times:,}", overlapped, f"{seconds:.2g}"
+                sizes = format_bytes(t.bytes), f"{t.times:,.0f}", overlapped, f"{seconds:.2g}"
                 rows.append((name, "*".join(t.axes), t.kind, *sizes))
         return rows
 

@@ -15,18 +15,25 @@ Carry = TypeVar("Carry")
 
 # the scope's name is the last before that of the loop; jvp(...), vmap(...) may enclose it
 _SHARE = re.compile(r"\bone_of_(\d+)\b")
-_BOUND = re.compile(r"at_most_(\d+)\)*$")
+_BOUND = re.compile(r"at_most_(\d+)(?:_but_once_in_(\d+))?\)*$")
 
 
 def bounded_loop(
-    trips: jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry, *, most: int
+    trips: jax.Array,
+    body: Callable[[jax.Array, Carry], Carry],
+    init: Carry,
+    *,
+    most: int,
+    idle_once_in: int | None = None,
 ) -> Carry:
     """`fori_loop(0, trips, body, init)` with trips <= `most`, which is known at compile time.
 
-    `trips`: a scalar. The bound is part of the loop's name, where jaxpr, HLO and profiles show it.
-    It is not enforced.
+    `trips`: a scalar. `idle_once_in`: the loop runs so many times in an enclosing one, in one of
+    which it makes no trip. Both bounds are part of the loop's name, where jaxpr, HLO and profiles
+    show them. They are not enforced.
     """
-    with jax.named_scope(f"at_most_{most}"):
+    idle = "" if idle_once_in is None else f"_but_once_in_{idle_once_in}"
+    with jax.named_scope(f"at_most_{most}{idle}"):
         return jax.lax.fori_loop(0, trips, body, init)
 
 
@@ -54,10 +61,13 @@ def sharing(name: str) -> int:
     return math.prod(map(int, _SHARE.findall(name)))
 
 
-def bound_of(name: str) -> int | None:
-    """The bound in a while loop's name; None if it has none.
+def bound_of(name: str) -> float | None:
+    """The bound in a while loop's name, the mean over the runs of an idle loop; None: no bound.
 
     `name`: the name stack of a jaxpr equation, or the op_name of an HLO instruction.
     """
     found = _BOUND.search(name.removesuffix("/while"))
-    return int(found[1]) if found else None
+    if found is None:
+        return None
+    most, runs = int(found[1]), found[2]
+    return most if runs is None else most * (int(runs) - 1) / int(runs)

@@ -41,7 +41,7 @@ class Collective:
 
     kind: str  # of COLLECTIVES
     bytes: float  # per device and time: of the result of an all-gather, of the operands otherwise
-    times: int
+    times: float
     groups: str  # replica groups (pairs of a permutation) as in the text; "": could not be parsed
     overlapped: bool = False  # asynchronous: other instructions run meanwhile
 
@@ -79,7 +79,7 @@ class Module:
         found = tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
         return dataclasses.replace(self, collectives=found)
 
-    def times(self, trips: int) -> "Module":
+    def times(self, trips: float) -> "Module":
         """A copy with all totals multiplied by `trips`."""
         many = tuple(dataclasses.replace(c, times=c.times * trips) for c in self.collectives)
         return dataclasses.replace(

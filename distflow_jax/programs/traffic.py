@@ -20,11 +20,11 @@ class Traffic:
     axes: tuple[str, ...]  # of the mesh; UNKNOWN if the groups could not be parsed
     overlapped: bool  # asynchronous: other work runs meanwhile
     bytes: float  # per device: of the results of all-gathers, of the operands of all others
-    times: int
+    times: float
     # devices, int [groups, devices per group]; of a permutation [pairs, 2]
     groups: np.ndarray = dataclasses.field(repr=False, compare=False)
 
-    def repeated(self, times: int) -> "Traffic":
+    def repeated(self, times: float) -> "Traffic":
         """The traffic of `times` runs of the program."""
         return dataclasses.replace(self, bytes=times * self.bytes, times=times * self.times)
 

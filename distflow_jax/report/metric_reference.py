@@ -92,7 +92,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/pg_clipfrac",
-            "share of response tokens whose ratio is clipped",
+            "share of response tokens whose ratio is clipped, or that dppo_tv and dppo_kl find too "
+            "far, or that clip_cov leaves out",
             "above 0.2: batches are too stale; use fewer training.mini_batches and training.epochs",
         ),
         Metric(
@@ -210,9 +211,48 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "above 0.05: most of the correction is a cut",
         ),
         Metric(
+            "rollout_corr/rollout_is_batch_norm_factor",
+            "mean weight by which algorithm.correction_batch_normalize divides",
+            "far from 1: see rollout_corr/rollout_is_mean",
+        ),
+        Metric(
+            "rollout_corr/kept_weight_max",
+            "largest weight of a token after correction and rejection",
+            "0: the whole batch was rejected; widen the bounds of correction and rejection",
+        ),
+        Metric(
+            "rollout_corr/{training,rollout}_{ppl,log_ppl}",
+            "perplexity of the responses under trainer and sampler, mean over responses; its "
+            "logarithm",
+            "training_ppl far above rollout_ppl: the trainer finds the samples unlikely",
+        ),
+        Metric(
+            "rollout_corr/log_ppl_{diff,abs_diff,diff_max}",
+            "log(training_ppl / rollout_ppl) of a response: mean, mean absolute value, largest",
+            "diff far from 0: sampler and trainer differ in one direction",
+        ),
+        Metric(
+            "rollout_corr/ppl_ratio",
+            "training_ppl / rollout_ppl, mean over responses",
+            "far from 1: see rollout_corr/log_ppl_diff",
+        ),
+        Metric(
+            "rollout_corr/{kl,k3_kl,reverse_kl}",
+            "nats per token: KL(sampler, trainer) as mean log-ratio and by k3, and KL(trainer, "
+            "sampler)",
+            "k3_kl above 0.01: see training/rollout_probs_diff",
+        ),
+        Metric(
+            "rollout_corr/{chi2_token,chi2_seq}",
+            "mean squared ratio of trainer to sampler - 1: the variance of the weights of tokens, "
+            "and of whole responses",
+            "chi2_seq far above 1: sequence weights are noise; correct tokens, or reject",
+        ),
+        Metric(
             "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
             "share of tokens, and of responses, that algorithm.rejection leaves out",
-            "near 1: nothing is trained on; widen algorithm.rejection_low and rejection_high",
+            "near 1: nothing is trained on, see rollout_corr/kept_weight_max; widen "
+            "algorithm.rejection_low and rejection_high",
         ),
     ),
     "Responses and prompts": (

@@ -86,7 +86,7 @@ class Response:
     prompt: Prompt
     sample: int
     tokens: np.ndarray  # int32; the end token is part of it
-    logp: np.ndarray  # float32, of the distribution that was sampled
+    logp: np.ndarray  # float32, at the sampling temperature, before top-k and top-p
     margin: np.ndarray  # float32: lead over the runner-up in perturbed logits
     finished: bool  # False: cut by the limit
     version: np.ndarray  # int32: of the weights that each token was sampled by

@@ -18,7 +18,8 @@ class RolloutConfig:
 
     num_samples: int = 8  # responses per prompt (n of a group)
     max_response_length: int = 16  # longest response in tokens, the end token included
-    temperature: float = 1.0  # sampling temperature; log-probs in training use it too
+    # sampling temperature; log-probs in training use it too, but in graphs that sample nothing
+    temperature: float = 1.0
     top_k: int = 0  # sample from the k most probable tokens; 0: all
     top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
     num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits

@@ -13,7 +13,7 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.run_models import optimizer_of
+from distflow_jax.planning.run_models import optimizer_of, samplers_of
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.stages.registry import context_of, first_state_of, resolve
@@ -110,7 +110,7 @@ class ContextFactory:
             model=self._decoder(task),
             forward=self._run.sizes.forward,
             shape=self._shape(task),
-            temperature=self._run.config.rollout.temperature,
+            temperature=self._temperature,
         )
 
     def _train(self, task: Task) -> TrainContext:
@@ -122,7 +122,7 @@ class ContextFactory:
             model=self._decoder(task),
             forward=self._run.sizes.forward,
             shape=self._shape(task),
-            temperature=config.rollout.temperature,
+            temperature=self._temperature,
             optimizer=optimizer,
             schedule=schedule,
             mini_batches=config.training.mini_batches,
@@ -133,6 +133,12 @@ class ContextFactory:
             preference=config.preference,
             reward_model=config.reward_model,
         )
+
+    @property
+    def _temperature(self) -> float:
+        """Divisor of logits: the sampler's temperature, 1 where nothing is sampled."""
+        sampled = samplers_of(self._run.plan)
+        return self._run.config.rollout.temperature if sampled else 1.0
 
     def _prefix(self, node: Node) -> str:
         return f"{node.id}/" if self._counts[_stage_name(node)] > 1 else ""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.training.state import TrainState
+from distflow_jax.training.training_config import TrainingConfig
 
 log = logging.getLogger("distflow_jax")
 
@@ -24,6 +27,16 @@ class RunState:
     batches: int = 0  # of the loader that were used: one a step, or as many as a region took
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
+    rejected: int = 0  # steps in a row of which corrections and rejections left nothing
+
+    def count_lost(self, metrics: Mapping[str, Any], nonfinite: float) -> None:
+        """Counts the step if it trained on nothing; `nonfinite` is its number of skipped updates.
+
+        A step that was wholly rejected has a largest weight of exactly 0.
+        """
+        kept = [value for name, value in metrics.items() if name.endswith(_KEPT)]
+        self.nonfinite = self.nonfinite + 1 if nonfinite else 0
+        self.rejected = self.rejected + 1 if 0 in kept else 0
 
     def policy_params(self, key: str) -> Any:
         """Parameters of the policy of this state key, trained or frozen."""
@@ -53,6 +66,36 @@ def first_or_restored_state(
         batches=prepared.loader.position // prepared.config.data.prompts_per_step,
         starting_weights=digests,
         nonfinite=info["nonfinite"],
+        rejected=info.get("rejected", 0),  # older checkpoints have none
+    )
+
+
+_KEPT = "rollout_corr/kept_weight_max"
+
+
+def check_lost(state: RunState, config: TrainingConfig, folder: pathlib.Path) -> None:
+    """Warns of a step that trained on nothing; RuntimeError after too many of them in a row."""
+    if state.nonfinite > config.max_nonfinite:
+        raise RuntimeError(
+            f"loss or gradient was not finite in {state.nonfinite} steps in a row, the "
+            f"last being {state.step}; the batches are in {folder / 'samples'} as "
+            "nonfinite-*. Lower training.optimizer.lr, or raise training.max_nonfinite"
+        )
+    if not state.rejected:
+        return
+    fix = (
+        "widen algorithm.correction_low, correction_high, rejection_low and rejection_high, or see "
+        "rollout_corr/log_ratio_abs_mean for why sampler and trainer differ"
+    )
+    if state.rejected > config.max_rejected:
+        raise RuntimeError(
+            f"algorithm.correction or rejection left no token in {state.rejected} steps in a row, "
+            f"the last being {state.step}: {fix}, or raise training.max_rejected"
+        )
+    log.warning(
+        "step %d: algorithm.correction or rejection left no token, and nothing was learned: %s",
+        state.step,
+        fix,
     )
 
 
@@ -90,6 +133,7 @@ def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointe
         "loader": prepared.loader.state(loader_position(prepared, state)),
         "nonfinite": state.nonfinite,
         "starting_weights": state.starting_weights,
+        "rejected": state.rejected,
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}

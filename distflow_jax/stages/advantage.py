@@ -32,6 +32,11 @@ def build_advantage(context: RewardContext) -> Stage:
     coefficient of the KL in the reward, float32, where that is steered to a target.
     """
     algorithm = context.algorithm
+    if algorithm.advantage == "grpo_passk" and context.num_samples < 2:
+        raise ValueError(
+            f"algorithm.advantage='grpo_passk' compares the responses to a prompt, got "
+            f"rollout.num_samples={context.num_samples}; use at least 2"
+        )
     kind, options = ADVANTAGES[algorithm.advantage], algorithm.advantage_options
 
     @jax.jit

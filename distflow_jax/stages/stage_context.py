@@ -99,7 +99,7 @@ class ModelContext(NodeContext):
     model: DecoderConfig
     forward: ForwardConfig
     shape: UpdateShape
-    temperature: float  # of the sampler, by which logits are divided
+    temperature: float  # of the sampler, by which logits are divided; 1 without a sampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class TrainContext(NodeContext):
     model: DecoderConfig
     forward: ForwardConfig
     shape: UpdateShape
-    temperature: float  # of the sampler, by which logits are divided
+    temperature: float  # of the sampler, by which logits are divided; 1 without a sampler
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule  # learning rate by optimizer step
     mini_batches: int  # optimizer steps per pass over a batch

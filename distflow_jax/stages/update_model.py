@@ -93,11 +93,13 @@ def _updates(
     temperature: float | None = None,
 ) -> Stage:
     """mini_batches * epochs optimizer steps on one batch: a number of the config alone."""
+    updates = context.mini_batches * context.epochs
     update = make_update(
         context.optimizer,
         context.schedule,
         shape=context.shape,
         objective=balanced(objective, context.balance_coef),
+        num_updates=updates,
     )
     of_logits = jnp.float32(context.temperature if temperature is None else temperature)
 
@@ -110,8 +112,7 @@ def _updates(
             state, metrics = update(joined(state, frozen), batch, index, of_logits)
             return divided(objective.model, state)[0], metrics
 
-        indices = jnp.tile(jnp.arange(context.mini_batches, dtype=jnp.int32), context.epochs)
-        state, metrics = jax.lax.scan(one, state, indices)
+        state, metrics = jax.lax.scan(one, state, jnp.arange(updates, dtype=jnp.int32))
         merged = _merge(metrics)
         nonfinite = merged.pop("training/nonfinite")
         metrics = {f"{context.prefix}{name}": value for name, value in merged.items()}

@@ -21,6 +21,20 @@ class Batch(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Preview:
+    """A forward pass over an optimizer step before its first gradient, for choices over all of it.
+
+    `predict(params, micro_batch, temperature)` returns log-probs [R, L] of the model as it stands;
+    `place(batch, logp)` the batch with those of all rows [R, L]. `known(batch)` are log-probs
+    [R, L] that the first update of a batch can take in place of a pass; None: there are none.
+    """
+
+    predict: Callable[[Any, Any, jax.Array], jax.Array]
+    place: Callable[[Any, jax.Array], Any]
+    known: Callable[[Any], jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """A loss that is a sum over rows.
 
@@ -29,7 +43,7 @@ class Objective:
     `evaluate(params, micro_batch, denominators, temperature)` returns the micro-batch's
     contribution to the loss and to the metrics. The sum of all contributions does not depend on the
     division into micro-batches. `finish` turns the summed metrics, which may be arrays, into
-    numbers.
+    numbers. With a `preview`, `prepare` gets the batch that it has placed log-probs in.
     """
 
     name: str  # prefix of its metrics: actor, critic, reward_model
@@ -37,3 +51,4 @@ class Objective:
     prepare: Callable[[Any], tuple[Any, Any]]
     evaluate: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
     finish: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = dict
+    preview: Preview | None = None

@@ -50,6 +50,8 @@ class TrainingConfig:
     # 0: the memory that the device reports, for a CPU device its share of the host's memory
     device_memory_gib: float = 0.0
     max_nonfinite: int = 3  # consecutive steps with a non-finite loss or gradient that end the run
+    # consecutive steps that end the run if algorithm.correction or rejection left nothing of them
+    max_rejected: int = 3
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
@@ -62,6 +64,7 @@ class TrainingConfig:
             "logp_chunk",
             "pipeline_microbatches",
             "max_nonfinite",
+            "max_rejected",
             "balance_coef",
             "device_memory_gib",
         ):

@@ -16,7 +16,7 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.training import microbatch
-from distflow_jax.training.objective import Batch, Objective
+from distflow_jax.training.objective import Batch, Objective, Preview
 from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 
 
@@ -41,14 +41,19 @@ def accumulate_gradients(
     *,
     shape: UpdateShape,
     objective: Objective,
+    first: jax.Array | None = None,
+    updates: int = 1,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Gradient of a step's loss with respect to the trained parameters, and the step's metrics.
 
     `params` are all parameters of the model; fields of `batch` are [R, L] and [R, S];
     `temperature` is a scalar. The loop body computes one micro-batch's gradient. Contributions are
     divided by the step's denominators before they are summed, so the micro-batch size changes
-    rounding only.
+    rounding only. `first`: whether the step is the first of the batch's `updates`, a bool scalar;
+    None: it is.
     """
+    if objective.preview is not None:
+        batch = _previewed(params, batch, temperature, shape, objective.preview, (first, updates))
     batch, denominators = objective.prepare(batch)
     micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
     shardings, _ = lora.divide(objective.model, param_shardings(objective.model, shape.mesh))
@@ -83,30 +88,75 @@ def accumulate_gradients(
     return grads, objective.finish({**metrics["sum"], **metrics["max"]})
 
 
+def _previewed(
+    params: Any,
+    batch: Batch,
+    temperature: jax.Array,
+    shape: UpdateShape,
+    preview: Preview,
+    place: tuple[jax.Array | None, int],
+) -> Batch:
+    """The batch with the log-probs of the policy as it stands.
+
+    `place` is (whether the update is the first of its batch, number of updates of the batch). The
+    first update takes the log-probs that are known, and makes no forward pass.
+    """
+    first, updates = place
+    known = preview.known(batch)
+    if known is not None and first is None:
+        return preview.place(batch, known)
+    micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
+    segment = micro_batches.rows.segment
+    trips, most = microbatch.num_filled(segment), segment.shape[1]
+    if known is None:
+        start, idle = jnp.zeros(segment.shape, jnp.float32), None
+    else:
+        start, idle = microbatch.split(known, shape.ranks, shape.micro_rows), updates
+        trips = jnp.where(first, 0, trips)
+
+    def body(index, out):
+        logp = preview.predict(params, microbatch.take(micro_batches, index), temperature)
+        return microbatch.write(out, logp, index)
+
+    out = bounded_loop(trips, body, start, most=most, idle_once_in=idle)
+    return preview.place(batch, jax.lax.stop_gradient(microbatch.join(out)))
+
+
 def make_update(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     shape: UpdateShape,
     objective: Objective,
+    num_updates: int | None = None,
 ):
     """Compiled (state, batch, index, temperature) -> (state, metrics).
 
-    `batch` has the objective's fields [K, R, ...]; `index` int32 selects the mini-batch. The state
-    is donated. A step with a non-finite loss or gradient norm leaves the state unchanged and
-    reports `training/nonfinite` = 1. A step without sequences leaves it unchanged, too. Metrics are
-    the objective's, and its {loss, grad_norm, lr}.
+    `batch` has the objective's fields [K, R, ...]; `index` int32 is the number of the update among
+    the batch's `num_updates` (None: K), whose mini-batch is `index` modulo K. The state is donated.
+    A step with a non-finite loss or gradient norm leaves the state unchanged and reports
+    `training/nonfinite` = 1. A step without sequences leaves it unchanged, too. Metrics are the
+    objective's, and its {loss, grad_norm, lr}.
     """
     layout, name = state_shardings(objective.model, optimizer, shape.mesh), objective.name
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state, batch, index, temperature):
         with use_mesh(shape.mesh):
+            count = batch.rows.segment.shape[0]
+            number = count if num_updates is None else num_updates
+            place = index % count if number > count else index
             mini = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), batch
+                lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=0, keepdims=False), batch
             )
             grads, metrics = accumulate_gradients(
-                state.params, mini, temperature, shape=shape, objective=objective
+                state.params,
+                mini,
+                temperature,
+                shape=shape,
+                objective=objective,
+                first=None if number == 1 or objective.preview is None else index == 0,
+                updates=number,
             )
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])

@@ -3,6 +3,7 @@
 K = 2 mini-batches: statistics are over both.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -22,6 +23,8 @@ CASES = {  # options that differ from 1 or from the default, so that each has it
     "gae": ("gae", {"gamma": 0.9, "lam": 0.8}, formulas.gae),
     "grpo": ("grpo", {}, formulas.grpo),
     "dr_grpo": ("dr_grpo", {}, formulas.dr_grpo),
+    "grpo_passk": ("grpo_passk", {"norm_adv_by_std_in_grpo": True}, formulas.grpo_passk),
+    "grpo_passk, no sd": ("grpo_passk", {"norm_adv_by_std_in_grpo": False}, formulas.grpo_passk),
     "rloo": ("rloo", {}, formulas.rloo),
     "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.9}, formulas.reinforce_plus_plus),
     "reinforce_plus_plus_baseline": (
@@ -153,8 +156,43 @@ def test_equal_scores_give_exactly_zero(case, score):
     for s, x in zip(step.sequences, got, strict=True):
         if sizes[s.group] > 1:
             np.testing.assert_array_equal(x, 0)
-        elif case != "cpgd clip_filter":  # which weighs all by 3 where no group differs
+        elif case != "cpgd clip_filter":  # where only groups of one differ, and weigh more
             np.testing.assert_allclose(x[s.mask], score, rtol=2e-6)  # a group of one keeps it
+
+
+@pytest.mark.parametrize("case", ["grpo_passk", "grpo_passk, no sd"])
+@pytest.mark.parametrize("score", [0.1, 3e7])
+def test_passk_without_a_single_best_is_exactly_zero(case, score):
+    """Of two best responses neither is needed, and a group of one has no second response."""
+    step = Step(12, dense=False)
+    for s, r in zip(step.sequences, step.reward, strict=True):
+        r[:] = 0
+        r[np.flatnonzero(s.mask)[-1:]] = score if s.sample != 1 else score / 2
+    got, _ = step.compute(case, packed_of(step, 13))
+    counted = [s for s in step.sequences if s.mask.any()]
+    for s, x in zip(step.sequences, got, strict=True):
+        best = [o for o in counted if o.group == s.group and o.sample != 1]
+        lower = [o for o in counted if o.group == s.group and o.sample == 1]
+        if len(best) == 1 and lower and s is best[0]:
+            assert (x[s.mask] > 0).all()
+        else:
+            np.testing.assert_array_equal(x, 0)
+
+
+def test_a_group_of_one_counts_as_different_in_clip_filter():
+    """With one sample per prompt no group has an equal other: the weight is 1, not 3."""
+    several = [s for s in random_sequences(20) if s.mask.any()][:GROUPS]
+    alone = [dataclasses.replace(s, group=i, sample=0) for i, s in enumerate(several)]
+    packed = pack(alone, 21, shared=False, shape=TWO)
+    reward = [np.where(s.mask, 0.5, 0).astype(np.float32) for s in alone]
+    got, _ = compiled("cpgd clip_filter")(
+        packed.tokens(reward),
+        packed.tokens(reward),
+        packed.per_sequence([0.0] * GROUPS),
+        packed.rows,
+    )
+    for s, x in zip(alone, packed.unpack(got), strict=True):
+        np.testing.assert_allclose(x[s.mask], 0.5 * s.length, rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["grpo", "dr_grpo", "rloo", "gpg", "cpgd equal"])

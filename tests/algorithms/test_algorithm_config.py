@@ -48,6 +48,13 @@ REFUSED = [
     ({"dro_beta": 0.1}, "dro_beta=0.1 has no effect.*belongs to dro"),
     ({"kl_cov_share": 0.1}, "kl_cov_share=0.1 has no effect.*belongs to kl_cov"),
     ({"policy_loss": "kl_cov", "kl_cov_share": 2.0}, "kl_cov_share must be at most 1"),
+    ({"policy_loss": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio must be at most 1"),
+    (
+        {"policy_loss": "clip_cov", "clip_cov_lb": 6.0},
+        "clip_cov_lb=6.0 must be below algorithm.clip_cov_ub=5.0",
+    ),
+    ({"norm_adv_by_std_in_grpo": False}, "no effect with .*'grpo'; it belongs to grpo_passk"),
+    ({"policy_loss": "cpgd", "cpgd_drift_coef": -0.1}, "cpgd_drift_coef must not be negative"),
     ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
     ({"clip": 0.1, "clip_low": 0.2, "clip_high": 0.3}, "clip=0.1 has no effect beside"),
     ({"clip_low": 1.5}, "clip_low must be at most 1"),
@@ -65,12 +72,25 @@ REFUSED = [
         {"correction_high": 2.0},
         "no effect with algorithm.correction='none'",
     ),
-    ({"correction": "token_tis", "correction_low": 0.1}, "belongs to token_mis"),
+    ({"correction": "token_tis", "correction_low": 0.1}, "belongs to sequence_mis, token_mis"),
     (
         {"correction": "token_mis", "correction_low": 2.0, "correction_high": 1.0},
         "correction_low=2.0 must be below algorithm.correction_high=1.0",
     ),
     ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be positive"),
+    ({"correction_batch_normalize": True}, "has no effect without a correction"),
+    (
+        {
+            "correction": "token_tis",
+            "correction_batch_normalize": True,
+            "proximal": "a3po",
+        },
+        "those of algorithm.proximal='a3po' are not",
+    ),
+    (
+        {"policy_loss": "gmpo", "rejection": "token_k1"},
+        "'token_k1' leaves out tokens, and algorithm.policy_loss='gmpo' has one loss per sequence",
+    ),
     ({"policy_loss": "decoupled"}, "needs algorithm.correction or algorithm.rejection"),
     ({"proximal": "rollout", "correction": "token_tis"}, "makes every correction weight 1"),
 ]
@@ -86,10 +106,22 @@ def test_options_without_effect_or_out_of_range_are_refused(given, message):
 def test_a_default_given_to_its_own_loss_changes_nothing():
     for name, kind in POLICY_LOSSES.items():
         other = {"correction": "token_tis"} if kind.corrected else {}
-        given = AlgorithmConfig(policy_loss=name, **kind.options, **kind.select_options, **other)
+        own = {**kind.options, **kind.select_options}
+        given = AlgorithmConfig(policy_loss=name, **own, **other)
         plain = AlgorithmConfig(policy_loss=name, **other)
         assert given.policy_options == plain.policy_options
         assert given.select_options == plain.select_options
+
+
+def test_gspo_has_a_dual_clip_only_where_it_is_given():
+    assert AlgorithmConfig(policy_loss="gspo").policy_options["dual_clip"] is None
+    assert AlgorithmConfig(policy_loss="gspo", dual_clip=3.0).policy_options["dual_clip"] == 3.0
+    assert AlgorithmConfig().policy_options["dual_clip"] == 3.0
+
+
+def test_cpgd_without_a_drift_term():
+    options = AlgorithmConfig(policy_loss="cpgd", cpgd_drift_coef=0.0).policy_options
+    assert options["cpgd_drift_coef"] == 0
 
 
 def test_stages_are_told_what_they_need():
@@ -102,6 +134,9 @@ def test_stages_are_told_what_they_need():
     assert "ref_logp" in AlgorithmConfig(kl_coef=0.1).update_reads
     assert "rollout_logp" in AlgorithmConfig(rejection="k2").update_reads
     assert "old_logp" in AlgorithmConfig(policy_loss="kl_cov").update_reads
+    assert "old_logp" in AlgorithmConfig(policy_loss="clip_cov").update_reads
+    normalised = AlgorithmConfig(correction="token_tis", correction_batch_normalize=True)
+    assert {"old_logp", "rollout_logp"} <= {*normalised.update_reads}
     bypass = AlgorithmConfig(policy_loss="kl_cov", proximal="rollout").update_reads
     assert "old_logp" not in bypass and "rollout_logp" in bypass
     assert {"prox_alpha", "rollout_logp"} < {*AlgorithmConfig(proximal="a3po").update_reads}

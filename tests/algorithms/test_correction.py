@@ -16,6 +16,7 @@ from distflow_jax.algorithms.correction import (
     a3po_alpha,
     a3po_proximal,
     log_rho,
+    mean_weight,
     rejected_sequences,
 )
 
@@ -64,6 +65,25 @@ def test_equal_policies_weigh_one():
         found = kind.correct(log_rho(logp, logp, rows), rows, **kind.bounds)
         np.testing.assert_array_equal(found.weight, rows.response_mask, err_msg=name)
         assert not found.changed.any()
+
+
+def test_batch_normalised_weights_have_mean_one():
+    """Over tokens, or over sequences however long they are."""
+    packed = pack(SEQUENCES, 9, shared=True)
+    rows = first(packed.rows)
+    steps = draw(10, SEQUENCES, 0.3)
+    log_ratio = first(packed.tokens(steps))
+    for name, kind in CORRECTIONS.items():
+        weight = kind.correct(log_ratio, rows, **kind.bounds).weight
+        mean = mean_weight(kind, weight, rows)
+        mine = packed.unpack(np.asarray(weight / mean)[None])
+        mine = [x[s.mask] for x, s in zip(mine, SEQUENCES, strict=True) if s.mask.any()]
+        of_sequences = [x.mean() for x in mine]
+        values = of_sequences if name.startswith("sequence") else np.concatenate(mine)
+        np.testing.assert_allclose(np.mean(values), 1, rtol=1e-5)
+        assert abs(float(mean) - 1) > 1e-3
+        nothing = mean_weight(kind, jnp.zeros_like(weight), rows)
+        assert nothing == 1
 
 
 def test_alpha_of_a_stale_token():

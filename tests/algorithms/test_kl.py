@@ -15,6 +15,7 @@ REFERENCES = {
     "abs": (np.abs, np.sign),
     "k2": (lambda d: d**2 / 2, lambda d: d),
     "k3": (lambda d: np.exp(-d) + d - 1, lambda d: 1 - np.exp(-d)),
+    "k1+": (lambda d: d, lambda d: d),
     "k3+": (lambda d: np.exp(-d) + d - 1, lambda d: d),
 }
 D = np.array([-2.2, -1.0, -0.3, -1e-2, -1e-4, 0.0, 1e-4, 1e-2, 0.3, 1.0, 4.0, 10.5])
@@ -88,9 +89,9 @@ def test_expectations():
     names = tuple(KL_ESTIMATORS)
     got = jax.jit(lambda x: [jax.value_and_grad(functools.partial(expected, n))(x) for n in names])
     got = dict(zip(names, got(logits), strict=True))
-    for name in ("k1", "k3", "k3+"):
+    for name in ("k1", "k3", "k1+", "k3+"):
         np.testing.assert_allclose(got[name][0], true, rtol=1e-4)
-    for name in ("k2", "k3+"):
+    for name in ("k2", "k1+", "k3+"):
         np.testing.assert_allclose(got[name][1], slope, rtol=1e-4, atol=1e-6)
     # and k1 as a loss teaches nothing, which is why it is refused there
     np.testing.assert_allclose(got["k1"][1], 0, atol=1e-6)

@@ -10,7 +10,8 @@ import pytest
 from support.ragged import QUICK, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.masked import masked_sum
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, policy_tokens
+from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.algorithms.policy_tokens import policy_tokens
 
 ALL = pytest.mark.parametrize("name", POLICY_LOSSES)
 SEQUENCES = random_sequences(0)
@@ -38,7 +39,9 @@ def compiled(name, **options):
 
 def run(name, logp, old, advantage):
     """(PolicyLoss, gradient of its sum over the mask) as NumPy."""
-    selected = jnp.ones(MASK.shape, bool) if POLICY_LOSSES[name].select else None
+    # chosen tokens have no loss in clip_cov, and a penalty in kl_cov
+    chosen = {"kl_cov": True, "clip_cov": False}.get(name)
+    selected = None if chosen is None else jnp.full(MASK.shape, chosen)
     return jax.tree.map(np.asarray, compiled(name)(logp, old, advantage, selected))
 
 

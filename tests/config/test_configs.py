@@ -86,6 +86,25 @@ def test_its_sizes_divide(name, machine, model_of):
 
 
 @pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ((), None),
+        (("algorithm.policy_loss=kl_cov",), 0),
+        (("algorithm.policy_loss=kl_cov", "training.mini_batches=2"), 1),
+        (("algorithm.policy_loss=clip_cov", "training.mini_batches=2", "training.epochs=2"), 3),
+        (("algorithm.policy_loss=clip_cov", "algorithm.proximal=rollout"), 1),
+    ],
+)
+def test_the_sizes_state_forward_passes_of_losses_that_choose(changes, passes, model_of):
+    """None for other losses, and none before the first optimizer step of a batch."""
+    config = config_of(NAMES[0], *changes)
+    model = model_of(config)
+    table = describe_sizes(derive_sizes(config, model, ONE), config, model, ONE)
+    found = {row[0]: row[1] for row in table}
+    assert found.get("more forward passes") == passes
+
+
+@pytest.mark.parametrize(
     "changes, nodes",
     [
         ((), set()),

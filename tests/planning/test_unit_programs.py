@@ -32,7 +32,9 @@ from distflow_jax.planning.program_table import (
 )
 from distflow_jax.planning.unit_programs import trace_plan
 from distflow_jax.programs.costs import costs_of
-from distflow_jax.runtime.build import trace
+from distflow_jax.runtime.build import make_meshes, trace
+from distflow_jax.runtime.contexts import ContextFactory
+from distflow_jax.stages.stage_context import ModelContext, TrainContext
 
 HOST = Layout("host")
 MESH, WIDE = MeshSizes(4, 2), MeshSizes(8, 1)
@@ -263,6 +265,17 @@ def test_every_built_in_graph_can_be_traced(name):
         assert costs.unbounded == ()
         models = {t.node.type for t in program.unit.tasks} & {"MODEL_TRAIN", "MODEL_INFERENCE"}
         assert (costs.flops > 0) == bool(models)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("dpo", 1.0), ("online_dpo", 0.5), ("grpo", 0.5)])
+def test_logits_are_divided_by_the_temperature_of_a_sampler(name, wanted):
+    """Where nothing is sampled there is none, whatever the config says."""
+    overrides = {"dag": name, "rollout.temperature": 0.5, "algorithm.kl_coef": 0.1}
+    run = planned(**overrides | ({} if name == "grpo" else {"algorithm.kl_coef": 0.0}))
+    factory = ContextFactory(run, make_meshes(run.sizes))
+    contexts = [factory.of(t) for t in run.plan.tasks if t.layout.kind == "mesh"]
+    found = {c.temperature for c in contexts if isinstance(c, ModelContext | TrainContext)}
+    assert found == {wanted}
 
 
 def test_a_fused_program_gives_what_its_nodes_give_one_by_one():

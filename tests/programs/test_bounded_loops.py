@@ -18,6 +18,8 @@ from distflow_jax.programs.jaxpr_flops import matmul_flops
         ("jit(f)/at_most_12/while", 12),
         ("jit(f)/at_most_5/while/body/transpose(jvp(at_most_7))/while", 7),
         ("jit(f)/at_most_5/while/body/while", None),
+        ("jit(f)/while/body/at_most_8_but_once_in_4/while", 6),
+        ("at_most_7_but_once_in_1", 0),
         ("at_most_5/scan", None),
         ("", None),
     ],
@@ -29,6 +31,20 @@ def test_the_innermost_name_is_the_loops_own(name, most):
 def test_it_is_a_fori_loop():
     run = jax.jit(lambda n: bounded_loop(n, lambda i, x: x + i, jnp.int32(0), most=9))
     assert [int(run(np.int32(n))) for n in (0, 1, 5)] == [0, 0, 10]
+
+
+def test_a_loop_that_is_idle_once_counts_for_the_other_runs():
+    """Three of four runs of an enclosing scan make up to 5 products each."""
+
+    def run(x):
+        def one(x, index):
+            trips = jnp.where(index == 0, 0, 5)
+            return bounded_loop(trips, lambda _, y: y @ x, x, most=5, idle_once_in=4), None
+
+        return jax.lax.scan(one, x, jnp.arange(4))[0]
+
+    found = matmul_flops(jax.make_jaxpr(run)(jnp.ones((8, 8))))
+    assert found.unbounded == () and found.total == 3 * 5 * 2 * 8**3
 
 
 @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""A step for which no group is worth training on changes nothing, says so, and the run goes on."""
+"""Steps that change nothing: without a group worth training on, or wholly rejected."""
 
 import math
 
@@ -44,3 +44,33 @@ def test_a_run_whose_reward_is_constant(tmp_path, caplog):
         assert not {"critic/score/mean", "response_length/mean"} & set(row)  # of no response
     assert [row["perf/compilations"] for row in rows[1:]] == [0, 0, 0]
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_whose_steps_are_wholly_rejected_ends(tmp_path, caplog):
+    """Each such step warns. With top-p, equal weights of sampler and trainer reject nothing."""
+    changes = [
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=512",
+        "rollout.top_p=0.9",
+        "algorithm.correction=sequence_tis",
+        "algorithm.rejection=geometric",
+        "training.optimizer.lr=0.0",
+        "training.steps=4",
+        "training.max_rejected=1",
+        "eval.dataset=",
+    ]
+    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    assert run.train(config, tmp_path / "kept") == 0
+    for row in read_metrics(tmp_path / "kept" / "metrics.jsonl"):
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-2)
+        assert row["rollout_corr/kl"] == pytest.approx(0, abs=1e-3)
+    assert not [r for r in caplog.records if "left no token" in r.getMessage()]
+
+    changes += ["algorithm.rejection_low=5.0", "algorithm.rejection_high=6.0"]
+    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    with pytest.raises(RuntimeError, match="left no token in 2 steps in a row, the last being 2"):
+        run.train(config, tmp_path / "rejected")
+    rows = read_metrics(tmp_path / "rejected" / "metrics.jsonl")
+    assert [row["rollout_corr/kept_weight_max"] for row in rows] == [0, 0]
+    assert len([r for r in caplog.records if "left no token" in r.getMessage()]) == 1

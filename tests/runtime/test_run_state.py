@@ -1,50 +1,42 @@
-"""A run goes on only from the weights that it was started from."""
+"""Steps that trained on nothing: counted in a row, warned of, and an end of the run."""
 
-import types
+import logging
+import pathlib
 
 import pytest
 
-from distflow_jax.planning.run_models import ModelOfRun
-from distflow_jax.runtime.run_state import _check_starting_weights
+from distflow_jax.runtime.run_state import RunState, check_lost
+from distflow_jax.training.training_config import TrainingConfig
 
-MODELS = {
-    "actor": ModelOfRun("actor", "ACTOR", None, True, ""),
-    "reward": ModelOfRun("reward", "REWARD", None, False, "runs/judge"),
-}
-PREPARED = types.SimpleNamespace(models=MODELS, source=types.SimpleNamespace(spec="models/b"))
-NOW = {"actor": "b", "reward": "step 9, d"}
+FOLDER = pathlib.Path("run")
+REJECTED = {"rollout_corr/kept_weight_max": 0.0}
+KEPT = {"rollout_corr/kept_weight_max": 1e-9}
 
 
-def test_the_same_weights_go_on(caplog):
-    _check_starting_weights({"starting_weights": NOW}, NOW, PREPARED)
+def after(*steps):
+    """The state after steps of (metrics, updates that were not finite)."""
+    state = RunState({}, step=len(steps))
+    for metrics, nonfinite in steps:
+        state.count_lost(metrics, nonfinite)
+    return state
+
+
+def test_steps_are_counted_in_a_row():
+    assert (after(({}, 0)).rejected, after(({}, 2)).nonfinite) == (0, 1)
+    assert after((REJECTED, 0), (REJECTED, 0)).rejected == 2
+    assert after((REJECTED, 0), (KEPT, 0)).rejected == 0
+    assert after((REJECTED, 1), (REJECTED, 1), (KEPT, 1)).nonfinite == 3
+    assert after(({"actor_train/rollout_corr/kept_weight_max": 0.0}, 0)).rejected == 1
+
+
+def test_too_many_end_the_run(caplog):
+    config = TrainingConfig(max_rejected=1, max_nonfinite=0)
+    check_lost(after((KEPT, 0)), config, FOLDER)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "before, named",
-    [
-        (
-            {"actor": "a", "reward": "step 9, d"},
-            "model 'actor': .* was 'a' and is 'b' for 'models/b'",
-        ),
-        ({"actor": "b", "reward": "step 8, c"}, "model 'reward': .*'step 9, d' for 'runs/judge'"),
-    ],
-)
-def test_other_weights_are_refused(before, named):
-    with pytest.raises(ValueError, match=f"{named}.*restore these, or start in a new --workdir"):
-        _check_starting_weights({"starting_weights": before}, NOW, PREPARED)
-
-
-def test_a_model_that_the_graph_gained_starts_anew():
-    _check_starting_weights({"starting_weights": {"actor": "b"}}, NOW, PREPARED)
-
-
-def test_a_checkpoint_of_version_0_1_has_the_digest_of_the_source():
-    _check_starting_weights({"model": "b"}, NOW, PREPARED)
-    with pytest.raises(ValueError, match="model 'actor'"):
-        _check_starting_weights({"model": "a"}, NOW, PREPARED)
-
-
-def test_a_checkpoint_without_any_digest_costs_one_warning(caplog):
-    _check_starting_weights({}, NOW, PREPARED)
-    assert len(caplog.records) == 1 and "models/b" in caplog.text
+    with caplog.at_level(logging.WARNING, "distflow_jax"):
+        check_lost(after((REJECTED, 0)), config, FOLDER)
+    assert ["left no token" in r.getMessage() for r in caplog.records] == [True]
+    with pytest.raises(RuntimeError, match="left no token in 2 steps in a row, the last being 2"):
+        check_lost(after((REJECTED, 0), (REJECTED, 0)), config, FOLDER)
+    with pytest.raises(RuntimeError, match="not finite in 1 steps in a row"):
+        check_lost(after((KEPT, 1)), config, FOLDER)

@@ -150,3 +150,10 @@ def test_a_node_may_write_returns():
         assert resolve([node(*writes)]) == {"a": build_advantage}
     with pytest.raises(ValueError, match="does not write grade"):
         resolve([node("advantage", "grade")])
+
+
+def test_passk_needs_another_response_to_compare_with():
+    algorithm = AlgorithmConfig(advantage="grpo_passk")
+    context = types.SimpleNamespace(algorithm=algorithm, num_samples=1)
+    with pytest.raises(ValueError, match=r"got rollout.num_samples=1; use at least 2"):
+        build_advantage(context)

@@ -1,6 +1,9 @@
-"""Loss and gradient of every objective but the policy's (test_forward.py) are the mesh's no more
-than rounding: on 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for
-several ranks, and where devices share a row."""
+"""Loss and gradient on a mesh are those of one device, for every objective but the policy's
+(test_forward.py), and for losses that choose among all tokens of a step.
+
+On 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for several ranks, and
+where devices share a row.
+"""
 
 import functools
 
@@ -10,12 +13,14 @@ import pytest
 from support.gradients import assert_same
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.preference_objective import (
     PreferenceBatch,
     preference_objective,
@@ -29,7 +34,14 @@ from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 FORWARD = ForwardConfig(logp_chunk=16)
 SCALAR = scalar_model(TINY, head_stddev=0.1)
+CHOOSING = {  # losses that choose among all tokens of the step, by the policy as it stands
+    "kl_cov": AlgorithmConfig(policy_loss="kl_cov", kl_cov_share=0.2, correction="token_tis"),
+    "clip_cov": AlgorithmConfig(
+        policy_loss="clip_cov", clip_cov_ratio=0.1, clip_cov_lb=0.01, clip_cov_ub=9.0
+    ),
+}
 OBJECTIVES = {
+    **{k: policy_objective(TINY, a, FORWARD, max_response=14) for k, a in CHOOSING.items()},
     "preference": preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
     "reward_model": reward_model_objective(SCALAR, RewardModelConfig(0.2, 0.05), FORWARD),
     "sft": sft_objective(TINY, FORWARD),
@@ -43,7 +55,10 @@ def batch_of(name, ranks):
     rows = mini_batch(rows)
     # a reference that knows the token alone, wherever it lies
     ref_logp = jnp.where(rows.response_mask, -1.0 - (rows.tokens % 7).astype(jnp.float32), 0.0)
+    advantage = jnp.where(rows.response_mask, jnp.sin(rows.tokens.astype(jnp.float32)), 0.0)
+    policy = PolicyBatch(rows, advantage, ref_logp + 0.1, ref_logp, None)
     batches = {
+        **dict.fromkeys(CHOOSING, lambda: policy),
         "preference": lambda: PreferenceBatch(rows, ref_logp),
         "reward_model": lambda: RewardModelBatch(rows),
         "sft": lambda: SftBatch(rows),
@@ -63,7 +78,13 @@ def gradient_of(name, fsdp, tensor, **axes):
     def run(params, batch):
         with use_mesh(mesh):
             return accumulate_gradients(
-                params, batch, jnp.float32(1), shape=shape, objective=objective
+                params,
+                batch,
+                jnp.float32(1),
+                shape=shape,
+                objective=objective,
+                first=jnp.bool_(False),
+                updates=2,
             )
 
     return jax.device_get(run(params, batch_of(name, shape.ranks)))
@@ -73,6 +94,10 @@ def gradient_of(name, fsdp, tensor, **axes):
     "name, axes",
     [
         ("preference", dict(fsdp=2, tensor=2)),
+        ("clip_cov", dict(fsdp=2, tensor=2)),
+        pytest.param("kl_cov", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
+        pytest.param("kl_cov", dict(fsdp=1, tensor=1, context=4), marks=pytest.mark.slow),
+        pytest.param("clip_cov", dict(fsdp=1, tensor=2, pipeline=2), marks=pytest.mark.slow),
         ("reward_model", dict(fsdp=2, tensor=2)),
         ("reward_model", dict(fsdp=2, tensor=1, data=2)),
         pytest.param("preference", dict(fsdp=2, tensor=2, data=2), marks=pytest.mark.slow),

@@ -38,6 +38,9 @@ REFERENCES = {
     "gpg": formulas.gpg_loss,
     "cpgd": formulas.cpgd,
     "kl_cov": formulas.kl_cov,
+    "clip_cov": formulas.clip_cov,
+    "dppo_tv": formulas.dppo_tv,
+    "dppo_kl": formulas.dppo_kl,
     "dro": formulas.dro,
     "decoupled": formulas.decoupled,
 }
@@ -48,7 +51,57 @@ ALGORITHMS = {  # several options at once where they have nothing to do with eac
     "cispo": {"policy_loss": "cispo", "clip_low": 0.3, "aggregation": "seq-mean-token-mean"},
     "cispo, no lower bound": {"policy_loss": "cispo", "clip_low": 1.0, "proximal": "rollout"},
     "cpgd": {"policy_loss": "cpgd", "cpgd_drift_coef": 0.5},
+    "cpgd without drift": {
+        "policy_loss": "cpgd",
+        "cpgd_drift_coef": 0.0,
+        "rejection": "seq_sum_k2",
+    },
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_share": 0.25, "kl_cov_coef": 2.0},
+    "kl_cov, bypass": {"policy_loss": "kl_cov", "kl_cov_share": 0.25, "proximal": "rollout"},
+    # all candidates are chosen; which ones are, of too many, is drawn: a test of its own
+    "clip_cov": {
+        "policy_loss": "clip_cov",
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.1,
+        "clip_cov_ub": 1.0,
+        "rejection": "seq_sum_k3",
+    },
+    "dppo_tv": {"policy_loss": "dppo_tv", "dual_clip": 1.5, "rejection": "token_k1"},
+    "dppo_tv, on one side": {
+        "policy_loss": "dppo_tv",
+        "clip_low": 0.02,
+        "clip_high": 0.05,
+        "rejection": "token_k2",
+    },
+    "dppo_kl": {"policy_loss": "dppo_kl", "rejection": "token_k3"},
+    "dppo_kl, on one side": {
+        "policy_loss": "dppo_kl",
+        "clip_low": 0.01,
+        "clip_high": 0.03,
+        "aggregation": "seq-mean-token-mean",
+        "rejection": "seq_max_k2",
+    },
+    "gspo, dual clip": {"policy_loss": "gspo", "clip": 0.2, "dual_clip": 1.2},
+    "gmpo, corrected": {
+        "policy_loss": "gmpo",
+        "correction": "token_tis",
+        "correction_high": 1.05,
+        "rejection": "seq_sum_k1",
+    },
+    "normalised tokens": {
+        "correction": "token_tis",
+        "correction_high": 1.05,
+        "correction_batch_normalize": True,
+        "rejection": "seq_max_k3",
+    },
+    "normalised sequences": {
+        "policy_loss": "gmpo",
+        "correction": "sequence_mis",
+        "correction_low": 0.9,
+        "correction_high": 1.1,
+        "correction_batch_normalize": True,
+    },
+    "kl k1+": {"kl_coef": 0.3, "kl_estimator": "k1+"},
     "dro": {"policy_loss": "dro", "dro_beta": 2.0, "aggregation": "token-sum"},
     "decoupled": {"policy_loss": "decoupled", "correction": "token_tis", "correction_high": 1.05},
     "a3po": {"policy_loss": "decoupled", "correction": "sequence_mis", "proximal": "a3po"},
@@ -84,6 +137,14 @@ BOUNDS = {
     "k2": {"high": 2e-3},
     "k3": {"high": 2e-3},
     "token_mis": {"low": 0.93, "high": 1.08},
+    "token_k1": {"low": 0.93, "high": 1.08},
+    "token_k2": {"high": 2e-3},
+    "token_k3": {"high": 2e-3},
+    "seq_sum_k1": {"low": 0.9, "high": 1.15},
+    "seq_sum_k2": {"high": 0.03},
+    "seq_sum_k3": {"high": 0.03},
+    "seq_max_k2": {"high": 0.01},
+    "seq_max_k3": {"high": 0.01},
 }
 
 
@@ -91,7 +152,7 @@ def config_of(name):
     options = dict(ALGORITHMS[name])
     for key in ("correction", "rejection"):
         bounds = BOUNDS.get(options.get(key, ""), {})
-        options |= {f"{key}_{side}": x for side, x in bounds.items()}
+        options = {f"{key}_{side}": x for side, x in bounds.items()} | options
     return AlgorithmConfig(**options)
 
 
@@ -126,7 +187,8 @@ class Fields:
 def fields(narrow: bool) -> Fields:
     """`narrow`: sequence ratios within a few times gspo's 3e-4."""
     rng = np.random.default_rng(1)
-    old = [x - 2 for x in draw(2, SEQUENCES)]
+    # log-probs: below 0, as losses of probabilities need them
+    old = [np.minimum(x - 2, np.float32(-0.3)) for x in draw(2, SEQUENCES)]
     kinds = np.float32([0, 3e-4] if narrow else [0.02, 0.3, 1.0])
     scales = rng.choice(kinds, len(SEQUENCES))
 
@@ -134,7 +196,10 @@ def fields(narrow: bool) -> Fields:
         steps = draw(seed, SEQUENCES)
         return [b + np.float32(size) * s for b, s in zip(base, steps, strict=True)]
 
-    logp = [o + c * s for o, c, s in zip(old, scales, draw(3, SEQUENCES), strict=True)]
+    logp = [
+        np.minimum(o + c * s, np.float32(-0.05))
+        for o, c, s in zip(old, scales, draw(3, SEQUENCES), strict=True)
+    ]
     signs = rng.choice([0, 1, 1], len(SEQUENCES))
     return Fields(
         logp=logp,
@@ -145,6 +210,24 @@ def fields(narrow: bool) -> Fields:
         advantage=[x * np.float32(c) for x, c in zip(draw(7, SEQUENCES), signs, strict=True)],
         alpha=[np.abs(np.sin(x)) for x in draw(8, SEQUENCES)],
     )
+
+
+def weights_of(config, prox, roll):
+    """Weights of the unmasked tokens of each sequence: correction, then rejection."""
+    rho = [(p - r)[s.mask] for s, p, r in zip(SEQUENCES, prox, roll, strict=True)]
+    some = [i for i, x in enumerate(rho) if len(x)]
+    weights = [np.zeros(0)] * len(rho)
+    for i in some:
+        weights[i] = formulas.correction(config.correction, rho[i], **config.correction_bounds)
+    if config.correction_batch_normalize:
+        weights = formulas.normalised(weights, config.correction.startswith("sequence"))
+    for i in some:
+        w = weights[i]
+        if config.policy_loss == "gmpo" and config.correction != "none":
+            w = np.full(len(w), w.any() * np.exp(np.log(w + 1e-10).mean()))
+        keep = formulas.correction(config.rejection, rho[i], **config.rejection_bounds)
+        weights[i] = w * keep
+    return weights
 
 
 def reference(name, f: Fields):
@@ -158,9 +241,14 @@ def reference(name, f: Fields):
     }[config.proximal]
     options = dict(config.policy_options)
     chosen = [np.zeros(len(s.mask), bool) for s in sequences]
+    # by the current policy, whatever the old one is
     if config.policy_loss == "kl_cov":
         share = config.select_options["kl_cov_share"]
-        chosen = formulas.largest_covariance(sequences, f.advantage, prox, share)
+        chosen = formulas.largest_covariance(sequences, f.advantage, f.logp, share)
+    if config.policy_loss == "clip_cov":
+        bounds = (config.select_options[f"clip_cov_{side}"] for side in ("lb", "ub"))
+        chosen = formulas.covariance_within(sequences, f.advantage, f.logp, prox, *bounds)
+    weights = weights_of(config, prox, f.roll)
 
     def aggregate(values):
         return formulas.aggregate(
@@ -176,12 +264,9 @@ def reference(name, f: Fields):
                 live = held = np.zeros(0)
                 pg.append(live), kl.append(live), entropy.append(live)
                 continue
-            rho = (prox[i] - f.roll[i])[m]
-            weight = formulas.correction(config.correction, rho, **config.correction_bounds)
-            weight = weight * formulas.correction(config.rejection, rho, **config.rejection_bounds)
             rule = REFERENCES[config.policy_loss]
             args = live, held, prox[i][m], f.advantage[i][m], chosen[i][m]
-            pg.append(weight * rule(*args, **options))
+            pg.append(weights[i] * rule(*args, **options))
             kl.append(formulas.KL[config.kl_estimator](live, held, f.ref[i][m]))
             entropy.append(flat_entropy[place][m])
         total = aggregate(pg) - config.entropy_coef * aggregate(entropy)
@@ -231,6 +316,8 @@ def compiled(name):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, batch, part_R):
+        if (preview := objective.preview) is not None:
+            batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
         batch, denominators = objective.prepare(batch)
         # rows that are not of the part are emptied, as if they lay in another micro-batch
         rows = dataclasses.replace(
@@ -358,13 +445,78 @@ def test_kl_cov_breaks_ties_by_group_and_sample():
         fields(False),
         advantage=[np.ones_like(x) for x in fields(False).old],
         old=[-np.ones_like(x) for x in fields(False).old],
+        logp=[-np.ones_like(x) for x in fields(False).old],
     )
     count = int(0.25 * sum(s.length for s in SEQUENCES))
     order = sorted(range(len(SEQUENCES)), key=lambda i: (SEQUENCES[i].group, SEQUENCES[i].sample))
     wanted = [(i, t) for i in order for t in np.flatnonzero(SEQUENCES[i].mask)][:count]
     for seed in (5, 6):
         packed = pack(SEQUENCES, seed, shared=True)
+        chosen = chosen_by(config, packed_batch(f, config, seed, shared=True), packed, f)
+        assert {(i, t) for i, x in enumerate(chosen) for t in np.flatnonzero(x)} == set(wanted)
+
+
+def chosen_by(config, batch, packed, f):
+    """The tokens that a loss selects, one mask per sequence."""
+    batch = batch._replace(current_logp=first(packed.tokens(f.logp)))
+    chosen = policy.prepare(batch, algorithm=config, max_response=14)[0].selected
+    return packed.unpack(np.asarray(chosen)[None])
+
+
+def test_clip_cov_draws_among_its_candidates():
+    """As many as the share says, the same in any packing, others for other responses."""
+    f = fields(False)
+    options = ALGORITHMS["clip_cov"] | {"clip_cov_ratio": 0.1}
+    config = AlgorithmConfig(**options)
+    wide = {name: formulas.wide(getattr(f, name)) for name in ("advantage", "logp", "old")}
+    allowed = formulas.covariance_within(SEQUENCES, *wide.values(), 0.1, 1.0)
+    number = int(0.1 * sum(s.length for s in SEQUENCES))
+    assert 1 < number < sum(x.sum() for x in allowed)
+
+    def draw_from(seed, offset):
+        packed = pack(SEQUENCES, seed, shared=True)
         batch = packed_batch(f, config, seed, shared=True)
-        chosen = policy.prepare(batch, algorithm=config, max_response=14)[0].selected
-        got = packed.unpack(np.asarray(chosen)[None])
-        assert {(i, t) for i, x in enumerate(got) for t in np.flatnonzero(x)} == set(wanted)
+        tokens = jnp.where(batch.rows.response_mask, batch.rows.tokens + offset, 0)
+        batch = batch._replace(rows=dataclasses.replace(batch.rows, tokens=tokens))
+        chosen = chosen_by(config, batch, packed, f)
+        assert sum(x.sum() for x in chosen) == number
+        assert not any((x & ~may).any() for x, may in zip(chosen, allowed, strict=True))
+        return tuple((i, t) for i, x in enumerate(chosen) for t in np.flatnonzero(x))
+
+    assert draw_from(5, 0) == draw_from(6, 0)
+    assert len({draw_from(5, offset) for offset in range(6)}) > 2
+
+
+def test_off_policy_metrics():
+    """Of the recomputed proximal policy; where there is none, of the current one, as in verl."""
+    for name, trainer in (("clip on one side", "old"), ("kl_cov, bypass", "logp")):
+        got, f = metrics_of(name), fields(False)
+        mine = {
+            key: [x[s.mask] for x, s in zip(formulas.wide(getattr(f, key)), SEQUENCES, strict=True)]
+            for key in (trainer, "roll")
+        }
+        wanted = formulas.off_policy(mine[trainer], mine["roll"])
+        for key, value in wanted.items():
+            assert_close(got[f"rollout_corr/{key}"], value, key)
+        assert {f"rollout_corr/{key}" for key in wanted} == {
+            key for key in got if key.startswith("rollout_corr/") and "log_ratio" not in key
+        }
+
+
+def test_the_kept_weight_is_zero_where_all_is_rejected():
+    f = fields(False)
+    for options in (
+        {"rejection": "seq_max_k2", "rejection_high": 1e-9},
+        {"correction": "token_mis", "correction_low": 5.0, "correction_high": 6.0},
+        {"policy_loss": "gmpo", "correction": "sequence_mis", "correction_high": 1e-9},
+    ):
+        config = AlgorithmConfig(**options)
+        batch = packed_batch(f, config, 2)
+        _, sums, maxima = policy._correction(
+            batch.old_logp,
+            batch,
+            config,
+            policy.prepare(batch, algorithm=config, max_response=9)[1],
+        )
+        assert maxima["rollout_corr/kept_weight_max"] == 0
+    assert metrics_of("reject k3")["rollout_corr/kept_weight_max"] == 1

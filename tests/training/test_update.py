@@ -13,10 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
@@ -66,6 +68,66 @@ class Trainer:
                 state, new = self.update(state, batch, np.int32(index), TEMPERATURE)
                 metrics.append(jax.device_get(new))
         return state, metrics
+
+
+def choosing(updates, trainer, proximal="recomputed"):
+    """An update whose metric `current` is the sum of the log-probs that tokens are chosen by."""
+    algorithm = AlgorithmConfig(policy_loss="kl_cov", kl_cov_share=0.5, proximal=proximal)
+    objective = policy_objective(TINY, algorithm, FORWARD, max_response=14)
+
+    def evaluate(params, batch, denominators, temperature):
+        loss, metrics = objective.evaluate(params, batch, denominators, temperature)
+        current = masked_sum(batch.current_logp, batch.rows.response_mask)
+        return loss, metrics | {"sum": metrics["sum"] | {"current": current}}
+
+    return make_update(
+        trainer.optimizer,
+        trainer.schedule,
+        shape=UpdateShape(trainer.mesh, 2, 14),
+        objective=dataclasses.replace(objective, evaluate=evaluate),
+        num_updates=updates,
+    )
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "rollout"])
+def test_tokens_are_chosen_by_the_policy_before_each_update(trainer, proximal):
+    """The first update takes the old log-probs and makes no pass: any number would do. All later
+    ones, of further epochs too, take those of the policy that the updates before have made. Without
+    recomputed old log-probs the first one does, too."""
+    update = choosing(MINI_BATCHES * EPOCHS, trainer, proximal)
+    state = trainer.state()
+    old = np.asarray(trainer.logp(state.params, trainer.rows, TEMPERATURE)) - np.float32(0.25)
+    batch = trainer.batch(state.params)._replace(old_logp=old)
+    mask = trainer.rows.response_mask
+    for index in range(MINI_BATCHES * EPOCHS):
+        mini = index % MINI_BATCHES
+        logp = np.asarray(trainer.logp(state.params, trainer.rows, TEMPERATURE))
+        known = index == 0 and proximal == "recomputed"
+        wanted = (old if known else logp)[mini][mask[mini]].sum()
+        state, metrics = update(state, batch, np.int32(index), TEMPERATURE)
+        np.testing.assert_allclose(metrics["current"], wanted, rtol=1e-5)
+    assert np.abs(logp - old - 0.25)[mask].max() > 1e-3  # the policy has moved
+    assert update._cache_size() == 1
+
+
+def test_choosing_costs_a_forward_pass_of_each_update_but_the_first(trainer):
+    """And nothing of a loss that does not choose, nor where a batch gets one update."""
+    batch = trainer.batch(trainer.state().params)
+    one = jax.tree.map(lambda x: x[:1], batch)
+
+    def flops(update, batch):
+        found = matmul_flops(update.trace(trainer.state(), batch, np.int32(0), TEMPERATURE).jaxpr)
+        assert found.unbounded == ()
+        return found.total
+
+    plain = flops(trainer.update, batch)
+    assert flops(choosing(1, trainer), one) == plain
+    forward = matmul_flops(
+        trainer.logp.trace(trainer.state().params, one.rows, TEMPERATURE).jaxpr
+    ).total
+    for updates in (2, 4):
+        more = updates * flops(choosing(updates, trainer), batch) - updates * plain
+        assert more == pytest.approx((updates - 1) * forward, rel=1e-9)
 
 
 @pytest.fixture(scope="module")

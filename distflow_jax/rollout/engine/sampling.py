@@ -28,7 +28,7 @@ class Draw(NamedTuple):
     """One token of each slot, each field [B]."""
 
     token: jax.Array  # int32
-    logp: jax.Array  # float32, under the distribution that was sampled (temperature, top-k, top-p)
+    logp: jax.Array  # float32, under softmax(logits / temperature), before top-k and top-p
     margin: jax.Array  # float32: how far the runner-up was behind, in perturbed logits
 
 
@@ -114,7 +114,9 @@ def draw(
     """One token per slot from softmax(logits / temperature) cut by top-k and top-p.
 
     `keys_B`: sample_key of each slot; `position_B`: index of the token within its response. A
-    temperature of 0 takes the most likely token and reports log-probs at temperature 1.
+    temperature of 0 takes the most likely token and reports log-probs at temperature 1. Log-probs
+    are those before the cut, which a trainer's log-probs are compared with: see
+    docs/decisions/202-log-probs-before-the-cut.md.
     """
     slots, vocab = logits_BV.shape
     greedy = params.temperature <= 0.0
@@ -129,6 +131,15 @@ def draw(
     top = jnp.max(logits, axis=-1)
     total_BM = jnp.sum(jnp.exp(padded - top[:, None, None]), axis=-1)
     lse = jnp.log(jnp.sum(total_BM, axis=-1)) + top
+    cut = (top_k > 0) | (top_p < 1.0)
+
+    def of_all():
+        # of the logits that are there already, and a number per slot: see smallest_kept. The
+        # largest logit is never cut
+        whole = jnp.sum(jnp.exp(logits_BV / temperature[:, None] - top[:, None]), axis=-1)
+        return jnp.where(cut, jnp.log(whole) + top, lse)
+
+    lse = jax.lax.cond(jnp.any(cut), of_all, lambda: lse)
 
     def noise(key, position):
         # one stream for the blocks and one for the tokens within a block

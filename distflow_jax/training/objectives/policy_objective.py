@@ -15,12 +15,13 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
+from distflow_jax.algorithms.off_policy import off_policy_terms
 from distflow_jax.algorithms.packed import counted, per_token
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, policy_tokens
+from distflow_jax.algorithms.policy_tokens import policy_tokens
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, Preview
 
 
 class PolicyBatch(NamedTuple):
@@ -32,16 +33,19 @@ class PolicyBatch(NamedTuple):
     old_logp: jax.Array | None  # None: the policy's own, without a gradient (one update per batch)
     ref_logp: jax.Array | None  # None: no KL term
     prox_alpha: jax.Array | None = None  # of correction.a3po_alpha
+    # of the policy as it is before the optimizer step, for losses that select; no gradient
+    current_logp: jax.Array | None = None
     selected: jax.Array | None = None  # bool, set by `prepare`: tokens that the loss selects
     budgeted: jax.Array | None = None  # bool, set by `prepare`: tokens that fixed-budget counts
 
 
 class Denominators(NamedTuple):
-    """Global counts of one optimizer step, float32 scalars."""
+    """Global counts and a mean of one optimizer step, float32 scalars."""
 
     loss: jax.Array  # of the aggregation
     tokens: jax.Array  # masked-in response tokens
     sequences: jax.Array  # with at least one such token
+    weight: jax.Array | None = None  # mean that the correction's weights are divided by
 
 
 def policy_objective(
@@ -57,7 +61,21 @@ def policy_objective(
         model,
         functools.partial(prepare, algorithm=algorithm, max_response=max_response),
         functools.partial(evaluate, model=model, algorithm=algorithm, forward=forward),
+        preview=_preview(model, algorithm, forward) if algorithm.selects else None,
     )
+
+
+def _preview(model: DecoderConfig, algorithm: AlgorithmConfig, forward: ForwardConfig) -> Preview:
+    """Log-probs of the current policy, which losses that select tokens choose by."""
+
+    def predict(params, batch, temperature):
+        return response_logp(params, model, batch.rows, temperature, forward)[0]
+
+    def known(batch):
+        # other proximal policies than the recomputed one are not the policy at the start
+        return batch.old_logp if algorithm.proximal == "recomputed" else None
+
+    return Preview(predict, lambda batch, logp: batch._replace(current_logp=logp), known)
 
 
 def prepare(
@@ -71,14 +89,25 @@ def prepare(
     total = denominator(mode, tokens, sequences, norm=float(max_response), budget=budget)
     if mode == "fixed-budget":
         batch = batch._replace(budgeted=within_budget(rows, budget))
-    select = POLICY_LOSSES[algorithm.policy_loss].select
+    select = algorithm.loss_kind.select
     if select is not None:
-        old_logp = batch.rollout_logp if algorithm.proximal == "rollout" else batch.old_logp
-        assert old_logp is not None, "AlgorithmConfig.update_reads lists it"
-        chosen = policy_tokens(old_logp, old_logp, batch.advantage, rows)
+        assert batch.current_logp is not None, "set by the objective's preview"
+        logp = batch.current_logp
+        chosen = policy_tokens(logp, proximal_logp(logp, batch, algorithm), batch.advantage, rows)
         batch = batch._replace(selected=select(chosen, **algorithm.select_options))
     counts = (jnp.maximum(x.astype(jnp.float32), 1.0) for x in (total, tokens, sequences))
-    return batch, Denominators(*counts)
+    return batch, Denominators(*counts, _mean_weight(batch, algorithm))
+
+
+def _mean_weight(batch: PolicyBatch, algorithm: AlgorithmConfig) -> jax.Array | None:
+    """Mean of the correction's weights over an optimizer step, where they are normalised by it."""
+    if not algorithm.correction_batch_normalize:
+        return None
+    assert batch.old_logp is not None, "AlgorithmConfig.update_reads lists it"
+    kind, rows = CORRECTIONS[algorithm.correction], batch.rows
+    log_ratio = correction_lib.log_rho(batch.old_logp, batch.rollout_logp, rows)
+    found = kind.correct(log_ratio, rows, **algorithm.correction_bounds)
+    return correction_lib.mean_weight(kind, found.weight, rows)
 
 
 def evaluate(
@@ -95,9 +124,8 @@ def evaluate(
     rows, mask = batch.rows, batch.rows.response_mask
     logp, entropy = response_logp(params, model, rows, temperature, forward)
     old_logp = proximal_logp(logp, batch, algorithm)
-    kind = POLICY_LOSSES[algorithm.policy_loss]
     tokens = policy_tokens(logp, old_logp, batch.advantage, rows, batch.selected)
-    policy = kind.loss(tokens, **algorithm.policy_options)
+    policy = algorithm.loss_kind.loss(tokens, **algorithm.policy_options)
     counted_mask = mask if batch.budgeted is None else mask & batch.budgeted
     lengths = per_token(rows.length, rows.segment)
     weight = token_weights(algorithm.loss_aggregation, counted_mask, lengths)
@@ -109,6 +137,18 @@ def evaluate(
         return masked_sum(jax.lax.stop_gradient(x), mask) / denominators.tokens
 
     correction, sums, maxima = _correction(old_logp, batch, algorithm, denominators)
+    if batch.rollout_logp is not None:
+        trainer = logp if algorithm.proximal == "rollout" else old_logp
+        terms = off_policy_terms(trainer, batch.rollout_logp, rows)
+        sequences = counted(rows)
+        sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
+        sums |= {
+            f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
+            for name, x in terms.sequences.items()
+        }
+        maxima["rollout_corr/log_ppl_diff_max"] = masked_max(
+            terms.sequences["log_ppl_diff"], sequences
+        )
     pg_loss = aggregate(policy.loss if correction is None else policy.loss * correction)
     loss = pg_loss - algorithm.entropy_coef * aggregate(entropy)
     sums |= {
@@ -165,8 +205,15 @@ def _correction(
         )
         weight = found.weight
         sums["rollout_corr/rollout_is_mean"] = mean(weight)
+        if denominators.weight is not None:
+            factor = denominators.weight
+            weight = weight / factor
+            # the same for all micro-batches, whose shares of the tokens add up to 1
+            sums["rollout_corr/rollout_is_batch_norm_factor"] = mean(jnp.full_like(weight, factor))
+        if algorithm.loss_kind.of_sequences:
+            weight = correction_lib.geometric_mean(weight, rows)
         sums["rollout_corr/rollout_is_changed_fraction"] = mean(found.changed.astype(jnp.float32))
-        maxima["rollout_corr/rollout_is_max"] = masked_max(weight, mask)
+        maxima["rollout_corr/rollout_is_max"] = masked_max(found.weight, mask)
     if algorithm.rejection != "none":
         found = REJECTIONS[algorithm.rejection].correct(
             log_ratio, rows, **algorithm.rejection_bounds
@@ -177,4 +224,7 @@ def _correction(
         sums["rollout_corr/rollout_rs_seq_masked_fraction"] = (
             masked_sum(rejected, counted(rows)) / denominators.sequences
         )
+    if weight is not None:
+        # a maximum, not a share: it is 0 exactly where nothing is left to train on
+        maxima["rollout_corr/kept_weight_max"] = masked_max(weight, mask)
     return weight, sums, maxima

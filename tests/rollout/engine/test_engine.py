@@ -131,9 +131,9 @@ def test_result_at_slot(sampler):
 
 def test_log_probs_are_those_of_one_forward_pass(sampler, responses):
     """Prefill + decode block by block, against the trainer's packed rows at each temperature."""
-    mine = [r for r in responses if REQUESTS[r.prompt.counter].sampling.top_k == 0]
-    trained = {t: forward_logp(TINY, PARAMS, mine, t) for t in (0.7, 1.0)}
-    for i, response in enumerate(mine):
+    assert {r.sampling.top_k > 0 for r in REQUESTS} == {False, True}  # log-probs are before the cut
+    trained = {t: forward_logp(TINY, PARAMS, responses, t) for t in (0.7, 1.0, 1.3)}
+    for i, response in enumerate(responses):
         sampling = REQUESTS[response.prompt.counter].sampling
         temperature = sampling.temperature or 1.0  # greedy reports at 1
         np.testing.assert_allclose(response.logp, trained[temperature][i], atol=1e-4)

@@ -102,8 +102,9 @@ def test_frequencies_follow_the_distribution(temperature, top_k, top_p):
     expected = np.append(expected[often], expected[~often].sum())
     full = expected > 0
     assert stats.chisquare(observed[full], expected[full]).pvalue > 1e-3
-    # log-probs are of what was drawn from: cut and tempered
-    np.testing.assert_allclose(drawn.logp, np.log(p[np.asarray(drawn.token)]), atol=2e-5)
+    # log-probs are tempered and not cut, as a trainer's are
+    whole = softmax(one / np.float32(temperature))
+    np.testing.assert_allclose(drawn.logp, np.log(whole[np.asarray(drawn.token)]), atol=2e-5)
 
 
 def test_frequencies_within_one_response():
@@ -179,7 +180,8 @@ def test_slots_have_settings_of_their_own():
             np.testing.assert_allclose(np.asarray(a)[mine], np.asarray(b)[mine], atol=1e-6)
     only = which == 3
     np.testing.assert_array_equal(np.asarray(together.token)[only], logits[only].argmax(-1))
-    np.testing.assert_allclose(np.asarray(together.logp)[only], 0, atol=1e-6)
+    whole = np.log(softmax(logits)[only].max(-1))
+    np.testing.assert_allclose(np.asarray(together.logp)[only], whole, atol=1e-5)
 
 
 def test_margin_tells_how_near_the_runner_up_was():
