@@ -148,8 +148,12 @@ def full_folders() -> set[str]:
 
 
 def twins() -> set[str]:
-    """Module names that occur more than once."""
-    stems = collections.Counter(path.stem for path in files())
+    """Module names that occur more than once, of the package or of the tests.
+
+    pytest imports a test by its name alone: of two with one name the second is not collected.
+    """
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    stems = collections.Counter(path.stem for path in [*files(), *tests])
     return {stem for stem, count in stems.items() if count > 1} - SAME_NAME
 
 
