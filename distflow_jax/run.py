@@ -44,6 +44,7 @@ from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.report import log_lines
+from distflow_jax.report.json_lines import explained_disk_errors
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import build
@@ -123,7 +124,7 @@ def _train(
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
     terminal = Terminal(enabled=processes.process_index() == 0)
-    with contextlib.ExitStack() as files:
+    with explained_disk_errors(folder), contextlib.ExitStack() as files:
         files.callback(terminal.close)
         release = files.enter_context(only_run(folder))
         stop.before_leaving += [terminal.console.show_cursor, release]
@@ -213,6 +214,7 @@ class Run:
                 measured, stragglers = self.times.take(state.step, seconds, metrics, received)
                 self.recorder.step(metrics | measured, stragglers)
                 stop.step_finished()
+                self.checkpointer.check()
                 stopping = bool(processes.all_gather_ints(np.int32(stop.is_set())).any())
                 if stopping or self.schedule.saves(state.step):
                     self.save()

@@ -26,6 +26,9 @@ class Nowhere:
     def latest(self) -> None:
         """Returns None: there is no checkpoint."""
 
+    def check(self) -> None:
+        """Raises nothing: no save can fail."""
+
     def save(self, step: int, trained: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Saves nothing."""
 

@@ -8,10 +8,12 @@ Reading changes nothing in the folder, so that a live run's checkpoints can be r
 removes unfinished checkpoints and renames damaged ones. This is the only module that uses Orbax.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from distflow_jax.checkpoint import checksums
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 ArrayTable = dict[str, list]  # name -> [shape, dtype name]
 MAX_LISTED = 5  # differences named in an error
 
@@ -103,9 +106,21 @@ class Checkpointer:
             args=ocp.args.Composite(arrays=_Save(flat), record=ocp.args.JsonSave(record)),
         )
 
+    def check(self) -> None:
+        """Raises the error of a save that has failed in the background, OSError if it is a disk's.
+
+        Not collective.
+        """
+        with self._disk_errors():
+            self._writer.check_for_errors()
+
     def wait(self) -> None:
-        """Waits for the save in flight; after one, removes the checkpoints beyond `keep`."""
-        self._writer.wait_until_finished()
+        """Waits for the save in flight; after one, removes the checkpoints beyond `keep`.
+
+        Raises the error of that save, OSError if it is a disk's.
+        """
+        with self._disk_errors():
+            self._writer.wait_until_finished()
         if self._is_first and self._saving is not None:
             for step in self._steps_on_disk()[: -self._keep]:
                 (self._folder / str(step)).rmtree()
@@ -199,6 +214,17 @@ class Checkpointer:
         self._writer.close()
         self._reader.close()
 
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """A block in which TensorStore's words for an error of the system become that error."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            if found := _OS_ERROR.search(str(error)):
+                number = int(found[1])
+                raise OSError(number, os.strerror(number), str(self._saving)) from error
+            raise
+
     def _steps(self) -> list[int]:
         """Steps of finished checkpoints as process 0 sees them, equal on all processes."""
         text = ",".join(map(str, self._steps_on_disk())) if self._is_first else ""
@@ -277,7 +303,10 @@ class Checkpointer:
 
 
 def quiet_orbax() -> None:
-    """Drops the DEBUG and INFO messages that Orbax logs through absl, not its warnings."""
+    """Drops the DEBUG and INFO messages that Orbax logs through absl, not its warnings.
+
+    Exceptions of its threads are dropped too: they are raised where the save is awaited.
+    """
     logger = logging.getLogger("absl")
     if not any(isinstance(item, _OrbaxFilter) for item in logger.filters):
         logger.addFilter(_OrbaxFilter())
@@ -285,7 +314,9 @@ def quiet_orbax() -> None:
 
 class _OrbaxFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or "orbax" not in record.pathname
+        if "orbax" not in record.pathname:
+            return True
+        return record.levelno >= logging.WARNING and not record.exc_info
 
 
 def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:

@@ -20,6 +20,8 @@ from typing import Any
 
 import jax.profiler
 
+from distflow_jax.report.json_lines import append
+
 
 class Spans:
     """Times blocks of code of one process, in any thread.
@@ -140,8 +142,7 @@ class Spans:
         self._events.sort(key=lambda item: (item[0], item[1], item[2]["ph"] != "M"))
         ready = [item for item in self._events if before is None or item[:2] < before]
         self._events = self._events[len(ready) :]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(event) + ",\n" for _, _, event in ready))
+        append(self._path, "".join(json.dumps(event) + ",\n" for _, _, event in ready))
 
     def close(self) -> None:
         """Appends the last events and closes the array; the file is then plain JSON."""
@@ -149,8 +150,10 @@ class Spans:
             self._flush(None)
             if self._path is None:
                 return
-            text = self._path.read_text(encoding="utf-8")
-            self._path.write_text(text.rstrip().rstrip(",") + "\n]\n", encoding="utf-8")
+            with self._path.open("rb+") as file:
+                if file.seek(-2, os.SEEK_END) and file.read() == b",\n":
+                    file.seek(-2, os.SEEK_END)
+                file.write(b"\n]\n")
             self._path = None
 
 

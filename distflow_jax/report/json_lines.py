@@ -1,18 +1,28 @@
-"""Numbers and records as lines of JSON, and the atomic writing of files.
+"""Numbers and records as lines of JSON, and files that keep what they had when a write fails.
 
 JSON has no NaN and no infinity: these are strings.
 """
 
+import contextlib
+import errno
 import json
+import logging
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 NON_FINITE = ("NaN", "Infinity", "-Infinity")
+PAUSES = (0.5, 1.0, 2.0)  # seconds before an operation is repeated
+_PASSING = {errno.EIO, errno.ESTALE, errno.EAGAIN}  # of network file systems, for a while
+# full, over a quota or a limit of sizes, read-only, failing
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENODEV, *_PASSING}
+
+log = logging.getLogger("distflow_jax")
 
 
 def json_number(value: int | float) -> int | float | str:
@@ -50,11 +60,71 @@ def complete_lines(text: str) -> list[str]:
 
 
 def write_atomic(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file atomically: after a crash it has the old content or the new."""
+    """Writes a text file atomically: after a crash it has the old content or the new.
+
+    Raises OSError; the old content is then still there.
+    """
     path = pathlib.Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it a power failure could leave an empty file
-    os.replace(scratch, path)
+
+    def write() -> None:
+        try:
+            with scratch.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # without it a power failure could leave an empty file
+            os.replace(scratch, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
+
+    _repeated(write)
+
+
+def append(path: str | os.PathLike, text: str) -> None:
+    """Appends a text to a file that has no other writer, all of it or nothing.
+
+    A SIGKILL afterwards loses nothing. Raises OSError; what was there before is then still there.
+    """
+    data = text.encode()
+
+    def write() -> None:
+        with open(path, "ab", buffering=0) as file:
+            begin, rest = file.seek(0, os.SEEK_END), data
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(begin)
+                raise
+
+    _repeated(write)
+
+
+@contextlib.contextmanager
+def explained_disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """A block in which an error of a disk becomes a ValueError that names the file and the fix."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise ValueError(
+            f"{error.filename or folder} cannot be written ({os.strerror(error.errno)}). Make room "
+            f"on that disk or mend it, then start again: the run in {folder} goes on from its last "
+            "checkpoint"
+        ) from error
+
+
+def _repeated(operation: Callable[[], None]) -> None:
+    """Repeats an operation that fails with an error that network file systems recover from."""
+    for pause in (*PAUSES, None):
+        try:
+            return operation()
+        except OSError as error:
+            if error.errno not in _PASSING or pause is None:
+                raise
+            log.warning("%s: %s; trying again", error.filename, error.strerror)
+            time.sleep(pause)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from distflow_jax.report.json_lines import append
+
 PULSE_SECONDS = 30.0  # between two events of steps
 
 
@@ -38,8 +40,7 @@ class RunEvents:
         Values that JSON does not have become text.
         """
         line = {"time": round(time.time() if at is None else at, 3), "event": event, **facts}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+        append(self._path, json.dumps(line, default=str) + "\n")
 
     def step(self, step: int) -> None:
         """Appends the end of a step, unless one was appended shortly before."""

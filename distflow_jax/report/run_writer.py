@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.report.json_lines import (
+    append,
     complete_lines,
     json_number,
     json_value,
@@ -76,7 +77,6 @@ class RunWriter:
         else:
             cut_states(self.folder, self._last_step)
         self._events = RunEvents(self.folder / "events.jsonl")
-        self._file = self._metrics_path.open("a", encoding="utf-8")
 
     def config(self, config: Mapping[str, Any]) -> None:
         """Writes config.json. `config` is a nested mapping with JSON values."""
@@ -118,8 +118,7 @@ class RunWriter:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         values = {name: _number(name, value) for name, value in values.items()}
         line = {"step": step} | {name: json_number(value) for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()  # a SIGKILL then loses nothing
+        append(self._metrics_path, json.dumps(line, allow_nan=False) + "\n")
         self._last_step = step
         self._events.step(step)
         if self._trackers:
@@ -130,8 +129,7 @@ class RunWriter:
     def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
         """Appends a step's {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
         if self._enabled:
-            with self._stragglers_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "nodes": report}) + "\n")
+            append(self._stragglers_path, json.dumps({"step": step, "nodes": report}) + "\n")
 
     def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/STEP.jsonl, one record per line, atomically."""
@@ -146,7 +144,6 @@ class RunWriter:
         `failed`: an error or a signal ends the run before its end.
         """
         if self._enabled:
-            self._file.close()
             self._report()
             if self._trackers:
                 self._trackers.close(failed)

@@ -59,7 +59,9 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Records why the run ends, and closes the files."""
         reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
-        self._writer.event("stop", {"step": self._state.step, "reason": reason})
+        # an error is told even if its disk takes no line more
+        with contextlib.suppress(*() if kind is None else (OSError,)):
+            self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
         self._writer.close(failed=kind is not None or self.stop_reason == PREEMPTED)

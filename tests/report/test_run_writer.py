@@ -113,8 +113,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomic(path, "new \ud800")
     assert path.read_text() == "old"
-
-
-def test_an_object_store_is_refused():
-    with pytest.raises(ValueError, match="gs://bucket/run"):
-        RunWriter("gs://bucket/run")
