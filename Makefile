@@ -11,6 +11,7 @@ WORKERS ?= 2
 # nothing of these belongs into the run's environment
 DOCS_VENV ?= .venv-docs
 TORCH_VENV ?= .venv-torch
+LOCK_VENV ?= .venv-lock
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile
 DURATIONS := --durations=40 --durations-min=5
@@ -18,7 +19,7 @@ INPUTS := requirements.txt pyproject.toml
 # without its dependencies: it asks for seqio, and seqio for TensorFlow
 JETSTREAM := google-jetstream==0.2.2
 
-.PHONY: train test test-nightly test-soak lint docs reference dist clean setup setup-dev setup-torch
+.PHONY: train test test-nightly test-soak lint docs reference lock dist clean setup setup-dev setup-torch
 
 # large pages: an update's temporaries are mapped anew each time, 4 KiB a time a tenth of it on a CPU
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -41,6 +42,12 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the tested set of packages with hashes, from the ranges in pyproject.toml
+lock: $(LOCK_VENV)/installed
+	(head -4 requirements.lock; $(LOCK_VENV)/bin/uv pip compile pyproject.toml --universal \
+	  --python-version 3.11 --generate-hashes --upgrade --no-header --quiet) > requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 # the wheel and the source distribution
 dist: $(VENV)/installed-dev
@@ -82,6 +89,11 @@ $(DOCS_VENV)/installed: requirements-docs.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
+$(LOCK_VENV)/installed:
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet 'uv>=0.5'
+	touch $@
+
 # torch and transformers, in which a nightly test loads an export
 setup-torch: $(TORCH_VENV)/installed
 
@@ -91,5 +103,5 @@ $(TORCH_VENV)/installed: scripts/golden/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(TORCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TORCH_VENV) $(LOCK_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 from support import haste
 from support.paths import ROOT
 
@@ -93,6 +94,27 @@ def test_every_shown_install_of_a_checkout_includes_jetstream():
 def test_an_extra_does_not_replace_a_checkout_by_a_copy():
     for path in [ROOT / "requirements.txt", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         assert not re.search(r"install (?!-e )\S*\.\[", path.read_text()), path
+
+
+def locked(path):
+    """{(name, marker): version} of a lock file; every entry must have a hash."""
+    entries = re.split(r"\n(?=[a-z])", re.sub(r"(?m)^\s*#.*\n", "", (ROOT / path).read_text()))
+    assert all("--hash=sha256:" in entry for entry in entries)
+    parsed = [Requirement(entry.split("\\")[0].strip()) for entry in entries]
+    return {(plain(p.name), str(p.marker)): str(p.specifier).removeprefix("==") for p in parsed}
+
+
+def test_the_lock_has_every_dependency_within_its_bounds():
+    versions = locked("requirements.lock")
+    for text in PROJECT["dependencies"]:
+        wanted = Requirement(text)
+        found = [v for (name, _), v in versions.items() if name == plain(wanted.name)]
+        assert found and all(wanted.specifier.contains(v) for v in found), text
+
+
+def test_the_locked_jetstream_is_the_one_of_the_makefile():
+    ((_, version),) = locked("requirements-jetstream.lock").items()
+    assert f"google-jetstream=={version}" == JETSTREAM
 
 
 def test_the_version_is_the_same_everywhere():
