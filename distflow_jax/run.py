@@ -52,7 +52,7 @@ from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
-from distflow_jax.runtime.run_files import check_writable, run_folder
+from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import (
     check_lost,
@@ -120,11 +120,12 @@ def _train(
     *,
     argv: Sequence[str] = (),
 ) -> int:
-    check_writable(folder)
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
     terminal = Terminal(enabled=processes.process_index() == 0)
     with explained_disk_errors(folder), contextlib.ExitStack() as files:
+        files.enter_context(private_files(config.observe.private))
+        check_writable(folder)
         files.callback(terminal.close)
         release = files.enter_context(only_run(folder))
         stop.before_leaving += [terminal.console.show_cursor, release]

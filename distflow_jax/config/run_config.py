@@ -74,6 +74,9 @@ class CriticConfig:
 class ObserveConfig:
     """Output of a run beside metrics.jsonl."""
 
+    # what the run writes is for its owner alone (0700, 0600), since prompts and responses may be
+    # private; False: as the shell's umask says
+    private: bool = True
     samples_every: int = 1  # steps between files samples/STEP.jsonl; 0: never
     trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
     report_every: int = 0  # steps between updates of report.html; 0: only at the end

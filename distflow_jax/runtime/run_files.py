@@ -1,9 +1,11 @@
 """Files of a run: the check of its folder before step 1, and the records of samples/STEP.jsonl."""
 
+import contextlib
 import json
 import logging
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -27,6 +29,18 @@ def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
             "which object stores cannot do; mount the bucket, or choose a folder on a disk"
         )
     return pathlib.Path(name)
+
+
+@contextlib.contextmanager
+def private_files(enabled: bool) -> Iterator[None]:
+    """A block in which this process, and those it starts, make files for their owner alone."""
+    before = os.umask(0o077)
+    if not enabled:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def check_writable(folder: pathlib.Path) -> None:

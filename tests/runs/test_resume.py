@@ -59,6 +59,8 @@ def lasting(row):
 def undisturbed(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
     finish(workdir)
+    # prompts and responses are for the run's owner alone
+    assert not [path for path in workdir.rglob("*") if path.stat().st_mode & 0o077]
     return read_metrics(workdir / "metrics.jsonl")
 
 

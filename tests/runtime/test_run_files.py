@@ -1,10 +1,13 @@
 """A run's folder is checked before anything is made in it."""
 
+import os
 import pathlib
+import stat
+import subprocess
 
 import pytest
 
-from distflow_jax.runtime.run_files import run_folder
+from distflow_jax.runtime.run_files import private_files, run_folder
 
 
 def test_a_folder():
@@ -22,3 +25,26 @@ def test_an_empty_name_is_not_the_current_folder(name):
 def test_a_url_is_not_made_a_folder(name):
     with pytest.raises(ValueError, match=f"--workdir='{name}' is no folder"):
         run_folder(name)
+
+
+def modes(folder):
+    return {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*")}
+
+
+def test_files_are_for_their_owner_alone(tmp_path):
+    """Those of processes that are started meanwhile too."""
+    before = os.umask(0o022)
+    try:
+        with private_files(True):
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "file").touch()
+            subprocess.run(["touch", tmp_path / "run" / "child"], check=True)
+        (tmp_path / "after").touch()
+        with private_files(False):
+            (tmp_path / "shared").touch()
+    finally:
+        os.umask(before)
+    assert modes(tmp_path) == {
+        **{"run": 0o700, "file": 0o600, "child": 0o600},
+        **{"after": 0o644, "shared": 0o644},
+    }
