@@ -344,6 +344,8 @@ def test_a_row_that_is_refused_by_hand_is_left_out(tmp_path, own):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_by_hand_one_command_feeds_a_tracker_and_a_signal_ends_it(tmp_path, own, number):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("started in a shell's background, which ignores this signal for all below")
     folder = finished(tmp_path / "run")
     first = sender(folder, own("Hangs"))
     await_line(folder)
