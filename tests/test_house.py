@@ -38,7 +38,7 @@ FLOORS = [
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
-    "models": [{"weights"}, {"families"}, {"."}, {"kernels"}, {"attention"}, {"remat"}],
+    "models": [{"weights"}, {"families"}, {"."}, {"kernels", "chat"}, {"attention"}, {"remat"}],
     "report": [
         {"live"},
         {"."},

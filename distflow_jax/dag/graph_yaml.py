@@ -21,6 +21,9 @@ import yaml
 
 from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.json_text import read_text
+from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.parsing.yaml_text import MOST_BYTES, load_yaml
 from distflow_jax.user_functions import shipped_folder
 
 BUILT_IN = shipped_folder() / "dags"
@@ -57,15 +60,15 @@ def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGra
         path = pathlib.Path(text_or_path)
         if not path.is_file():
             raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
-        return _open(path.read_text(encoding="utf-8"), str(path), path.parent, config)
+        return _open(read_text(path, MOST_BYTES), str(path), path.parent, config)
     return _open(text_or_path, "graph", pathlib.Path(), config)
 
 
 def _open(text: str, where: str, folder: pathlib.Path, config: Any) -> OpenedGraph:
     with _errors_of(where):
-        tree = yaml.load(text, _Loader)
+        tree = load_yaml(text, _Loader)
         if not isinstance(tree, Mapping):
-            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
+            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {shown(tree)}")
         base = _base(_substituted(tree.get("base"), config), folder, config)
         settings = _substituted(tree.get("settings", {}), config)
         check_settings(tree.get("name"), settings)
@@ -90,7 +93,8 @@ def _errors_of(where: str) -> Iterator[None]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: {getattr(error, 'problem', error)}") from error
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{where}{line}: {one_line(str(problem))}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -1,6 +1,6 @@
 """Types and ranges of named values in files that strangers wrote.
 
-    check_fields(raw, {"num_layers": COUNT, "rope_theta": NUMBER}, "config.json")
+check_fields(raw, {"num_layers": COUNT, "rope_theta": NUMBER}, "config.json")
 """
 
 import dataclasses
@@ -40,14 +40,23 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-COUNT = Kind(f"an integer from 1 to {MOST_INTEGER}", lambda value: _is_integer(value, 1))
+def integer_up_to(most: int) -> Kind:
+    """An integer from 1 to `most`."""
+    return Kind(f"an integer from 1 to {most}", lambda v: _is_integer(v, 1) and v <= most)
+
+
+COUNT = integer_up_to(MOST_INTEGER)
 SIZE = Kind(f"an integer from 0 to {MOST_INTEGER}", lambda value: _is_integer(value, 0))
 NUMBER = Kind("a finite number", is_number)
 POSITIVE = Kind("a positive finite number", lambda value: is_number(value) and value > 0)
 TEXT = Kind("text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NUMBER_OR_FLAG = Kind(
+    "a finite number, or true or false", lambda value: isinstance(value, bool) or is_number(value)
+)
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 TEXTS = Kind("a list of texts", lambda value: _is_list_of(value, str))
+INTEGERS = Kind("a list of integers", lambda value: _is_list_of(value, int))
 OBJECTS = Kind("a list of objects", lambda value: _is_list_of(value, Mapping))
 IDS = Kind(
     "an id, or a list of ids",

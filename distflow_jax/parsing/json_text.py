@@ -45,10 +45,19 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
 
     Raises ValueError, with the path, for a file that is too large, is no JSON, or is another value.
     """
-    size = path.stat().st_size
-    if size > MOST_FILE_BYTES:
-        raise ValueError(f"{path} has {size} bytes, more than {MOST_FILE_BYTES}: no such file is")
-    value = parse_json(path.read_bytes(), str(path))
+    value = parse_json(read_text(path, MOST_FILE_BYTES), str(path))
     if not isinstance(value, Mapping):
         raise ValueError(f"{path}: expected an object with keys, got {shown(value)}")
     return value
+
+
+def read_text(path: Path, most: int) -> str:
+    """The text of a file of at most `most` bytes, UTF-8. Raises ValueError with the path."""
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most} bytes, too many for such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {json_problem(error)}") from error

@@ -34,4 +34,6 @@ def _escaped(character: str) -> str:
     if unicodedata.category(character) not in _UNSAFE:
         return character
     code = ord(character)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    )

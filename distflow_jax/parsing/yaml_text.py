@@ -29,10 +29,8 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
             return None
         _count(root, {}, ())
         return open_loader.construct_document(root)
-    except RecursionError as error:
+    except RecursionError as error:  # in PyYAML, before anything can be counted
         raise ValueError(f"lists and maps nested deeper than {MOST_DEPTH}: flatten them") from error
-    except yaml.YAMLError:
-        raise
     except ValueError as error:  # a date such as 2024-99-99, an integer of 5,000 digits
         raise ValueError(f"a value cannot be read ({error}): quote it") from error
     finally:

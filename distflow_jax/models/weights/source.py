@@ -8,7 +8,6 @@ config.json. The format (GGUF, safetensors) is detected by the content.
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ import numpy as np
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families.hf_config import check_hf_config
 from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ from distflow_jax.models.weights.safetensors_file import (
     open_sharded,
     read_index,
 )
+from distflow_jax.parsing.json_text import read_json_object
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
@@ -316,10 +317,8 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{spec}: {folder} has no config.json")
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    raw = read_json_object(path)
+    check_hf_config(raw, str(path))
     return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
 
 
