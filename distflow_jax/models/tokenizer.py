@@ -7,6 +7,7 @@ a `tokenizers` tokenizer with the ids that generation needs.
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ _SETTINGS_KINDS = {  # of the JSON files beside tokenizer.json
     ),
 }
 _NAMED_TEMPLATE = {"name": TEXT, "template": TEXT}
+_LONE = re.compile("[\ud800-\udfff]")
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -105,7 +107,15 @@ class Tokenizer:
         return _byte_level(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """Text -> ids, int32 [T]; special tokens only where the text spells them."""
+        """Text -> ids, int32 [T]; special tokens only where the text spells them.
+
+        Raises ValueError for text with half of a character (a lone surrogate).
+        """
+        if not text.isascii() and (half := _LONE.search(text)):
+            raise ValueError(
+                f"half of a character (the lone surrogate {half[0]!r}) at character "
+                f"{half.start() + 1} of a text: write the whole character, or leave it out"
+            )
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

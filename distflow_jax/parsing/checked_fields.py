@@ -15,7 +15,7 @@ MOST_INTEGER = 2**31 - 1  # of sizes, counts and ids: what an int32 holds
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a field may hold; `words` describe it in messages."""
+    """The values that a field may hold; `words` describe them in messages."""
 
     words: str
     fits: Callable[[Any], bool]

@@ -28,12 +28,15 @@ def parse_json(text: str | bytes, place: str) -> Any:
         raise ValueError(f"{place}: {json_problem(error)}") from error
 
 
-def json_problem(error: Exception) -> str:
-    """The reason, in one line, for an error that Python's JSON parser raised."""
+def json_problem(error: Exception, *, of_file: bool = False) -> str:
+    """The reason, in one line, for an error that Python's JSON parser raised.
+
+    `of_file`: the text is a file, whose lines are counted even where it is the first.
+    """
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text: byte {error.start + 1} is {error.object[error.start]:#04x}"
     if isinstance(error, json.JSONDecodeError):
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        line = f"line {error.lineno}, " if of_file or error.lineno > 1 else ""
         return f"not valid JSON at {line}character {error.colno}: {one_line(error.msg)}"
     if isinstance(error, RecursionError):
         return "objects nested too deeply: flatten them"

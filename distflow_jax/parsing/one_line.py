@@ -5,15 +5,18 @@ import unicodedata
 # control characters, marks that reorder text, line and paragraph separators, lone surrogates
 _UNSAFE = {"Cc", "Cf", "Zl", "Zp", "Cs"}
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_MOST = 1500  # characters of a text
 _MOST_SHOWN = 80  # characters of a value
 
 
 def one_line(text: str) -> str:
-    r"""The text with control characters written as escapes.
+    r"""The text with control characters written as escapes, and without the middle of a long one.
 
     >>> one_line("a\x1b[2Jb\n")
     'a\\x1b[2Jb\\n'
     """
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escaped(character) for character in text)

@@ -14,36 +14,49 @@ MOST_VALUES = 100_000  # of a document, repetitions included
 MOST_DEPTH = 64  # of lists and maps in each other
 
 
-def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+class BoundedLoader(yaml.SafeLoader):
+    """Safe YAML loader that counts nodes as they are composed, before the text behind is read."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        """Composes one node. Raises yaml.MarkedYAMLError where it is nested too deeply."""
+        if self._depth >= MOST_DEPTH:
+            problem = f"lists and maps nested deeper than {MOST_DEPTH}: flatten them"
+            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def load_yaml(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
     """The value of the one document in a YAML text.
 
     Raises ValueError with the reason, and yaml.YAMLError with the mark of a syntax error.
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"the text has {len(text)} characters, at most {MOST_BYTES} are read")
-    open_loader = None
+    source = loader(text)
     try:
-        open_loader = loader(text)
-        root = open_loader.get_single_node()
+        root = source.get_single_node()
         if root is None:
             return None
         _count(root, {}, ())
-        return open_loader.construct_document(root)
-    except RecursionError as error:  # in PyYAML, before anything can be counted
-        raise ValueError(f"lists and maps nested deeper than {MOST_DEPTH}: flatten them") from error
+        return source.construct_document(root)
     except ValueError as error:  # a date such as 2024-99-99, an integer of 5,000 digits
         raise ValueError(f"a value cannot be read ({error}): quote it") from error
     finally:
-        if open_loader is not None:
-            open_loader.dispose()
+        source.dispose()
 
 
 def _count(node: yaml.Node, known: dict[int, int], inside: tuple[int, ...]) -> int:
-    """Values that a node stands for. Raises yaml.MarkedYAMLError beyond the bounds."""
+    """Values that a node stands for. Raises yaml.MarkedYAMLError beyond the bound."""
     problem = None
     if id(node) in inside:
         problem = "an alias inside the value that it names: write the value out"
-    elif len(inside) >= MOST_DEPTH:
+    elif len(inside) >= MOST_DEPTH:  # aliases of aliases
         problem = f"lists and maps nested deeper than {MOST_DEPTH}: flatten them"
     elif id(node) not in known:
         parts = [] if isinstance(node, yaml.ScalarNode) else node.value

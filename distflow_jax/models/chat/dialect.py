@@ -1,4 +1,4 @@
-"""Hugging Face's dialect of jinja2, sandboxed. Imports nothing else: a child process starts with it."""
+"""Hugging Face's dialect of jinja2, sandboxed; all that a child process imports."""
 
 import datetime
 import functools

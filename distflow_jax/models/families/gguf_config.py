@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.models.decoder_config import (
+    MOST_LAYERS,
     DecoderConfig,
     Llama3Scaling,
     RopeScaling,
@@ -20,6 +21,7 @@ from distflow_jax.parsing.checked_fields import (
     POSITIVE,
     SIZE,
     check_fields,
+    integer_up_to,
 )
 from distflow_jax.parsing.one_line import shown
 
@@ -31,6 +33,7 @@ _KINDS = {
     **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_log_multiplier"), NUMBER),
     **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), NUMBER),
     **dict.fromkeys(("expert_weights_scale", "expert_used_count"), NUMBER),
+    "block_count": integer_up_to(MOST_LAYERS),
     "expert_weights_norm": NUMBER_OR_FLAG,
 }
 

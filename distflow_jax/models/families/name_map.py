@@ -110,7 +110,7 @@ def check_names(
             problems.append("this family has no such biases")
     if problems:
         raise ValueError(
-            f"weights of {origin} do not fit the model's config: {'; '.join(problems)}"
+            f"weights of {origin} do not fit the model's config: {one_line('; '.join(problems))}"
         )
 
 

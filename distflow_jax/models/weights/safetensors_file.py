@@ -17,6 +17,7 @@ import numpy as np
 from distflow_jax.parsing.checked_fields import OBJECT, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import parse_json, read_json_object
 from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.parsing.paths import names_file
 
 _DTYPES = {
     "F64": np.dtype("<f8"),
@@ -93,20 +94,20 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
     """Headers of all shards of an index, which must be in its folder."""
     # the file name only: an index could lead out of its folder
     paths = {name: index_path.parent / Path(name).name for name in sorted(set(index.values()))}
-    absent = [name for name, path in paths.items() if not path.is_file()]
+    absent = [name for name, path in paths.items() if not names_file(path)]
     if absent:
         raise FileNotFoundError(
-            f"{index_path} lists {', '.join(absent)}, which its folder does not have"
+            f"{index_path} lists {shown(', '.join(absent))}, which its folder does not have"
         )
     headers = {name: _read_header(path) for name, path in paths.items()}
     for tensor, shard in index.items():
         if tensor not in headers[shard]:
-            raise ValueError(f"{index_path} lists {tensor} in {shard}, which does not have it")
+            raise ValueError(f"{index_path} lists {shown(tensor)} in {shown(shard)}, which does not have it")
     tensors: dict[str, TensorInfo] = {}
     for shard, header in headers.items():
         for tensor, info in header.items():
             if tensor in tensors:
-                raise ValueError(f"{tensor} is in {tensors[tensor].path.name} and in {shard}")
+                raise ValueError(f"{shown(tensor)} is in {tensors[tensor].path.name} and in {shown(shard)}")
             tensors[tensor] = info
     return SafetensorsFiles(tuple(paths.values()), tensors)
 
