@@ -129,7 +129,8 @@ def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
     if not names_file(path):
         known = [p.stem for p in BUILT_IN.glob("*.yaml")]
         raise ValueError(
-            f"base: there is no built-in graph {shown(base)} ({hint(base, known)}); or give a .yaml file"
+            f"base: there is no built-in graph {shown(base)} ({hint(base, known)}); or give a "
+            ".yaml file"
         )
     return path
 

@@ -98,7 +98,9 @@ class JsonArrayReader:
                     end = self._skip_space(end + 1)
                 after = self._decoder.raw_decode(text, end)[1]
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{self.place(row)}: {json_problem(error, of_file=True)}") from error
+                raise ValueError(
+                    f"{self.place(row)}: {json_problem(error, of_file=True)}"
+                ) from error
             if after - end > MOST_ROW_BYTES:
                 raise ValueError(f"{self.place(row)}: {_TOO_LONG}")
             yield end

@@ -109,9 +109,9 @@ def template(path):
 def write_seeds(folder):
     """{parser: (a file that it reads, function of its path)}; those of a model stand in a folder."""
     import gguf
-    from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
 
     from distflow_jax.models.decoder_config import DecoderConfig
+    from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
 
     config = DecoderConfig(**SIZES, max_position=128)
     params = random_params(config)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from distflow_jax.parsing.one_line import one_line
+
 _MAX_LISTED = 8  # names shown of a long list in an error
 
 

@@ -102,12 +102,16 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
     headers = {name: _read_header(path) for name, path in paths.items()}
     for tensor, shard in index.items():
         if tensor not in headers[shard]:
-            raise ValueError(f"{index_path} lists {shown(tensor)} in {shown(shard)}, which does not have it")
+            raise ValueError(
+                f"{index_path} lists {shown(tensor)} in {shown(shard)}, which does not have it"
+            )
     tensors: dict[str, TensorInfo] = {}
     for shard, header in headers.items():
         for tensor, info in header.items():
             if tensor in tensors:
-                raise ValueError(f"{shown(tensor)} is in {tensors[tensor].path.name} and in {shown(shard)}")
+                raise ValueError(
+                    f"{shown(tensor)} is in {tensors[tensor].path.name} and in {shown(shard)}"
+                )
             tensors[tensor] = info
     return SafetensorsFiles(tuple(paths.values()), tensors)
 

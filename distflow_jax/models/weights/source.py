@@ -31,7 +31,9 @@ from distflow_jax.models.weights.safetensors_file import (
     open_sharded,
     read_index,
 )
+from distflow_jax.parsing.checked_fields import MOST_INTEGER
 from distflow_jax.parsing.json_text import read_json_object
+from distflow_jax.parsing.one_line import shown
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
@@ -70,6 +72,7 @@ _RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # defaults of a mi
 # defaults of a model with windows, as in Gemma 3 1B
 _RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
 
+_MOST_HEADS = 4096  # that an error message suggests
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -237,7 +240,7 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
         heads = values.get("num_heads", DecoderConfig.num_heads)
         if heads < 1 or hidden % heads:
-            fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
+            fits = [n for n in range(1, min(hidden, _MOST_HEADS) + 1) if hidden % n == 0]
             near = min(fits, key=lambda n: abs(n - heads))
             raise ValueError(
                 f"{spec}: hidden {hidden} is not divisible by heads {heads}; use heads={near}"
@@ -257,10 +260,13 @@ def _option_value(spec: str, option: str, text: str) -> int | float | bool:
     try:
         if kind is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        return kind(text)
+        value = kind(text)
+        if kind is int and abs(value) > MOST_INTEGER:
+            raise ValueError(text)
+        return value
     except (KeyError, ValueError) as error:
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise ValueError(f"{spec}: {option} must be {wanted}, got {text!r}") from error
+        wanted = {bool: "0 or 1", int: "a whole number of 31 bits", float: "a number"}[kind]
+        raise ValueError(f"{spec}: {option} must be {wanted}, got {shown(text)}") from error
 
 
 def _open_path(spec: str, path: Path) -> ModelSource:
