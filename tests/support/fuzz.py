@@ -15,8 +15,17 @@ import resource
 import sys
 import zlib
 
+import gguf
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from distflow_jax.dag.graph_yaml import read_graph
+from distflow_jax.data.files import FileDataset
+from distflow_jax.models.chat.render import MOST_TEMPLATE, render
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.weights.source import open_model
+from distflow_jax.parsing.json_text import read_text
+from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
 
 MEMORY = 6 << 30  # bytes that a mutation may make this process allocate
 HANG_SECONDS = 120
@@ -74,21 +83,11 @@ def mutated(content, number, name):
 
 
 def data_rows(path):
-    from distflow_jax.data.files import FileDataset
-
     dataset = FileDataset([path], "data")
     return [dataset[row].prompt for row in range(len(dataset))]
 
 
-def graph(path):
-    from distflow_jax.dag.graph_yaml import read_graph
-
-    return read_graph(path)
-
-
 def model(path):
-    from distflow_jax.models.weights.source import open_model
-
     opened = open_model(str(path if path.suffix == ".gguf" else path.parent))
     for _, array in opened.params():
         array.sum()
@@ -98,21 +97,13 @@ def model(path):
 
 
 def template(path):
-    from distflow_jax.models.chat.render import MOST_TEMPLATE, render
-    from distflow_jax.parsing.json_text import read_text
-
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     variables = {"messages": messages, "tools": None, "add_generation_prompt": True}
     return render(read_text(path, MOST_TEMPLATE), variables)
 
 
 def write_seeds(folder):
-    """{parser: (a file that it reads, function of its path)}; those of a model stand in a folder."""
-    import gguf
-
-    from distflow_jax.models.decoder_config import DecoderConfig
-    from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
-
+    """{parser: (a file that it reads, function of its path)}; a model's are in one folder."""
     config = DecoderConfig(**SIZES, max_position=128)
     params = random_params(config)
     for name in ("rows.jsonl", "rows.json"):
@@ -144,7 +135,7 @@ def write_seeds(folder):
         "parquet": (folder / "rows.parquet", data_rows),
         "arrow_file": (folder / "rows.arrow", data_rows),
         "arrow_stream": (folder / "rows.feather", data_rows),
-        "graph": (folder / "graph.yaml", graph),
+        "graph": (folder / "graph.yaml", read_graph),
         "template": (folder / "template.jinja", template),
         "gguf": (folder / "model.gguf", model),
         "safetensors": (hf / "model-00001-of-00002.safetensors", model),
