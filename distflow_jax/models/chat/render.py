@@ -17,7 +17,7 @@ from distflow_jax.models.chat import dialect
 from distflow_jax.parsing.bounded_child import BoundedChild, ChildEnded
 from distflow_jax.parsing.one_line import one_line
 
-SECONDS = 5.0  # of processor time for one conversation
+SECONDS = 2.0  # of processor time for one conversation
 MEMORY = 1 << 30  # bytes of the child's address space
 MOST_TEXT = 64 << 20  # bytes of a rendered conversation, in JSON
 MOST_TEMPLATE = 1 << 20  # characters; the longest that are published have some 20,000
