@@ -261,12 +261,12 @@ def _option_value(spec: str, option: str, text: str) -> int | float | bool:
         if kind is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         value = kind(text)
-        if kind is int and abs(value) > MOST_INTEGER:
-            raise ValueError(text)
-        return value
     except (KeyError, ValueError) as error:
-        wanted = {bool: "0 or 1", int: "a whole number of 31 bits", float: "a number"}[kind]
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
         raise ValueError(f"{spec}: {option} must be {wanted}, got {shown(text)}") from error
+    if kind is int and abs(value) > MOST_INTEGER:
+        raise ValueError(f"{spec}: {option} must be at most {MOST_INTEGER}, got {shown(value)}")
+    return value
 
 
 def _open_path(spec: str, path: Path) -> ModelSource:
