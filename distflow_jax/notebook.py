@@ -320,7 +320,9 @@ class Results:
         """
         if step is None:
             steps = (p.stem for p in (self.folder / "samples").glob("*.jsonl"))
-            step = max((int(stem) for stem in steps if stem.isdigit()), default=0)
+            step = max(
+                (int(stem) for stem in steps if stem.isascii() and stem.isdigit()), default=0
+            )
         records = read_samples(self.folder, str(step))
         rows = [record | answer for record in records for answer in answers(record)]
         title = f"samples of step {step}" if str(step).isdigit() else f"samples of {step}"

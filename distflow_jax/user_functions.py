@@ -3,6 +3,7 @@
 Imports only the standard library, since workers that must start fast use it too.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -11,7 +12,7 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +124,26 @@ def _load_module(name: str, what: str) -> ModuleType:
         ) from error
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise _broken(name, what, error) from error
+
+
+@contextlib.contextmanager
+def errors_of_file(file: str | None, what: str) -> Iterator[None]:
+    """Turns what a user's file raises in this block into a ValueError with its line.
+
+    Errors without a line of the file, and ValueErrors of functions that it calls, pass unchanged.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        of_syntax = isinstance(error, SyntaxError) and error.filename in (file, None)
+        if file is None or not (lines or of_syntax):
+            raise
+        text = str(error).splitlines()
+        reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        number = lines[-1].lineno if lines else error.lineno
+        place = f" (line {number})" if number else ""
+        raise ValueError(f"{what} {file!r}: {reason}{place}") from error
 
 
 def _broken(place: str, what: str, error: BaseException) -> ValueError:

@@ -34,11 +34,11 @@ FLOORS = [
     {"algorithms", "parallel", "data", "dag", "rewards"},
     {"programs"},
     {"batch", "layout", "user_functions"},
-    {"did_you_mean"},
+    {"did_you_mean", "parsing"},
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
-    "models": [{"weights"}, {"families"}, {"."}, {"kernels"}, {"attention"}, {"remat"}],
+    "models": [{"weights"}, {"families"}, {"."}, {"kernels", "chat"}, {"attention"}, {"remat"}],
     "report": [
         {"live"},
         {"."},

@@ -26,6 +26,7 @@ from distflow_jax.parallel import processes
 ITEMS = ("arrays", "record")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 ArrayTable = dict[str, list]  # name -> [shape, dtype name]
+_STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 MAX_LISTED = 5  # differences named in an error
 
 log = logging.getLogger("distflow_jax")
@@ -234,7 +235,8 @@ class Checkpointer:
     def _steps_on_disk(self) -> list[int]:
         if not self._folder.exists():
             return []
-        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+        found = [step_of(path.name) for path in self._folder.iterdir() if path.is_dir()]
+        return sorted(step for step in found if step is not None)
 
     def _check_step(self, step: int | None, steps: list[int]) -> None:
         if not steps or (step is not None and step not in steps):
@@ -291,7 +293,7 @@ class Checkpointer:
         if self._is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name:
+                if ".orbax-checkpoint-tmp" in path.name and path.is_dir():
                     path.rmtree()
             for step in self._unreadable:
                 target = self._folder / f"{step}.unreadable"
@@ -300,6 +302,11 @@ class Checkpointer:
                 (self._folder / str(step)).rename(target)
         self._unreadable = set()
         processes.all_gather_text("tidy")  # a barrier: no process saves before names are free
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None for a name that no checkpoint has, as 007 or ²."""
+    return int(name) if _STEP.fullmatch(name) else None
 
 
 def quiet_orbax() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from distflow_jax.checkpoint.adapters import adapters_of
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, step_of
 from distflow_jax.models.decoder_config import LoraConfig, adapted
 from distflow_jax.models.lora import merged
 from distflow_jax.models.parameters import Network, param_shardings
@@ -63,6 +63,6 @@ def _place(run: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     folder = run / "checkpoints"
     if folder.is_dir():
         return folder, None
-    if run.name.isascii() and run.name.isdigit() and run.is_dir():
-        return run.parent, int(run.name)
+    if (step := step_of(run.name)) is not None and run.is_dir():
+        return run.parent, step
     raise FileNotFoundError(f"{run} holds no checkpoints/: is it the --workdir of a run?")

@@ -4,6 +4,7 @@ A subcommand's module is imported once its flags are known, so that --help needs
 """
 
 import importlib
+import math
 import os
 import pydoc
 import signal
@@ -101,6 +102,7 @@ def _define(flag: Flag, module: str) -> None:
             flags.DEFINE_integer(name, default, meaning, flag.least, flag.most, **of)
         case "float":
             flags.DEFINE_float(name, default, meaning, flag.least, flag.most, **of)
+            flags.register_validator(name, _is_finite, "must be a finite number", flags.FLAGS)
         case "boolean":
             flags.DEFINE_boolean(name, default, meaning, **of)
         case "list":
@@ -109,6 +111,10 @@ def _define(flag: Flag, module: str) -> None:
             flags.DEFINE_string(name, default, meaning, **of)
     if flag.required:
         flags.mark_flag_as_required(name)
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
 
 
 def _options(command: Subcommand, rest: list[str]) -> types.SimpleNamespace:

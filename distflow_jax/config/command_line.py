@@ -1,6 +1,7 @@
 """Parsing of flags, and user errors as one line with exit code 2."""
 
 import functools
+import itertools
 import pathlib
 import re
 import sys
@@ -15,7 +16,9 @@ from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
 from distflow_jax.config.user_error import user_error
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.report import log_lines
+from distflow_jax.user_functions import errors_of_file
 
+_CONFIG_FILE = "config file"
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 _USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
@@ -58,7 +61,8 @@ def chosen_keys() -> set[str]:
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
-        rest = flags.FLAGS(argv)
+        with errors_of_file(_config_path(argv), _CONFIG_FILE):
+            rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
             getattr(flags.FLAGS["config"].value, "lock", None)
@@ -78,9 +82,18 @@ def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     return rest
 
 
+def _config_path(argv: Sequence[str]) -> str | None:
+    """The path of the last --config=FILE[:ARGUMENT]; None without one."""
+    given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
+    given += [b for a, b in itertools.pairwise(argv) if a in ("--config", "-config")]
+    return given[-1].split(":")[0] if given else None
+
+
 def _explain(error: Exception, argv: list[str]) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
+    if str(error).startswith(_CONFIG_FILE):
+        return str(error)
     if "config" not in flags.FLAGS:
         return str(error) if isinstance(error, flags.Error) else None
     flag = flags.FLAGS["config"]
@@ -93,9 +106,13 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
     if isinstance(error, OSError):
         return f"config file {source!r}: {error.__cause__ or error}"
     if "whilst parsing config file" in str(error):
-        # config_flags quotes the traceback of get_config; its last line is the message
-        reason = str(error).strip().splitlines()[-1]
-        return f"config file {source!r}: {reason.removeprefix('ValueError: ')}"
+        # config_flags quotes the traceback of get_config, and raises while it handles the error
+        while error.__context__ is not None:
+            error = error.__context__
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"config file {source!r}: {name}{error}"
+    if isinstance(error, AttributeError) and str(error).endswith("no attribute 'get_config'"):
+        return f"config file {source!r} has no get_config(): define it, returning a config"
     if source is None:
         return str(error) if isinstance(error, flags.Error) else None
     # a flag whose parsing failed has no value: build the config once more

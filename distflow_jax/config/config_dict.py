@@ -7,6 +7,7 @@ edited, printed and overridden from the command line. This module is independent
 import copy
 import dataclasses
 import json
+import math
 import re
 import types
 import typing
@@ -18,8 +19,13 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.checked_fields import MOST_INTEGER
+from distflow_jax.parsing.one_line import shown
 
 T = typing.TypeVar("T")
+
+MOST_FLOAT, LEAST_FLOAT = 3.4028235e38, 1.1754944e-38  # of float32, the latter normal
+MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 
 # {key of an earlier release: its name today}
 RENAMED = {"mesh.stage": "mesh.pipeline"}
@@ -110,6 +116,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
     wrong = ValueError(f"{path} must be {_describe(annotation)}, got {value!r}")
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
+        _check_finite(value, path)
         return _plain(value)
     if _is_union(annotation):
         return _convert_union(value, annotation, path)
@@ -122,10 +129,12 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
             return value
         raise ValueError(f"{path}: unknown value {value!r} ({_hint(value, map(str, args))})")
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        check_number(value, path)
+        value = float(value)
     if annotation in (bool, int, float, str, types.NoneType):
         if not isinstance(value, annotation) or isinstance(value, bool) != (annotation is bool):
             raise wrong
+        check_number(value, path)
         return value
     if (origin or annotation) is tuple:
         if not isinstance(value, tuple | list):  # JSON has no tuples
@@ -162,6 +171,61 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def check_number(value: Any, path: str) -> None:
+    """Raises ValueError for a number that no device or clock can take.
+
+    Integers are int32. Other numbers are finite, and neither too large nor too small for float32,
+    as which programs take them. Seconds are at most those that poll(2) takes.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, int):
+        if abs(value) > MOST_INTEGER:
+            raise ValueError(
+                f"{path} must be from {-MOST_INTEGER} to {MOST_INTEGER}, which an int32 holds, got "
+                f"{shown(value)}"
+            )
+    elif not math.isfinite(value):
+        raise ValueError(f"{path} must be a finite number, got {value}")
+    elif value and not LEAST_FLOAT <= abs(value) <= MOST_FLOAT:
+        raise ValueError(
+            f"{path} must be 0 or of a size from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, which a "
+            f"float32 holds, got {value:g}"
+        )
+    if path.endswith("_seconds") and value > MOST_SECONDS:
+        raise ValueError(f"{path} must be at most {MOST_SECONDS} (24 days), got {value:g}")
+
+
+def check_numbers(value: Any, path: str) -> None:
+    """Checks every number in a dataclass or a tuple; see check_number.
+
+    In a dict, which is for a user's own function, numbers have to be finite only.
+    """
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            check_numbers(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, Mapping | ml_collections.ConfigDict):
+        for key in value:
+            _check_finite(value[key], f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_numbers(item, f"{path}[{i}]")
+    else:
+        check_number(value, path)
+
+
+def _check_finite(value: Any, path: str) -> None:
+    """Raises ValueError for a number without end in a value of any form: JSON cannot hold it."""
+    if isinstance(value, Mapping | ml_collections.ConfigDict):
+        for key in value:
+            _check_finite(value[key], f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_finite(item, f"{path}[{i}]")
+    elif isinstance(value, float):
+        check_number(value if not math.isfinite(value) else 0.0, path)
 
 
 def _check_renamed(path: str) -> None:

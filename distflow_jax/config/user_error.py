@@ -1,11 +1,13 @@
-"""A user error: one line and exit code 2. Imports nothing, as the flags of launchers need."""
+"""A user error: one line and exit code 2. Imports no package, as the flags of launchers need."""
 
 import sys
+
+from distflow_jax.parsing.one_line import one_line
 
 EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 
 
 def user_error(message: str) -> int:
     """Prints the line of a user error; returns its exit code."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {one_line(message)}", file=sys.stderr)
     return EXIT_USAGE

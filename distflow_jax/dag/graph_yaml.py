@@ -21,6 +21,10 @@ import yaml
 
 from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.json_text import read_text
+from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.parsing.paths import names_file
+from distflow_jax.parsing.yaml_text import MOST_BYTES, BoundedLoader, load_yaml
 from distflow_jax.user_functions import shipped_folder
 
 BUILT_IN = shipped_folder() / "dags"
@@ -55,17 +59,17 @@ def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGra
     """
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
         path = pathlib.Path(text_or_path)
-        if not path.is_file():
-            raise FileNotFoundError(f"graph file {str(path)!r} does not exist")
-        return _open(path.read_text(encoding="utf-8"), str(path), path.parent, config)
+        if not names_file(path):
+            raise FileNotFoundError(f"graph file {shown(str(path))} does not exist")
+        return _open(read_text(path, MOST_BYTES), str(path), path.parent, config)
     return _open(text_or_path, "graph", pathlib.Path(), config)
 
 
 def _open(text: str, where: str, folder: pathlib.Path, config: Any) -> OpenedGraph:
     with _errors_of(where):
-        tree = yaml.load(text, _Loader)
+        tree = load_yaml(text, _Loader)
         if not isinstance(tree, Mapping):
-            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {tree!r}")
+            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {shown(tree)}")
         base = _base(_substituted(tree.get("base"), config), folder, config)
         settings = _substituted(tree.get("settings", {}), config)
         check_settings(tree.get("name"), settings)
@@ -90,9 +94,10 @@ def _errors_of(where: str) -> Iterator[None]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: {getattr(error, 'problem', error)}") from error
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{where}{line}: {one_line(str(problem))}") from error
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {one_line(str(error))}") from error
 
 
 def _base(base: Any, folder: pathlib.Path, config: Any) -> OpenedGraph | None:
@@ -111,7 +116,7 @@ def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]
     found = []
     for node in nodes:
         fn = node.get("fn") if isinstance(node, Mapping) else None
-        if isinstance(fn, str) and (folder / fn.rpartition(":")[0]).is_file():
+        if isinstance(fn, str) and names_file(folder / fn.rpartition(":")[0]):
             node = {**node, "fn": str(folder / fn)}
         found.append(node)
     return {**tree, "nodes": found} if "nodes" in tree else dict(tree)
@@ -121,10 +126,11 @@ def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
     if pathlib.Path(base).suffix in (".yaml", ".yml"):
         return folder / base
     path = BUILT_IN / f"{base}.yaml"
-    if not path.is_file():
+    if not names_file(path):
         known = [p.stem for p in BUILT_IN.glob("*.yaml")]
         raise ValueError(
-            f"base: there is no built-in graph {base!r} ({hint(base, known)}); or give a .yaml file"
+            f"base: there is no built-in graph {shown(base)} ({hint(base, known)}); or give a "
+            ".yaml file"
         )
     return path
 
@@ -195,7 +201,7 @@ def _check_keys(where: str, entry: Mapping, known: list[str], num_required: int)
             raise ValueError(f"{where}: {key!r} is missing")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """Safe YAML loader that raises on a repeated key instead of overwriting its value."""
 
     def construct_mapping(self, node, deep=False):

@@ -18,8 +18,13 @@ from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import JsonLinesReader, json_reader
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.one_line import one_line
 
 CHECK_ROWS = 1024  # rows of a table that the schema check converts at a time
+
+
+# errors of pyarrow for what a file holds; most of its own are ValueErrors
+TABLE_ERRORS = (pa.ArrowException, ValueError, OverflowError, KeyError, MemoryError, TypeError)
 
 
 class Reader(Protocol):
@@ -44,20 +49,37 @@ class TableReader:
         self._path = path
         try:
             self._table = pq.read_table(path) if path.suffix == ".parquet" else _arrow_table(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path}: not a readable {path.suffix} file: {error}") from error
+            # a damaged file has offsets that lead out of its buffers, where reading a row crashes
+            self._table.validate(full=True)
+        except (*TABLE_ERRORS, OSError) as error:
+            raise ValueError(
+                f"{path}: not a readable {path.suffix} file, truncated or damaged: write it again "
+                f"({one_line(str(error))})"
+            ) from error
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def row(self, row: int) -> Any:
         """One row as Python objects."""
-        return self._table.slice(row, 1).to_pylist()[0]
+        try:
+            return self._table.slice(row, 1).to_pylist()[0]
+        except TABLE_ERRORS as error:  # a time beyond year 9999, a time zone that does not exist
+            raise ValueError(
+                f"{self.place(row)}: a value has no form in Python ({one_line(str(error))}): leave "
+                "its column out, or write it as text"
+            ) from error
 
     def rows(self) -> Iterator[Any]:
         """All rows as Python objects, converted in batches."""
+        start = 0
         for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
-            yield from batch.to_pylist()
+            try:
+                rows = batch.to_pylist()
+            except TABLE_ERRORS:
+                rows = map(self.row, range(start, start + batch.num_rows))  # names the row
+            yield from rows
+            start += batch.num_rows
 
     def place(self, row: int) -> str:
         """Path and row number."""

@@ -5,11 +5,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from distflow_jax.parsing.json_text import json_problem, parse_json
+
 _SPACE = re.compile(r"[ \t\n\r]*")  # between JSON's tokens
+MOST_ROW_BYTES = 16 << 20  # of one row: four million tokens
+_TOO_LONG = f"has more than {MOST_ROW_BYTES >> 20} MiB: shorten or divide it"
 _MOST_SPACE = 65536  # bytes before the first character of a .json file
 
 
@@ -21,7 +25,9 @@ class JsonLinesReader:
         offsets, lines = [], []
         with open(path, "rb") as file:
             offset = 0
-            for line, text in enumerate(file, start=1):
+            for line, text in enumerate(_lines(file), start=1):
+                if len(text) > MOST_ROW_BYTES:
+                    raise ValueError(f"{path}, row {line}: {_TOO_LONG}")
                 if not _is_blank(text):
                     offsets.append(offset)
                     lines.append(line)
@@ -42,7 +48,7 @@ class JsonLinesReader:
     def rows(self) -> Iterator[Any]:
         """All lines, parsed."""
         with open(self._path, "rb") as file:
-            texts = (text for text in file if not _is_blank(text))
+            texts = (text for text in _lines(file) if not _is_blank(text))
             for row, text in enumerate(texts):
                 yield self._parse(row, text)
 
@@ -51,17 +57,7 @@ class JsonLinesReader:
         return f"{self._path}, row {self._lines[row]}"
 
     def _parse(self, row: int, text: bytes) -> Any:
-        try:
-            # loads(bytes) would guess the encoding
-            return json.loads(text.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.place(row)}: not UTF-8 text: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{self.place(row)}: not valid JSON at character {error.colno}: {error.msg}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.place(row)}: {_unreadable(error)}") from error
+        return parse_json(text, self.place(row))
 
 
 class JsonArrayReader:
@@ -72,7 +68,7 @@ class JsonArrayReader:
         try:
             self._text = path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+            raise ValueError(f"{path}: {json_problem(error)}") from error
         self._decoder = json.JSONDecoder()
         self._starts = list(self._scan())
 
@@ -101,13 +97,12 @@ class JsonArrayReader:
                     self._expect(",", end)
                     end = self._skip_space(end + 1)
                 after = self._decoder.raw_decode(text, end)[1]
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{self.place(row)}: not valid JSON at line {error.lineno}, character "
-                    f"{error.colno}: {error.msg}"
-                ) from error
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{self.place(row)}: {_unreadable(error)}") from error
+                raise ValueError(
+                    f"{self.place(row)}: {json_problem(error, of_file=True)}"
+                ) from error
+            if after - end > MOST_ROW_BYTES:
+                raise ValueError(f"{self.place(row)}: {_TOO_LONG}")
             yield end
             end, row = self._skip_space(after), row + 1
         rest = self._skip_space(end + 1)
@@ -164,8 +159,7 @@ def _is_blank(line: bytes) -> bool:
     return line.strip() in (b"", codecs.BOM_UTF8)
 
 
-def _unreadable(error: ValueError | RecursionError) -> str:
-    """The reason why text that may be valid JSON cannot be read."""
-    if isinstance(error, RecursionError):
-        return "objects nested too deeply"
-    return f"a number with too many digits ({str(error).split(';')[0]})"
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long its beginning, and then its rest as others."""
+    while text := file.readline(MOST_ROW_BYTES + 1):
+        yield text

@@ -5,6 +5,7 @@ from typing import Any
 
 from distflow_jax.data.example import Message
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.one_line import one_line, shown
 
 _MOST_SHOWN = 12  # columns that a message lists
 
@@ -53,7 +54,7 @@ def _check_characters(text: str, place: str, column: str) -> None:
 
 def bad_value(place: str, column: str, problem: str) -> ValueError:
     """The error for one value of a row."""
-    return ValueError(f"{place}, column {column!r}: {problem}")
+    return ValueError(f"{place}, column {column!r}: {one_line(problem)}")
 
 
 def column_hint(wanted: Sequence[str], found: Iterable[str], key: str) -> str:
@@ -74,14 +75,5 @@ def column_hint(wanted: Sequence[str], found: Iterable[str], key: str) -> str:
 
 def listed(columns: Collection[str]) -> str:
     """The first columns of a row, as messages list them."""
-    names = ", ".join(map(repr, list(columns)[:_MOST_SHOWN])) or "no columns"
+    names = ", ".join(map(shown, list(columns)[:_MOST_SHOWN])) or "no columns"
     return names + (f" and {len(columns) - _MOST_SHOWN} more" if len(columns) > _MOST_SHOWN else "")
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it, at most 80 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more than 4,300 digits
-        return "an integer of many digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."

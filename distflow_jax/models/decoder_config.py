@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
+from distflow_jax.parsing.one_line import shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
@@ -71,6 +74,8 @@ RopeScaling = Llama3Scaling | YarnScaling
 
 # Activations of the MLP's gate: Shazeer 2020 (arxiv.org/abs/2002.05202), SwiGLU and GEGLU.
 ACTIVATIONS = ("silu", "gelu_tanh")
+
+MOST_LAYERS = 4096  # of a model; the deepest published one has 1,000
 
 # Projections of a layer that may have adapters.
 LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -181,8 +186,16 @@ class DecoderConfig:
         )
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_none else 1
+            if field.type in ("float", float) and not (is_number(value) and value > 0):
+                raise ValueError(f"model {field.name} must be positive and finite, got {value}")
+            if field.type in ("int", int) and not isinstance(value, int):
+                raise ValueError(f"model {field.name} must be an integer, got {shown(value)}")
+            if isinstance(value, int) and value > MOST_INTEGER:
+                raise ValueError(f"model {field.name} must be at most {MOST_INTEGER}, got {value}")
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"model {field.name} must be at least {least}, got {value}")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"model num_layers={self.num_layers} is above {MOST_LAYERS}")
         if self.experts_per_token > self.num_experts or (
             self.num_experts and not self.experts_per_token
         ):

@@ -4,20 +4,23 @@ Made from a Hugging Face folder, from GGUF metadata, or byte-level for random mo
 a `tokenizers` tokenizer with the ids that generation needs.
 """
 
+import contextlib
 import dataclasses
-import datetime
-import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from distflow_jax.models.chat import render as chat
+from distflow_jax.models.chat.render import MOST_TEMPLATE
+from distflow_jax.parsing.checked_fields import IDS, OBJECTS, SIZE, TEXT, Kind, check_fields
+from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_json_object, read_text
+from distflow_jax.parsing.one_line import one_line, shown
 
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 
@@ -52,6 +55,15 @@ _GGUF_PRE = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
 }
+_SETTINGS_KINDS = {  # of the JSON files beside tokenizer.json
+    "eos_token_id": IDS.or_null(),
+    "chat_template": Kind(
+        "text, or a list of objects with name and template",
+        lambda value: value is None or TEXT.fits(value) or OBJECTS.fits(value),
+    ),
+}
+_NAMED_TEMPLATE = {"name": TEXT, "template": TEXT}
+_LONE = re.compile("[\ud800-\udfff]")
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -95,7 +107,15 @@ class Tokenizer:
         return _byte_level(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """Text -> ids, int32 [T]; special tokens only where the text spells them."""
+        """Text -> ids, int32 [T]; special tokens only where the text spells them.
+
+        Raises ValueError for text with half of a character (a lone surrogate).
+        """
+        if not text.isascii() and (half := _LONE.search(text)):
+            raise ValueError(
+                f"half of a character (the lone surrogate {half[0]!r}) at character "
+                f"{half.start() + 1} of a text: write the whole character, or leave it out"
+            )
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -124,16 +144,16 @@ class Tokenizer:
                 "an instruction-tuned model"
             )
         messages = [_checked_message(index, message) for index, message in enumerate(prompt)]
-        try:
-            return _compiled(self.chat_template).render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
+        return chat.render(
+            self.chat_template,
+            {
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "tools": tools,
+                "documents": None,
                 **self.special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # "text" + a content that is no string
-            raise ValueError(f"the chat template rejects the messages: {error}") from error
+            },
+        )
 
     def encode_prompt(self, prompt: str | Messages) -> tuple[str, np.ndarray]:
         """The model's input text (see render) and its ids, int32 [T]."""
@@ -199,13 +219,13 @@ def _from_folder(path: Path, most: int | None) -> Tokenizer:
         raise FileNotFoundError(
             f"{path} has no tokenizer.json: save the model's fast tokenizer there"
         )
-    try:
+    if file.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{file} has more than {MOST_FILE_BYTES} bytes: no tokenizer has")
+    with _package_errors(f"{file} cannot be read"):
         if most is None:
             backend = tokenizers.Tokenizer.from_file(str(file))
         else:
-            backend = tokenizers.Tokenizer.from_str(_without_added(file.read_text("utf-8"), most))
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{file} cannot be read: {error}") from error
+            backend = tokenizers.Tokenizer.from_str(_without_added(file, most))
     backend.no_truncation()
     backend.no_padding()
     special = {}
@@ -222,20 +242,38 @@ def _from_folder(path: Path, most: int | None) -> Tokenizer:
         stop += ids if isinstance(ids, list) else [ids]
     template_file = path / "chat_template.jinja"
     if template_file.is_file():
-        template = template_file.read_text("utf-8")
+        template = read_text(template_file, MOST_TEMPLATE)
     else:
         template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
+        place = f"{path / 'tokenizer_config.json'}: chat_template"
+        for entry in template:
+            named = {key: entry.get(key) for key in _NAMED_TEMPLATE}
+            check_fields(named, _NAMED_TEMPLATE, place)
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return _assemble(backend, special, stop, template, origin=str(path))
 
 
-def _without_added(text: str, most: int) -> str:
+def _without_added(file: Path, most: int) -> str:
     """A tokenizer.json without the added tokens with ids of `most` or above."""
-    content = json.loads(text)
+    content = read_json_object(file)
+    check_fields(content, {"added_tokens": OBJECTS.or_null()}, str(file))
     added = content.get("added_tokens") or []
-    content["added_tokens"] = [token for token in added if token["id"] < most]
-    return text if len(added) == len(content["added_tokens"]) else json.dumps(content)
+    for token in added:
+        check_fields({"id": token.get("id")}, {"id": SIZE}, f"{file}: added_tokens")
+    kept = [token for token in added if token["id"] < most]
+    return json.dumps({**content, "added_tokens": kept})
+
+
+@contextlib.contextmanager
+def _package_errors(place: str) -> Iterator[None]:
+    """Turns what `tokenizers` raises, in Rust a panic too, into a ValueError that names a place."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # the package raises nothing narrower
+        raise ValueError(f"{place}: {one_line(str(error))}") from error
 
 
 def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
@@ -255,15 +293,13 @@ def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
             raise ValueError(f"GGUF metadata lacks {key}")
     tokens = fields["tokenizer.ggml.tokens"]
     style = _GGUF_PRE[pre]
-    try:
+    with _package_errors("GGUF metadata holds no valid tokenizer"):
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=[tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]],
             # Llama 3 looks a whole word up in the vocabulary before it applies merges.
             ignore_merges=style == "llama3",
         )
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"GGUF metadata holds no valid tokenizer: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = _pre_tokenizer(style)
     backend.decoder = decoders.ByteLevel()
@@ -362,40 +398,14 @@ def _assemble(
 def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    found = read_json_object(path)
+    check_fields(found, _SETTINGS_KINDS, str(path))
+    return found
 
 
 def _checked_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"message {index} must be a dict with role and content, got {message!r}")
+        raise ValueError(
+            f"message {index} must be a dict with role and content, got {shown(message)}"
+        )
     return dict(message)
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(template: str) -> jinja2.Template:
-    """Compiles a template in Hugging Face's dialect, sandboxed: models are untrusted input."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template is not valid: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

@@ -18,6 +18,7 @@ from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import mesh_sizes
+from distflow_jax.planning.room_checks import check_batch_room, check_sampler_room
 from distflow_jax.rollout.cache_sizing import fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
@@ -102,6 +103,7 @@ def derive_sizes(
         {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
     pipelines = [m.pipeline for m in meshes]
+    check_batch_room(config, model, machine, mesh.ranks)
     together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
     check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
     hosts = _sampler_hosts(config, machine)
@@ -309,12 +311,21 @@ def _engine_config(
     check_prefix_cache(engine)
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
-        return dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+        engine = dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+        check_sampler_room(engine, model, machine, ranks=ranks // samplers, tensor=tensor)
+        return engine
     if not machine.memory:
         raise ValueError(
             "rollout.num_slots=0 means as many slots as fit, but the memory of this "
             f"{machine.platform} is unknown; set a number"
         )
+    check_sampler_room(
+        dataclasses.replace(engine, slots=ranks // samplers),
+        model,
+        machine,
+        ranks=ranks // samplers,
+        tensor=tensor,
+    )
     slots = fitting_slots(
         model,
         engine,

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import queue
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,9 @@ from distflow_jax.rewards.registry import QUICK
 from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
 
 MAX_WORKERS = 8  # at most, with num_workers=-1
+WORKER_BYTES = 32 << 20  # of memory that a worker takes at least
+WORKER_FILES = 4  # open files of a worker in its parent: a socket, and three while it starts
+_MOST_FILES = 1 << 20  # where there is no limit
 CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
 
 
@@ -90,6 +94,11 @@ class RewardPool:
         num_workers = config.num_workers
         if num_workers == -1:
             num_workers = 0 if config.function in QUICK else min(MAX_WORKERS, _num_cores())
+        if num_workers > (most := most_workers()):
+            raise ValueError(
+                f"reward.num_workers={num_workers} is above {most}, the processes for which this "
+                "machine has memory and open files: use fewer, or -1"
+            )
         self._num_workers = num_workers
         self._function = None
         if not num_workers:
@@ -206,6 +215,14 @@ class RewardPool:
             for future, result in zip(futures, results, strict=True):
                 future.set_result(result)
         return futures
+
+
+def most_workers() -> int:
+    """Worker processes for which this machine has memory, and this process open files."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    by_files = _MOST_FILES if files == resource.RLIM_INFINITY else files
+    return max(1, min(memory // WORKER_BYTES, by_files // WORKER_FILES))
 
 
 def error_counts(results: Sequence[RewardResult]) -> dict[str, int]:

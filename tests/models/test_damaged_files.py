@@ -139,6 +139,10 @@ def test_more_layers_than_tensors_are_refused_at_once(gguf_path, safetensors_pat
     settings = safetensors_path.parent / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 10**9}))
     for path, layers in ((gguf_path, 0xFF000002), (safetensors_path, 10**9)):
-        message = f"{path} do not fit .* has {layers} layers, the files hold 20 tensors"
-        with pytest.raises(ValueError, match=re.compile(message)):
+        message = f"must be an integer from 1 to 4096, got {layers}"
+        with pytest.raises(ValueError, match=message):
             open_model(str(path))
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 4000}))
+    message = f"{safetensors_path} do not fit .* has 4000 layers, the files hold 20 tensors"
+    with pytest.raises(ValueError, match=re.compile(message)):
+        open_model(str(safetensors_path))

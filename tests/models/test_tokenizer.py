@@ -237,7 +237,7 @@ def test_folder_refusals(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
     hf_folder(tmp_path, tokenizer_config__json="{")
-    with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON"):
+    with pytest.raises(ValueError, match="tokenizer_config.json: not valid JSON"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -32,6 +32,16 @@ KEYS_AND_TYPES = [
     ("data.overlong=dropp", "must be one of error, drop, truncate_left, got 'dropp'"),
     ("reward.timeout_seconds=0", "reward.timeout_seconds must be positive, got 0.0"),
     ("checkpoint.every=0", "checkpoint.every must be at least 1 step, got 0"),
+    # one rule for all numbers
+    ("rollout.temperature=nan", "config.rollout.temperature must be a finite number, got nan"),
+    ("algorithm.clip=inf", "config.algorithm.clip must be a finite number, got inf"),
+    ("reward.overlong_buffer=nan", "config.reward.overlong_buffer must be a finite number"),
+    ("health.stuck_seconds=inf", "config.health.stuck_seconds must be a finite number, got inf"),
+    ("reward.kwargs={'a': [1, 1e999]}", "config.reward.kwargs.a[1] must be a finite number"),
+    ("training.optimizer.lr=1e39", "0 or of a size from 1.18e-38 to 3.4e+38, which a float32"),
+    ("training.optimizer.eps=1e-45", "training.optimizer.eps must be 0 or of a size from 1.18e-38"),
+    ("data.prompts_per_step=1000000000000", "to 2147483647, which an int32 holds, got 10000000"),
+    ("reward.timeout_seconds=1e9", "timeout_seconds must be at most 2147483 (24 days), got 1e+09"),
 ]
 
 ENVIRONMENTS = [
@@ -72,6 +82,17 @@ ENVIRONMENTS = [
 ]
 
 SIZES = [
+    # bounds that follow from the machine
+    ("data.prompts_per_step=2000000000", "x rollout.num_samples=4 responses of 144 tokens: takes"),
+    ("rollout.num_slots=2000000000", "rollout.num_slots (2000000000 on a sampler), "),
+    ("rollout.tokens_per_call=2000000000", "rollout.tokens_per_call=2000000000: takes "),
+    ("rollout.prefill_tokens=2000000000", "rollout.prefill_tokens=2000000000: takes 4"),
+    ("rollout.prefix_tokens=2000000000", "rollout.prefix_tokens=2000000000: takes "),
+    ("training.micro_batch_rows=2000000000", "micro_batch_rows=2000000000 of training.row_tokens="),
+    ("training.row_tokens=2000000000", "of training.row_tokens=2000000000: takes"),
+    ("eval.every=1 ; eval.num_prompts=2000000000", "eval.num_prompts=2000000000 x eval.num_"),
+    ("model.source=random:llama?vocab=2000000000", "weights of 6 layers, hidden_size=256 and"),
+    ("reward.num_workers=1000000", "processes for which this machine has memory and open files"),
     (
         "data.prompts_per_step=15 ; training.mini_batches=2",
         "data.prompts_per_step=15 is not divisible by training.mini_batches=2; use 14 or 16",

@@ -7,12 +7,35 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.models.decoder_config import (
+    MOST_LAYERS,
     DecoderConfig,
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
     yarn_table_scale,
 )
+from distflow_jax.parsing.checked_fields import (
+    COUNT,
+    NUMBER,
+    NUMBER_OR_FLAG,
+    POSITIVE,
+    SIZE,
+    check_fields,
+    integer_up_to,
+)
+from distflow_jax.parsing.one_line import shown
+
+# keys below the architecture's name; the others are counts
+_KINDS = {
+    **dict.fromkeys(("expert_count", "expert_shared_count", "leading_dense_block_count"), SIZE),
+    **dict.fromkeys(("rope.freq_base", "attention.layer_norm_rms_epsilon"), POSITIVE),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), POSITIVE),
+    **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_log_multiplier"), NUMBER),
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), NUMBER),
+    **dict.fromkeys(("expert_weights_scale", "expert_used_count"), NUMBER),
+    "block_count": integer_up_to(MOST_LAYERS),
+    "expert_weights_norm": NUMBER_OR_FLAG,
+}
 
 
 def decoder_from_gguf(
@@ -54,6 +77,8 @@ def decoder_from_gguf(
             )
     theta = float(number("rope.freq_base", 10_000.0))
     kind = fields.get(f"{prefix}.rope.scaling.type", "none")
+    if not isinstance(kind, str):
+        raise ValueError(f"{prefix}.rope.scaling.type must be text, got {shown(kind)}")
     scaling, positions = _rope_scaling(number, kind, rope_freqs, theta)
     return DecoderConfig(
         family=family,
@@ -80,6 +105,7 @@ def _number(fields: Mapping[str, Any], prefix: str, key: str, default: Any = Non
         raise ValueError(f"GGUF metadata lacks {prefix}.{key}")
     if not isinstance(value, int | float):
         raise ValueError(f"{prefix}.{key} differs from layer to layer, which is not supported")
+    check_fields({key: value}, {key: _KINDS.get(key, COUNT)}, f"GGUF metadata: {prefix}")
     return value
 
 

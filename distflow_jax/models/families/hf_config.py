@@ -4,12 +4,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.models.decoder_config import (
+    MOST_LAYERS,
     DecoderConfig,
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
     yarn_table_scale,
 )
+from distflow_jax.parsing.checked_fields import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    SIZE,
+    TEXT,
+    TEXTS,
+    check_fields,
+    integer_up_to,
+)
+from distflow_jax.parsing.one_line import one_line, shown
 
 # DecoderConfig's fields and Hugging Face's names of the same numbers.
 _SIZES = {
@@ -19,11 +33,56 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 _MLP_SIZE = "intermediate_size"
+# Every key that is read, in any family; it means the same in the others.
+_KINDS = {
+    **dict.fromkeys((*_SIZES.values(), _MLP_SIZE, "moe_intermediate_size"), COUNT),
+    "num_hidden_layers": integer_up_to(MOST_LAYERS),
+    **dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "max_position_embeddings"), COUNT.or_null()
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), SIZE),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "decoder_sparse_step"), SIZE.or_null()),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), SIZE.or_null()),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), POSITIVE.or_null()),
+    **dict.fromkeys(("rms_norm_eps", "query_pre_attn_scalar"), POSITIVE),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config"), OBJECT.or_null()),
+    "model_type": TEXT,
+    "layer_types": TEXTS.or_null(),
+    "tie_word_embeddings": FLAG.or_null(),
+    "use_sliding_window": FLAG.or_null(),
+    "norm_topk_prob": FLAG.or_null(),
+}
+_ROPE_KINDS = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    **dict.fromkeys(("factor", "rope_theta", "attention_factor"), POSITIVE.or_null()),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), NUMBER.or_null()),
+    "original_max_position_embeddings": COUNT.or_null(),
+    "truncate": FLAG,
+}
 # DecoderConfig's activations and Hugging Face's names of them.
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 # fields of DecoderConfig that the family fixes, and fields of families with windows only
 _SWITCHES = ("attention_bias", "qk_norm", "activation", "post_norms", "norm_offset", "embed_scale")
 _NUMBERS = ("sliding_window", "full_every", "rope_local_theta", "rope_factor", "query_scalar")
+
+
+def check_hf_config(raw: Mapping[str, Any], place: str) -> None:
+    """Raises ValueError, which begins with `place`, for a value of a type that its key cannot have.
+
+    Checks the keys of all families, those of rope scalings and of a text model inside.
+    """
+    check_fields(raw, _KINDS, place)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key) or {}
+        check_fields(rope, _ROPE_KINDS, f"{place}: {key}")
+        for name, inner in rope.items():  # Gemma 3 has one by type of layer
+            if isinstance(inner, Mapping):
+                check_fields(inner, _ROPE_KINDS, f"{place}: {key}.{one_line(name)}")
+            elif name.endswith("_attention") and inner is not None:
+                raise ValueError(f"{place}: {key}.{name} must be an object, got {shown(inner)}")
+    if raw.get("text_config"):
+        check_hf_config(raw["text_config"], f"{place}: text_config")
 
 
 def decoder_from_hf(
@@ -69,7 +128,7 @@ def decoder_from_hf(
     # Hugging Face 5 moved rope_theta and rope_scaling into rope_parameters.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    positions = raw.get("max_position_embeddings", max_position)
+    positions = raw.get("max_position_embeddings") or max_position
     scaling = _scaling_from_hf(rope, positions)
     if isinstance(scaling, YarnScaling):
         # Qwen's files have the original length in max_position_embeddings

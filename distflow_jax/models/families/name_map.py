@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from distflow_jax.parsing.one_line import one_line
+
 _MAX_LISTED = 8  # names shown of a long list in an error
 
 
@@ -110,7 +112,7 @@ def check_names(
             problems.append("this family has no such biases")
     if problems:
         raise ValueError(
-            f"weights of {origin} do not fit the model's config: {'; '.join(problems)}"
+            f"weights of {origin} do not fit the model's config: {one_line('; '.join(problems))}"
         )
 
 

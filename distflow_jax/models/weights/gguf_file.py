@@ -6,6 +6,7 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -15,7 +16,18 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
+from distflow_jax.parsing.checked_fields import (
+    COUNT,
+    INTEGERS,
+    SIZE,
+    TEXT,
+    TEXTS,
+    check_fields,
+)
+from distflow_jax.parsing.one_line import one_line
+
 MAGIC = b"GGUF"
+TOKEN_IDS = ("bos", "eos", "eot", "eom", "padding", "unknown")
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -30,6 +42,23 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<f8",
     GGUFValueType.BOOL: "?",
 }
+
+
+# metadata that is not the architecture's, which families/gguf_config.py reads
+FIELDS = {
+    "general.alignment": COUNT,
+    "general.architecture": TEXT,
+    "split.count": SIZE,
+    "tokenizer.ggml.model": TEXT,
+    "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.tokens": TEXTS,
+    "tokenizer.ggml.merges": TEXTS,
+    "tokenizer.ggml.token_type": INTEGERS,
+    **{f"tokenizer.ggml.{key}_token_id": SIZE for key in TOKEN_IDS},
+    "tokenizer.chat_template": TEXT,
+}
+_MOST_DIMS = 8  # GGML has 4
+_MOST_NESTING = 4  # of arrays in arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +82,8 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, in NumPy's order of dims."""
         info = self.tensors[name]
+        if not info.num_bytes:  # nothing to map
+            return np.zeros(info.shape, np.float32)
         raw = np.memmap(self.path, np.uint8, "r", info.offset, (info.num_bytes,))
         raw = raw.reshape(quant_shape_to_byte_shape(info.shape, info.type))
         try:
@@ -87,15 +118,16 @@ def open_gguf(path: Path) -> GgufFile:
                 (cursor.string(), cursor.shape(), cursor.unpack("<I"), cursor.unpack("<Q"))
                 for _ in range(num_tensors)
             ]
+            check_fields(fields, FIELDS, "metadata")
             alignment = fields.get("general.alignment", 32)
             start = -(-cursor.offset // alignment) * alignment
             tensors = {
                 name: _tensor_info(name, shape, kind, start + offset, len(data))
                 for name, shape, kind, offset in infos
             }
-        except (ValueError, struct.error, ZeroDivisionError, TypeError) as error:
+        except (ValueError, struct.error, OverflowError) as error:
             raise ValueError(
-                f"{path} is not a valid GGUF file, truncated or corrupt: {error}"
+                f"{path} is not a valid GGUF file, truncated or corrupt: {one_line(str(error))}"
             ) from error
     if fields.get("split.count", 1) > 1:
         raise ValueError(
@@ -109,7 +141,10 @@ def _tensor_info(
 ) -> TensorInfo:
     tensor_type = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[tensor_type]
-    num_bytes = int(np.prod(shape, dtype=object)) // block * block_bytes
+    count = math.prod(shape)
+    if shape and shape[-1] % block:
+        raise ValueError(f"tensor {name}: rows of {shape[-1]} are no whole blocks of {block}")
+    num_bytes = count // block * block_bytes
     if offset + num_bytes > file_size:
         raise ValueError(f"tensor {name} ends at byte {offset + num_bytes} of {file_size}")
     return TensorInfo(shape, tensor_type, offset, num_bytes)
@@ -137,19 +172,24 @@ class _Cursor:
 
     def shape(self) -> tuple[int, ...]:
         # the file lists the fastest dim first
-        return tuple(reversed([self.unpack("<Q") for _ in range(self.unpack("<I"))]))
+        num_dims = self.unpack("<I")
+        if num_dims > _MOST_DIMS:
+            raise ValueError(f"a tensor of {num_dims} dims, {_MOST_DIMS} at most")
+        return tuple(reversed([self.unpack("<Q") for _ in range(num_dims)]))
 
     def value(self) -> Any:
         return self._of_type(GGUFValueType(self.unpack("<I")))
 
-    def _of_type(self, kind: GGUFValueType) -> Any:
+    def _of_type(self, kind: GGUFValueType, depth: int = 0) -> Any:
+        if depth > _MOST_NESTING:
+            raise ValueError(f"arrays nested deeper than {_MOST_NESTING} at byte {self.offset}")
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
             item, count = GGUFValueType(self.unpack("<I")), self.unpack("<Q")
             if item in _SCALARS:
                 return self._scalars(item, count)
-            return [self._of_type(item) for _ in range(count)]
+            return [self._of_type(item, depth + 1) for _ in range(count)]
         return self._scalars(kind, 1)[0]
 
     def _scalars(self, kind: GGUFValueType, count: int) -> list[Any]:

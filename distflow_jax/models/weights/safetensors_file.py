@@ -5,7 +5,7 @@ it here supports bfloat16 and float8 by ml_dtypes, with any release of the safet
 """
 
 import dataclasses
-import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from distflow_jax.parsing.checked_fields import OBJECT, TEXT, Kind, check_fields
+from distflow_jax.parsing.json_text import parse_json, read_json_object
+from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.parsing.paths import names_file
 
 _DTYPES = {
     "F64": np.dtype("<f8"),
@@ -22,6 +27,11 @@ _DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
+# dtypes of the format that no weight has, and their bytes: such tensors may lie beside weights
+_OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4}
+_OTHER_BYTES |= {"U64": 8, "I64": 8, "C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
+_ITEM_BYTES = _OTHER_BYTES | {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+_MOST_OFFSET = 1 << 62
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
 
 
@@ -50,6 +60,8 @@ class SafetensorsFiles:
                 f"{info.path}: tensor {name} has dtype {info.dtype}, supported are "
                 f"{', '.join(sorted(_DTYPES))}"
             )
+        if 0 in info.shape:  # nothing to map
+            return np.zeros(info.shape, _DTYPES[info.dtype])
         return np.memmap(info.path, _DTYPES[info.dtype], "r", info.offset, info.shape)
 
 
@@ -61,12 +73,16 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """{tensor name: file name} of a shard index; None if `path` is not one."""
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        return None
-    return raw.get("weight_map") if isinstance(raw, Mapping) else None
+    """{tensor name: file name} of a shard index; None if `path` is a JSON object without one.
+
+    Raises ValueError if it is no JSON object, or its map is not one of names.
+    """
+    raw = read_json_object(path)
+    check_fields(raw, {"weight_map": OBJECT}, str(path))
+    index = raw.get("weight_map")
+    if index is not None:
+        check_fields(index, dict.fromkeys(index, TEXT), f"{path}: weight_map")
+    return index
 
 
 def open_safetensors(path: Path) -> SafetensorsFiles:
@@ -78,20 +94,24 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
     """Headers of all shards of an index, which must be in its folder."""
     # the file name only: an index could lead out of its folder
     paths = {name: index_path.parent / Path(name).name for name in sorted(set(index.values()))}
-    absent = [name for name, path in paths.items() if not path.is_file()]
+    absent = [name for name, path in paths.items() if not names_file(path)]
     if absent:
         raise FileNotFoundError(
-            f"{index_path} lists {', '.join(absent)}, which its folder does not have"
+            f"{index_path} lists {shown(', '.join(absent))}, which its folder does not have"
         )
     headers = {name: _read_header(path) for name, path in paths.items()}
     for tensor, shard in index.items():
         if tensor not in headers[shard]:
-            raise ValueError(f"{index_path} lists {tensor} in {shard}, which does not have it")
+            raise ValueError(
+                f"{index_path} lists {shown(tensor)} in {shown(shard)}, which does not have it"
+            )
     tensors: dict[str, TensorInfo] = {}
     for shard, header in headers.items():
         for tensor, info in header.items():
             if tensor in tensors:
-                raise ValueError(f"{tensor} is in {tensors[tensor].path.name} and in {shard}")
+                raise ValueError(
+                    f"{shown(tensor)} is in {tensors[tensor].path.name} and in {shown(shard)}"
+                )
             tensors[tensor] = info
     return SafetensorsFiles(tuple(paths.values()), tensors)
 
@@ -103,27 +123,65 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         raw = file.read(size)
-    try:
-        header = json.loads(raw)
-        return {
-            name: _tensor_info(path, name, entry, 8 + size, file_size)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError) as error:
+    if len(raw) != size:
         raise ValueError(
-            f"{path} is not a valid safetensors file, truncated or corrupt: {error}"
-        ) from error
+            f"{path} is truncated: its header of {size} bytes ends at byte {file_size}"
+        )
+    header = parse_json(raw, f"{path} is not a valid safetensors file, its header")
+    infos, place = {}, f"{path} is not a valid safetensors file, truncated or corrupt"
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        check_fields({name: entry}, {name: _ENTRY}, place)
+        begin, end = entry["data_offsets"]
+        infos[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), 8 + size + begin)
+        size_of = math.prod(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
+        if size_of != end - begin:
+            raise ValueError(
+                f"{place}: tensor {one_line(name)} {shown(entry['shape'])} does not fill its "
+                f"{end - begin} bytes"
+            )
+    _check_filled(
+        place,
+        [tuple(e["data_offsets"]) for n, e in header.items() if n in infos],
+        file_size - 8 - size,
+    )
+    return infos
 
 
-def _tensor_info(
-    path: Path, name: str, entry: Mapping[str, Any], start: int, file_size: int
-) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if start + end > file_size:
-        raise ValueError(f"tensor {name} ends at byte {start + end} of {file_size}")
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is not None and int(np.prod(shape, dtype=object)) * dtype.itemsize != end - begin:
-        raise ValueError(f"tensor {name} {list(shape)} does not fill its {end - begin} bytes")
-    return TensorInfo(path, entry["dtype"], shape, start + begin)
+def _check_filled(place: str, spans: list[tuple[int, int]], size: int) -> None:
+    """Raises ValueError unless the spans cover `size` bytes, each once, as the format demands."""
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise ValueError(
+                f"{place}: no tensor, or two, begin at byte {min(at, begin)} of the data"
+            )
+        at = end
+    if at != size:
+        raise ValueError(f"{place}: the tensors end at byte {at} of the data, which has {size}")
+
+
+def _is_offset(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_OFFSET
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, Mapping):
+        return False
+    offsets, shape = entry.get("data_offsets"), entry.get("shape")
+    return (
+        isinstance(entry.get("dtype"), str)
+        and entry["dtype"] in _ITEM_BYTES
+        and isinstance(shape, list)
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(map(_is_offset, [*shape, *offsets]))
+        and offsets[0] <= offsets[1]
+    )
+
+
+_ENTRY = Kind(
+    f"a tensor with shape, data_offsets (none negative) and a dtype of {', '.join(_ITEM_BYTES)}",
+    _is_entry,
+)

@@ -8,7 +8,6 @@ config.json. The format (GGUF, safetensors) is detected by the content.
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ import numpy as np
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families.hf_config import check_hf_config
 from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
@@ -31,6 +31,9 @@ from distflow_jax.models.weights.safetensors_file import (
     open_sharded,
     read_index,
 )
+from distflow_jax.parsing.checked_fields import MOST_INTEGER
+from distflow_jax.parsing.json_text import read_json_object
+from distflow_jax.parsing.one_line import shown
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
@@ -69,6 +72,7 @@ _RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # defaults of a mi
 # defaults of a model with windows, as in Gemma 3 1B
 _RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
 
+_MOST_HEADS = 4096  # that an error message suggests
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -236,7 +240,7 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
         heads = values.get("num_heads", DecoderConfig.num_heads)
         if heads < 1 or hidden % heads:
-            fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
+            fits = [n for n in range(1, min(hidden, _MOST_HEADS) + 1) if hidden % n == 0]
             near = min(fits, key=lambda n: abs(n - heads))
             raise ValueError(
                 f"{spec}: hidden {hidden} is not divisible by heads {heads}; use heads={near}"
@@ -256,10 +260,13 @@ def _option_value(spec: str, option: str, text: str) -> int | float | bool:
     try:
         if kind is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        return kind(text)
+        value = kind(text)
     except (KeyError, ValueError) as error:
         wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise ValueError(f"{spec}: {option} must be {wanted}, got {text!r}") from error
+        raise ValueError(f"{spec}: {option} must be {wanted}, got {shown(text)}") from error
+    if kind is int and abs(value) > MOST_INTEGER:
+        raise ValueError(f"{spec}: {option} must be at most {MOST_INTEGER}, got {shown(value)}")
+    return value
 
 
 def _open_path(spec: str, path: Path) -> ModelSource:
@@ -316,10 +323,8 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{spec}: {folder} has no config.json")
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    raw = read_json_object(path)
+    check_hf_config(raw, str(path))
     return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
 
 

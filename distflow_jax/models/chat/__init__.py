@@ -1,0 +1,1 @@
+"""Chat templates: messages -> text, under bounds of time and memory."""

@@ -1,0 +1,1 @@
+"""The border of the package: text and files that strangers wrote become checked values here."""

@@ -1,0 +1,73 @@
+"""Types and ranges of named values in files that strangers wrote.
+
+check_fields(raw, {"num_layers": COUNT, "rope_theta": NUMBER}, "config.json")
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distflow_jax.parsing.one_line import one_line, shown
+
+MOST_INTEGER = 2**31 - 1  # of sizes, counts and ids: what an int32 holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The values that a field may hold; `words` describe them in messages."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+    def or_null(self) -> "Kind":
+        """The same kind, or null."""
+        return Kind(f"{self.words} or null", lambda value: value is None or self.fits(value))
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_INTEGER
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) <= 1 << 64
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def integer_up_to(most: int) -> Kind:
+    """An integer from 1 to `most`."""
+    return Kind(f"an integer from 1 to {most}", lambda v: _is_integer(v, 1) and v <= most)
+
+
+COUNT = integer_up_to(MOST_INTEGER)
+SIZE = Kind(f"an integer from 0 to {MOST_INTEGER}", lambda value: _is_integer(value, 0))
+NUMBER = Kind("a finite number", is_number)
+POSITIVE = Kind("a positive finite number", lambda value: is_number(value) and value > 0)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NUMBER_OR_FLAG = Kind(
+    "a finite number, or true or false", lambda value: isinstance(value, bool) or is_number(value)
+)
+OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+TEXTS = Kind("a list of texts", lambda value: _is_list_of(value, str))
+INTEGERS = Kind("a list of integers", lambda value: _is_list_of(value, int))
+OBJECTS = Kind("a list of objects", lambda value: _is_list_of(value, Mapping))
+IDS = Kind(
+    "an id, or a list of ids",
+    lambda value: all(_is_integer(i, 0) for i in (value if isinstance(value, list) else [value])),
+)
+
+
+def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], place: str) -> None:
+    """Raises ValueError, with the place, for the first field that is there and of another kind."""
+    for key, kind in kinds.items():
+        if key in values and not kind.fits(values[key]):
+            raise ValueError(
+                f"{place}: {one_line(key)} must be {kind.words}, got {shown(values[key])}"
+            )

@@ -1,0 +1,66 @@
+"""JSON of strangers: every fault of text is one ValueError that names the place.
+
+Python's own parser raises three kinds of errors, two of them for valid JSON, and accepts what no
+other parser does. Bounds: nesting as deep as Python's stack, integers of 4,300 digits
+(sys.set_int_max_str_digits), and a size of files.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distflow_jax.parsing.one_line import one_line, shown
+
+MOST_FILE_BYTES = 256 << 20  # of a JSON file read whole: vocabularies have some 30 MiB
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """The value of a JSON text; bytes are UTF-8, with or without a mark of byte order.
+
+    `place` begins messages: file and row. Raises ValueError with it.
+    """
+    try:
+        # loads(bytes) would guess the encoding
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: {json_problem(error)}") from error
+
+
+def json_problem(error: Exception, *, of_file: bool = False) -> str:
+    """The reason, in one line, for an error that Python's JSON parser raised.
+
+    `of_file`: the text is a file, whose lines are counted even where it is the first.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text: byte {error.start + 1} is {error.object[error.start]:#04x}"
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if of_file or error.lineno > 1 else ""
+        return f"not valid JSON at {line}character {error.colno}: {one_line(error.msg)}"
+    if isinstance(error, RecursionError):
+        return "objects nested too deeply: flatten them"
+    return f"a number with too many digits ({str(error).split(';')[0]}): write it as a string"
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file.
+
+    Raises ValueError, with the path, for a file that is too large, is no JSON, or is another value.
+    """
+    value = parse_json(read_text(path, MOST_FILE_BYTES), str(path))
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}: expected an object with keys, got {shown(value)}")
+    return value
+
+
+def read_text(path: Path, most: int) -> str:
+    """The text of a file of at most `most` bytes, UTF-8. Raises ValueError with the path."""
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most} bytes, too many for such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {json_problem(error)}") from error

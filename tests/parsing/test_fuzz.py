@@ -1,0 +1,45 @@
+"""Damaged files: read, or refused in one line; nothing else happens to the process.
+
+One process tries all mutations of support/fuzz.py under a limit of its memory. A crash of C++, a
+traceback of another kind or a hang ends it, and its last line names the mutation.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.fuzz import PARSERS
+from support.paths import ROOT
+
+SECONDS = 500  # for one process: a guard against hangs
+
+
+def outcomes(folder, count, *names):
+    paths = [str(ROOT), str(ROOT / "tests")]
+    done = subprocess.run(
+        [sys.executable, "-m", "support.fuzz", str(folder), str(count), *names],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"{lines[-1:]}: {done.stderr[-3000:]}"
+    return json.loads(lines[-1])
+
+
+def test_fifty_mutations_of_every_file(tmp_path):
+    found = outcomes(tmp_path, 50)
+    assert list(found) == PARSERS
+    for name, counts in found.items():
+        assert sum(counts.values()) == 50 and counts["refused"] > 25, (name, counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_thousand_mutations(tmp_path, name):
+    """Every outcome of 1,000 mutations of a file is a value or one line (distflow_jax/parsing/)."""
+    counts = outcomes(tmp_path, 1000, name)[name]
+    assert sum(counts.values()) == 1000 and counts["refused"] > 500

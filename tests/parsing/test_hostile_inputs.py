@@ -1,0 +1,249 @@
+"""Inputs that a stranger wrote to harm: each is refused in one line, with its place and a fix."""
+
+import dataclasses
+import json
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support.paths import ROOT
+
+from distflow_jax.checkpoint.checkpointer import step_of
+from distflow_jax.dag.graph_yaml import read_graph
+from distflow_jax.data.files import FileDataset
+from distflow_jax.models.chat.render import is_plain
+from distflow_jax.models.tokenizer import CHATML, Tokenizer
+from distflow_jax.models.weights.safetensors_file import open_safetensors
+from distflow_jax.parsing.one_line import one_line, shown
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def refusal(function, *arguments):
+    """The message of a ValueError, which is one line that a terminal can show."""
+    with pytest.raises(ValueError) as caught:
+        function(*arguments)
+    message = str(caught.value)
+    assert type(caught.value) is ValueError and message.isprintable(), message
+    return message
+
+
+# -- YAML ------------------------------------------------------------------------------------------
+
+BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 10))])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "aliases make more than 100000 values of it: write the values out"),
+        ("name: &a [*a]\nnodes: []\n", "line 1: an alias inside the value that it names"),
+        ("nodes: &a {x: {y: *a}}\n", "line 1: an alias inside the value that it names"),
+        ("nodes: " + "[" * 3000 + "\n", "line 1: lists and maps nested deeper than 64: flatten"),
+        ("nodes:\n" + "\n".join(" " * n + "-" for n in range(99)), "deeper than 64"),
+        ("x" * (1 << 21) + "\n", "at most 1048576 are read"),
+        ("name: 2024-99-99\n", "a value cannot be read (month must be in 1..12): quote it"),
+        ("name: " + "9" * 5000 + "\n", "a value cannot be read (Exceeds the limit (4300 digits)"),
+        ("name: a\n---\nname: b\n", "line 2: but found another document"),
+        ("name: [\x1b[2J\n", "special characters are not allowed"),
+        ("base: " + "a" * 5000 + "\nnodes: []\n", "there is no built-in graph 'aaa"),
+        ("- a\n- b\n", "a graph is a map with 'name' and 'nodes', got ['a', 'b']"),
+    ],
+)
+def test_graphs(text, message):
+    assert message in refusal(read_graph, text)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("[" * 100_000, "objects nested too deeply: flatten them"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "digits): write it as a string"),
+        ('{"prompt": "a\\ud800"}', "half of a character (the lone surrogate '\\ud800')"),
+        ('{"prompt": "' + "a" * (17 << 20) + '"}', "has more than 16 MiB: shorten or divide it"),
+        ('{"prompt": 7, "\\u001b[2J": 1}', "expected text or a list of messages, got 7"),
+    ],
+)
+@pytest.mark.parametrize("ending", [".jsonl", ".json"])
+def test_rows(tmp_path, row, message, ending):
+    path = tmp_path / f"data{ending}"
+    good = '{"prompt": "1 + 1?", "answer": "2"}'
+    path.write_text(f"{good}\n{row}\n" if ending == ".jsonl" else f"[{good},{row}]")
+    said = refusal(FileDataset, [path], "data")
+    assert message in said and f"{path}, row 2" in said
+
+
+def test_an_offset_that_leads_out_of_a_table_is_refused_before_a_row_is_read(tmp_path):
+    """Reading such a row ends Python with a segmentation fault."""
+    path = tmp_path / "rows.arrow"
+    table = pa.table({"prompt": ["aaaa", "bbbb", "cccc"]})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    offsets = struct.pack("<4i", 0, 4, 8, 12)
+    whole = path.read_bytes()
+    assert whole.count(offsets) == 1
+    path.write_bytes(whole.replace(offsets, struct.pack("<4i", 0, 4, 2**30, 2**31 - 1)))
+    assert "truncated or damaged: write it again" in refusal(FileDataset, [path], "data")
+
+
+def test_a_time_that_python_does_not_have_names_its_row(tmp_path):
+    path = tmp_path / "rows.arrow"
+    times = pa.array([0, 2**62], pa.timestamp("s"))
+    table = pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "at": times})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    said = refusal(FileDataset, [path], "data")
+    assert f"{path}, row 2: a value has no form in Python" in said
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def safetensors(path, header, data=b"\0" * 16):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def tensor(begin, end, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"w": tensor(-16, 0)}, "w must be a tensor with shape, data_offsets (none negative)"),
+        ({"w": tensor(0, 16, dtype="F99")}, "w must be a tensor with shape"),
+        ({"w": tensor(0, 16, shape=[-2, -2])}, "w must be a tensor with shape"),
+        ({"w": tensor(0, 16, shape=[2**40, 2**40])}, "does not fill its 16 bytes"),
+        ({"w": tensor(0, 16, shape=[2**70])}, "w must be a tensor with shape"),
+        ({"w": tensor(0, 8, shape=[4])}, "tensor w [4] does not fill its 8 bytes"),
+        ({"w": tensor(0, 16), "v": tensor(0, 16)}, "no tensor, or two, begin at byte 0"),
+        ({"w": tensor(0, 8, shape=[2])}, "the tensors end at byte 8 of the data, which has 16"),
+        ({"w": tensor(0, 32, shape=[8])}, "the tensors end at byte 32 of the data, which has 16"),
+        ({"w\x1b[2J": 3}, "w\\x1b[2J must be a tensor"),
+        ([], "expected"),
+    ],
+)
+def test_headers_of_safetensors(tmp_path, header, message):
+    said = refusal(open_safetensors, safetensors(tmp_path / "w.safetensors", header))
+    assert message in said or said.endswith("is not a safetensors file")
+
+
+def test_tensors_of_other_dtypes_lie_beside_weights(tmp_path):
+    header = {
+        "w": tensor(0, 8, (2,)),
+        "ids": tensor(8, 16, (1,), "I64"),
+        "no": tensor(16, 16, (0,)),
+    }
+    files = open_safetensors(safetensors(tmp_path / "w.safetensors", header))
+    assert files.read("w").shape == (2,) and files.read("no").shape == (0,)
+    assert "ids has dtype I64" in refusal(files.read, "ids")
+
+
+# -- chat templates --------------------------------------------------------------------------------
+
+
+def templated(template):
+    return dataclasses.replace(Tokenizer.byte_level(300), chat_template=template)
+
+
+LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLES = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOPS, "took more than 2 s of processor time: give the model another chat_template"),
+        ("{{ 9 ** (9 ** 9) }}", "took more than"),
+        (DOUBLES + "{% endfor %}", "took more than 1024 MiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", "took more than 1024 MiB of memory"),
+        ("{{ '%999999999d' % 1 }}", "took more than 1024 MiB of memory"),
+        ("{{ 'a' | center(10 ** 10) }}", "took more than 1024 MiB of memory"),
+        ("{{ 'a' * 10 ** 8 }}", "gives more than 64 MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deeply"),
+        ("{{ " + "(" * 5000 + " }}", "calls itself too deeply"),
+        ("a" * (2 << 20), "at most 1048576 are read"),
+        ("{{ raise_exception('no\x1b[2J') }}", "rejects the messages: no\\x1b[2J"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_templates(template, message):
+    assert message in refusal(templated(template).render, CHAT)
+
+
+def test_a_template_is_rendered_after_another_was_ended():
+    refusal(templated(LOOPS).render, CHAT)
+    text = "{% set x = messages[0].content %}{{ x }}"
+    assert not is_plain(text) and templated(text).render(CHAT) == "Hi"
+
+
+def test_templates_of_one_loop_need_no_process(smollm2):
+    for template in (CHATML, smollm2.tokenizer.chat_template):
+        assert is_plain(template)
+    for template in (
+        *("{% set a = 1 %}", "{{ range(9) }}", "{{ 2 ** 9 }}", "{{ 'a' * 9 }}", "{{ 'a' ~ 'b' }}"),
+        *(
+            "{% macro f() %}{% endmacro %}",
+            "{{ 'a' | center(9) }}",
+            "{% for a in 'ab' %}{% endfor %}",
+        ),
+        "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}",
+    ):
+        assert not is_plain(template), template
+
+
+def test_both_ways_of_rendering_give_one_text():
+    plain = CHATML + "{{ messages | length }}"
+    child = "{% set nothing = 1 %}" + plain
+    assert is_plain(plain) and not is_plain(child)
+    chat = [*CHAT, {"role": "assistant", "content": "é\U0001f600<|im_end|>"}]
+    assert templated(plain).render(chat) == templated(child).render(chat)
+
+
+# -- messages and names ----------------------------------------------------------------------------
+
+
+def test_messages_command_no_terminal():
+    assert one_line("a\x1b[2Jb\n\u202e\u2028\x9b") == "a\\x1b[2Jb\\n\\u202e\\u2028\\x9b"
+    assert one_line("é 漢 \U0001f600") == "é 漢 \U0001f600"
+    assert one_line("a" * 9999 + "z").endswith("z") and len(one_line("a" * 9999)) < 1600
+    assert shown(10**5000) == "a value of type int" and shown(np.float32(2)) == "np.float32(2.0)"
+
+
+def test_steps_of_checkpoints_are_plain_numbers():
+    assert [step_of(name) for name in ("0", "7", "1200")] == [0, 7, 1200]
+    foreign = ["", "007", "²", "٣", "-1", "+1", "1_0", " 1", "1e3", "1.tmp", "9" * 40, "copy of 3"]
+    assert [step_of(name) for name in foreign] == [None] * len(foreign)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config():\n    raise KeyError('x')\n", "KeyError: 'x' (line 2)"),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0 (line 2)"),
+        (
+            "def get_config():\n    return get_config()\n",
+            "maximum recursion depth exceeded (line 2)",
+        ),
+        ("def get_config(:\n", "SyntaxError: invalid syntax"),
+        ("x = 1\n", "has no get_config(): define it, returning a config"),
+        ("def get_config():\n    raise ValueError('two\\nlines')\n", "two\\nlines"),
+    ],
+)
+def test_config_files(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    command = [sys.executable, "scripts/plan.py", f"--config={path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: config file '{path}'") and message in line
