@@ -30,8 +30,8 @@ from distflow_jax.watchdog.seals import Sealer
 LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
 TOKEN = "a1b2"
 
-# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG RELAY. It tells the test by files
-# what it is at, and the test tells it that somebody was killed by the file "killed".
+# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG RELAY. It tells the test by
+# files what it is at, and the test tells it that somebody was killed by the file "killed".
 CONTROLLER = """
 import ctypes, json, os, pathlib, resource, sys, time
 from distflow_jax.watchdog.controller import HealthConfig, Watchdog
