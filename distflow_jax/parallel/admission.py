@@ -160,14 +160,14 @@ def apply(
 
 
 def _apply_once(address: Address, index: int, count: int, token: str) -> tuple[str, socket.socket]:
-    connection = socket.create_connection(address, timeout=ANSWER_SECONDS)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        connection = socket.create_connection(address, timeout=ANSWER_SECONDS)
+        on_failure.callback(connection.close)
         opening = _receive(connection, len(_MAGIC) + _NONCE_BYTES)
         if not opening.startswith(_MAGIC):
             raise ConnectionError("another service has this port")
-        nonce = secrets.token_bytes(_NONCE_BYTES)
         name = _own_name().encode()[:_NAME_BYTES]
-        application = _APPLICATION.pack(index, count, name, nonce)
+        application = _APPLICATION.pack(index, count, name, secrets.token_bytes(_NONCE_BYTES))
         key = _key(token)
         connection.sendall(application + _mac(key, opening, application))
         reply = _receive(connection, _REPLY.size)
@@ -185,10 +185,8 @@ def _apply_once(address: Address, index: int, count: int, token: str) -> tuple[s
                 "once, with a number of its own"
             )
         connection.settimeout(None)
+        on_failure.pop_all()
         return text, connection
-    except BaseException:
-        connection.close()
-        raise
 
 
 def open_listener(coordinator: str) -> socket.socket:
