@@ -240,18 +240,28 @@ SERVE = Subcommand(
         integer("max_samples", 64, "Most responses to one request.", 1),
         number("temperature", 0.0, "Temperature of JetStream's Decode; 0: greedy.", 0.0),
         number("top_p", 1.0, "Top-p of JetStream's Decode; 1: all tokens.", 0.0, 1.0),
+        string("token_file", "", "File with the token that clients must send; empty: none."),
+        string("tls_cert", "", "The server's certificate with its chain, PEM; empty: no TLS."),
+        string("tls_key", "", "Private key of --tls_cert, PEM."),
+        Flag(
+            "load_folders",
+            "list",
+            [],
+            "Folders, by commas, of runs that LoadWeights may load; empty: that of --run.",
+        ),
         number("grace_seconds", 10.0, "Time for running requests to finish after SIGTERM.", 0.0),
     ),
     (
         "--config=grpo_smollm2",
         "--config=grpo_smollm2 --run=runs/first --port=9001 --metrics_port=9101",
+        "--config=grpo_smollm2 --load_folders=runs",
     ),
     """\
 docs/serving.md describes clients. SIGINT or SIGTERM ends the server: running
-requests have --grace_seconds to finish, all others get UNAVAILABLE. There is no
-authentication: every client that reaches the port can send requests, and make
-the server load the weights of any run that it can read. The default host is
-reachable from this machine only.""",
+requests have --grace_seconds to finish, all others get UNAVAILABLE. Without
+--token_file every client that reaches the port can send requests; without
+--tls_cert nothing is encrypted. The default host is reachable from this machine
+only.""",
     "serve_command",
 )
 

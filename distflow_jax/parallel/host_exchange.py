@@ -7,15 +7,19 @@ same calls in the same order, from one thread, and name the senders in advance.
 """
 
 import dataclasses
+import hmac
 import selectors
 import socket
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from distflow_jax.parallel.greetings import Greetings
 
 _SIZE = struct.Struct("<Q")  # before every message
 _HELLO = struct.Struct("<I16s")  # index of the connecting process, and the job's token
 BACKLOG = 1024
-HELLO_SECONDS = 10.0  # after which a connection without a hello is closed
+MESSAGE_BYTES = 1 << 36  # longest message; a size above it is damage
+FIRST_BYTES = 1 << 26  # of a message's buffer, which grows only as bytes arrive
 
 
 @dataclasses.dataclass
@@ -51,7 +55,8 @@ class HostExchange:
         listener: socket.socket,
         token: bytes,
     ):
-        self._index, self._addresses, self._listener = index, list(addresses), listener
+        self._index, self._addresses = index, list(addresses)
+        self._greetings = Greetings(listener, _HELLO.size)
         self._token = token
         self._sockets: dict[int, socket.socket] = {}
 
@@ -69,11 +74,13 @@ class HostExchange:
             sent = blocks[: count - distance]
             message = b"".join(field for b in sent for field in (_SIZE.pack(len(b)), b))
             received = self._transfer({to: message}, {source})[source]
-            at = 0
-            while at < len(received):
-                (size,) = _SIZE.unpack_from(received, at)
-                at += _SIZE.size + size
-                blocks.append(received[at - size : at])
+            arrived = list(_blocks(received, source))
+            if len(arrived) != len(sent):
+                raise ConnectionError(
+                    f"process {source} sent the data of {len(arrived)} processes instead of "
+                    f"{len(sent)}; start the job again, with the same code everywhere"
+                )
+            blocks += arrived
             distance *= 2
         first = count - self._index  # place of process 0 among the blocks
         return blocks[first:] + blocks[:first]
@@ -96,8 +103,9 @@ class HostExchange:
 
     def close(self) -> None:
         """Closes all connections and the listener."""
-        for connection in (*self._sockets.values(), self._listener):
+        for connection in self._sockets.values():
             connection.close()
+        self._greetings.close()
         self._sockets.clear()
 
     def _transfer(self, out: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
@@ -154,17 +162,14 @@ class HostExchange:
             connection.sendall(_HELLO.pack(self._index, self._token))
             self._keep(peer, connection)
         while any(p not in self._sockets for p in missing):
-            connection, _ = self._listener.accept()
-            connection.settimeout(HELLO_SECONDS)
-            try:
-                hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-            except OSError:
-                hello = b""
-            index, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, b"")
-            if token == self._token and 0 <= index < len(self._addresses):
-                self._keep(index, connection)
-            else:
-                connection.close()
+            for guest in self._greetings.read():
+                index, token = _HELLO.unpack(guest.greeting)
+                # only those of lower index connect, each once
+                expected = index < self._index and index not in self._sockets
+                if hmac.compare_digest(token, self._token) and expected:
+                    self._keep(index, guest.connection)
+                else:
+                    guest.connection.close()
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -176,7 +181,8 @@ class _Message:
     """A message being received: its size, then that many bytes."""
 
     def __init__(self):
-        self._buffer, self._filled, self._has_size = bytearray(_SIZE.size), 0, False
+        self._buffer, self._filled = bytearray(_SIZE.size), 0
+        self._size: int | None = None  # None: its bytes are being read
 
     def read(self, connection: socket.socket, peer: int) -> bool:
         """Reads the bytes available; returns whether the message is complete."""
@@ -194,14 +200,41 @@ class _Message:
                     f"process {peer} has ended: it closed its connection; see its log"
                 )
             self._filled += count
-            if self._filled == len(self._buffer) and not self._has_size:
-                (size,) = _SIZE.unpack(self._buffer)
-                self._buffer, self._filled, self._has_size = bytearray(size), 0, True
+            if self._filled == len(self._buffer):
+                self._make_room(peer)
         return True
+
+    def _make_room(self, peer: int) -> None:
+        """Makes room for what follows; the bytes that have arrived bound what is allocated."""
+        if self._size is None:
+            (self._size,) = _SIZE.unpack(self._buffer)
+            if self._size > MESSAGE_BYTES:
+                raise ConnectionError(
+                    f"process {peer} announced a message of {self._size} bytes, above "
+                    f"{MESSAGE_BYTES}: its data are damaged; start the job again"
+                )
+            self._buffer, self._filled = bytearray(min(self._size, FIRST_BYTES)), 0
+        elif self._filled < self._size:
+            self._buffer += bytes(min(self._filled, self._size - self._filled))
 
     def data(self) -> bytes:
         """The bytes of the complete message."""
         return bytes(self._buffer)
+
+
+def _blocks(message: bytes, source: int) -> Iterator[bytes]:
+    """The data of several processes in a message of process `source`, each after its size."""
+    at = 0
+    while at < len(message):
+        start = at + _SIZE.size
+        size = _SIZE.unpack_from(message, at)[0] if start <= len(message) else 0
+        at = start + size
+        if at > len(message):
+            raise ConnectionError(
+                f"process {source} sent {len(message)} bytes that announce {at}: its data are "
+                "damaged; start the job again"
+            )
+        yield message[start:at]
 
 
 def listen(host: str) -> socket.socket:

@@ -33,6 +33,7 @@ PROCESS_ID = "DISTFLOW_PROCESS_ID"
 DISTRIBUTED = "DISTFLOW_DISTRIBUTED"  # auto, off
 POD_INDEX = "JOB_COMPLETION_INDEX"
 PORT = "JAX_COORDINATOR_PORT"
+TOKEN = "DISTFLOW_JOB_TOKEN"  # a secret that the processes of one job have in common
 VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 FLAGS = ("--coordinator", "--num_processes", "--process_id")
 
@@ -51,6 +52,8 @@ class Job:
     process_id: int | None = None  # None: detected by jax
     local_device_ids: tuple[int, ...] | None = None  # this process's devices of the host; None: all
     detection: str | None = None  # jax's method; None: jax tries all of its methods
+    # the processes of a job have the same; see parallel/admission.py
+    token: str = dataclasses.field(default="", repr=False, compare=False)
 
     def describe(self) -> str:
         """One line for the log."""
@@ -77,8 +80,24 @@ def find(
 ) -> Job:
     """The job of a process with this environment; the keyword arguments are the scripts' flags.
 
-    Raises ValueError for settings that are incomplete, malformed, or contradict each other.
+    Its token is that of DISTFLOW_JOB_TOKEN; without it a Slurm step's is its number, which keeps
+    other jobs out, but nobody who can guess. Raises ValueError for settings that are incomplete,
+    malformed, or contradict each other.
     """
+    found = _find(environ, coordinator, num_processes, process_id)
+    token = environ.get(TOKEN, "")
+    if not token and found.kind == "slurm":
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        token = ".".join(environ.get(name, "") for name in names)
+    return dataclasses.replace(found, token=token)
+
+
+def _find(
+    environ: Mapping[str, str],
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+) -> Job:
     values = (coordinator, num_processes, process_id)
     flags = {n: str(value) for n, value in zip(FLAGS, values, strict=True) if value is not None}
     named = {name: environ[name] for name in VARIABLES if environ.get(name)}

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import ipaddress
 import json
 import logging
 import os
@@ -24,9 +25,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from distflow_jax.parallel import admission
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
 
+JOIN_SECONDS = 300  # for all processes of a job to be there
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -41,7 +44,8 @@ log = logging.getLogger("distflow_jax")
 def initialize(job: Job) -> None:
     """Joins the other processes of the job, see job.find; does nothing for a single process.
 
-    Call it before anything uses a device. Raises ValueError if jax is to detect the job and fails.
+    Call it before anything uses a device. Raises ValueError if jax is to detect the job and fails,
+    and if the job does not admit this process; ConnectionError if process 0 is not there in time.
     """
     if job != ALONE:
         log.info(job.describe())
@@ -58,17 +62,36 @@ def initialize(job: Job) -> None:
                 f"jax finds no cluster ({job.describe()}; {error}); name the job by --coordinator, "
                 f"--num_processes and --process_id, or run alone with {DISTRIBUTED}=off"
             ) from error
+    elif job.process_id == 0:
+        listener = admission.open_listener(job.coordinator)
+        host = listener.getsockname()[0]
+        if ipaddress.ip_address(host).is_unspecified:
+            host = reachable_host(job)
+        with admission.reserved_port(host) as service:
+            _joined.gate = admission.Gate(listener, service, job.num_processes, job.token)
+            _join(job, service)
     else:
-        jax.distributed.initialize(
-            job.coordinator,
-            job.num_processes,
-            job.process_id,
-            job.local_device_ids,
-            # within a Slurm step jax would otherwise still select a single GPU
-            cluster_detection_method="deactivate",
+        service, _joined.gate = admission.apply(
+            job.coordinator, job.process_id, job.num_processes, job.token, JOIN_SECONDS
         )
+        _join(job, service)
     if process_count() > 1:
         _joined.exchange = _connect_hosts(reachable_host(job))
+
+
+def _join(job: Job, service: str) -> None:
+    """Joins JAX's coordination service, which process 0 starts at `service`, HOST:PORT."""
+    jax.distributed.initialize(
+        service,
+        job.num_processes,
+        job.process_id,
+        job.local_device_ids,
+        # within a Slurm step jax would otherwise still select a single GPU
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_SECONDS,
+        # not on all interfaces, which is jax's default
+        coordinator_bind_address=service,
+    )
 
 
 def _connect_hosts(host: str) -> HostExchange:
@@ -96,6 +119,9 @@ def shutdown() -> None:
         _joined.exchange = None
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    if _joined.gate is not None:
+        _joined.gate.close()
+        _joined.gate = None
 
 
 def process_index() -> int:
@@ -145,6 +171,7 @@ def coordination_cpu_seconds() -> float:
 @dataclasses.dataclass
 class _Joined:
     exchange: HostExchange | None = None
+    gate: admission.Gate | socket.socket | None = None  # of process 0; the others' connection to it
 
 
 _joined = _Joined()

@@ -6,6 +6,9 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 
+LEAST_TOP_P = 2.0**-126  # the least float32 that no device rounds to 0
+LEAST_TEMPERATURE = 1e-30  # below it logits / temperature may be infinite
+
 
 def check_sampling(
     *,
@@ -25,10 +28,20 @@ def check_sampling(
         raise ValueError(
             f"{section}temperature must not be negative, got {temperature:g}; 0 is greedy"
         )
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"{section}temperature must be at least {LEAST_TEMPERATURE:g}, got {temperature:g}; "
+            "0 is greedy"
+        )
     if top_k < 0:
         raise ValueError(f"{section}top_k must not be negative, got {top_k}; 0 is off")
     if not 0 < top_p <= 1:
         raise ValueError(f"{section}top_p must be above 0 and at most 1, got {top_p:g}; 1 is off")
+    if top_p < LEAST_TOP_P:  # 0 as a float32 of a device
+        raise ValueError(
+            f"{section}top_p must be above 0 in float32, at least {LEAST_TOP_P:g}, got {top_p:g}; "
+            "temperature 0 is greedy"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """A client of distflow.Sampler: what docs/serving.md says on the wire, as a class."""
 
+import os
+import pathlib
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from distflow_jax.serving.access import HEADER, bearer
 from distflow_jax.serving.messages import SERVICE, decode, encode
 
 
@@ -13,15 +16,33 @@ class SamplerClient:
     """One connection to a server, for any number of threads.
 
     grpc.RpcError carries what the server says: INVALID_ARGUMENT with a sentence for a bad request,
-    UNAVAILABLE while it stops.
+    UNAUTHENTICATED without the server's token, UNAVAILABLE while it stops.
+
+    Args:
+      address: HOST:PORT.
+      token: of a server that was started with --token_file. Without TLS it is sent in clear.
+      tls: encrypt, and check the server's certificate by the system's authorities.
+      ca_file: certificates in PEM format to check it by instead, which implies `tls`.
 
     >>> with SamplerClient("127.0.0.1:9000") as client:
     ...     for event in client.sample(prompt="1, 2, 3,", num_samples=2, stop=["."]):
     ...         print(event)
     """
 
-    def __init__(self, address: str):
-        self._channel = grpc.insecure_channel(address)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        tls: bool = False,
+        ca_file: str | os.PathLike | None = None,
+    ):
+        if tls or ca_file is not None:
+            roots = None if ca_file is None else pathlib.Path(ca_file).read_bytes()
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(roots))
+        else:
+            self._channel = grpc.insecure_channel(address)
+        self._metadata = ((HEADER, bearer(token)),) if token else ()
         path = f"/{SERVICE}"
         self._sample = self._channel.unary_stream(f"{path}/Sample")
         self._load = self._channel.unary_unary(f"{path}/LoadWeights")
@@ -33,7 +54,7 @@ class SamplerClient:
         The first has `uid` and `prompt_tokens`; then `sample`, `text`, `tokens`, `logp`, `version`,
         and `end` in the last one of each sample. Closing the iterator ends the request.
         """
-        call = self._sample(encode(request), timeout=timeout)
+        call = self._sample(encode(request), timeout=timeout, metadata=self._metadata)
         try:
             for data in call:
                 yield decode(data)
@@ -49,11 +70,12 @@ class SamplerClient:
         self, path: str, version: int | None = None, cache: str = "keep"
     ) -> dict[str, Any]:
         """Swaps the server's weights for those of a run's folder on its disk."""
-        return decode(self._load(encode({"path": path, "version": version, "cache": cache})))
+        request = encode({"path": path, "version": version, "cache": cache})
+        return decode(self._load(request, metadata=self._metadata))
 
     def status(self) -> dict[str, Any]:
         """The server's model, limits and load."""
-        return decode(self._status(encode({})))
+        return decode(self._status(encode({}), metadata=self._metadata))
 
     def close(self) -> None:
         """Ends the connection."""

@@ -34,7 +34,14 @@ from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
-from distflow_jax.serving.messages import MAX_UID, Limits, prompt_length_error, token_ids_error
+from distflow_jax.serving.messages import (
+    MAX_UID,
+    Limits,
+    prompt_length_error,
+    sentence,
+    token_ids_error,
+)
+from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.text_stream import TextStream
 
@@ -256,16 +263,24 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
     decoded along the response, so that all texts together are that of the whole.
     """
 
-    def __init__(self, driver: ServedDriver, tokenizer: Tokenizer, limits: Limits):
+    def __init__(
+        self,
+        driver: ServedDriver,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        prompts: PromptReader,
+        max_calls: int,
+    ):
         super().__init__(driver)
         self._tokenizer, self._limits = tokenizer, limits
+        self._prompts, self._max_calls, self._reading = prompts, max_calls, 0
         self._questions: dict[int, Question] = {}  # by id() of the request that asks it
         self.stopping = False
 
     @property
     def running(self) -> int:
         """Requests that have not ended."""
-        return len(self._questions)
+        return len(self._questions) + self._reading
 
     def refuse(self) -> None:
         """Ends the requests that run, with UNAVAILABLE."""
@@ -279,10 +294,18 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
         """As JetStream's, for requests that can be answered."""
         if self.stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+        if self._reading >= self._max_calls:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_calls} requests wait already; ask again later",
+            )
+        self._reading += 1
         try:
-            question = self._question(request)
+            question = await self._prompts.apart(self._question, request)
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
+        finally:
+            self._reading -= 1
         text = TextStream(self._tokenizer)
         wants_text = request.WhichOneof("content") == "text_content"
         with self._opened(request, question):
@@ -316,7 +339,7 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
         if request.session_cache:
             raise ValueError("session_cache is not supported; leave it empty")
         if content == "text_content":
-            ids = self._tokenizer.encode(request.text_content.text)
+            ids = self._prompts.encode(request.text_content.text)
         else:
             ids = np.array(request.token_content.token_ids, np.int32)
         longest = self._limits.max_response

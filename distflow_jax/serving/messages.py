@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.serving.prompts import PromptReader
 
 SERVICE = "distflow.Sampler"
 MAX_STOPS = 16
+MAX_STOP_TEXT = 1024  # characters of a stop string
+MAX_SENTENCE = 500  # characters of an error; gRPC drops what does not fit its headers
+_BYTES_PER_CHARACTER = 12  # of JSON at most: "\\ud83d\\ude00"
+_OTHER_BYTES = 1 << 18  # of a request, beside its prompt: 16 stop strings and names
 MAX_UID = (1 << 31) - 1
 
 
@@ -74,16 +78,29 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def sentence(error: Exception) -> str:
+    """An error as one line that fits gRPC's headers."""
+    text = str(error)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * MAX_SENTENCE])
+    return shown if len(shown) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}..."
+
+
 def sample_request(
-    data: bytes, limits: Limits, tokenizer: Tokenizer, new_uid: Callable[[], int]
+    data: bytes, limits: Limits, prompts: PromptReader, new_uid: Callable[[], int]
 ) -> SampleRequest:
     """Reads a request to Sample. ValueError says what is wrong with it."""
+    most = _BYTES_PER_CHARACTER * prompts.max_text + _OTHER_BYTES
+    if len(data) > most:
+        raise ValueError(
+            f"the request has {len(data)} bytes; one with a prompt of {limits.max_prompt} tokens "
+            f"has at most {most}"
+        )
     message = decode(data)
     _known(
         message,
         "prompt messages tokens num_samples max_tokens temperature top_k top_p stop uid stream",
     )
-    text, tokens = _prompt(message, limits, tokenizer)
+    text, tokens = _prompt(message, limits, prompts)
     samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
     length = _integer(message, "max_tokens", limits.default_response, 1, limits.max_response)
     temperature = _number(message, "temperature", 1.0)
@@ -136,7 +153,7 @@ def token_ids_error(ids: np.ndarray, limits: Limits) -> str | None:
 
 
 def _prompt(
-    message: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer
+    message: Mapping[str, Any], limits: Limits, prompts: PromptReader
 ) -> tuple[str, np.ndarray]:
     """(text, ids) of whichever of prompt, messages and tokens is there."""
     given = [name for name in ("prompt", "messages", "tokens") if message.get(name) is not None]
@@ -159,12 +176,12 @@ def _prompt(
         raise ValueError("prompt must be a string; a conversation goes into messages")
     if given == ["messages"]:
         _check_messages(value)
-    text = tokenizer.render(value)
+    text = prompts.render(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
         raise ValueError(f"the prompt is not valid Unicode: {error.reason}") from error
-    ids = tokenizer.encode(text)
+    ids = prompts.encode(text)
     if wrong := prompt_length_error(len(ids), limits):
         raise ValueError(wrong)
     return text, ids
@@ -189,6 +206,11 @@ def _stop(message: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError("stop must be a string or a list of strings")
     if not all(stops):
         raise ValueError("a stop string is empty; leave it out")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_TEXT:
+        raise ValueError(
+            f"a stop string has {longest} characters; give at most {MAX_STOP_TEXT} of it"
+        )
     if len(stops) > MAX_STOPS:
         raise ValueError(f"{len(stops)} stop strings are too many; give at most {MAX_STOPS}")
     return tuple(stops)

@@ -5,13 +5,16 @@ Handlers are generic ones on bytes, so that no generated code is needed on eithe
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
+import jax
 
-from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.serving.access import Access
 from distflow_jax.serving.jetstream import STOPPING
 from distflow_jax.serving.messages import (
     MAX_UID,
@@ -20,13 +23,19 @@ from distflow_jax.serving.messages import (
     encode,
     load_request,
     sample_request,
+    sentence,
 )
+from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.sampler_thread import Call, Ended, Failed, SamplerService
 from distflow_jax.serving.served_weights import Weights
+
+log = logging.getLogger("distflow_jax")
 
 # (params on the engine's mesh, training step) of a run's folder; FileNotFoundError, ValueError
 LoadParams = Callable[[str], tuple[Any, int]]
 
+# of the packages that read checkpoints, for files that are no checkpoint of theirs
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 _FIRST_OWN_UID = 1 << 30  # of requests that name none
 
 
@@ -37,15 +46,18 @@ class SamplerRpc:
         self,
         service: SamplerService,
         weights: Weights,
-        tokenizer: Tokenizer,
+        prompts: PromptReader,
         limits: Limits,
         load: LoadParams,
+        access: Access,
+        *,
         facts: Mapping[str, Any],
         max_calls: int,
     ):
-        self._max_calls, self._loads = max_calls, 0
+        self._max_calls, self._loads, self._reading = max_calls, 0, 0
+        self._access = access
         self._service, self._weights, self._limits = service, weights, limits
-        self._tokenizer, self._load, self._facts = tokenizer, load, facts
+        self._prompts, self._load, self._facts = prompts, load, facts
         self._uids = itertools.count(_FIRST_OWN_UID)
         self._loading = asyncio.Lock()
         self._calls: set[Call] = set()
@@ -54,7 +66,7 @@ class SamplerRpc:
     @property
     def running(self) -> int:
         """Requests that have not ended."""
-        return len(self._calls) + self._loads
+        return len(self._calls) + self._loads + self._reading
 
     def refuse(self) -> None:
         """Ends the calls that run, with UNAVAILABLE."""
@@ -73,15 +85,20 @@ class SamplerRpc:
     async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Responses to one prompt, event by event."""
         await self._refuse_if_stopping(context)
-        try:
-            request = sample_request(data, self._limits, self._tokenizer, self._new_uid)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if len(self._calls) >= self._max_calls:
+        if len(self._calls) + self._reading >= self._max_calls:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._max_calls} requests run or wait already; ask again later",
             )
+        self._reading += 1
+        try:
+            request = await self._prompts.apart(
+                sample_request, data, self._limits, self._prompts, self._new_uid
+            )
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
+        finally:
+            self._reading -= 1
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
         call = Call(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
         with self._opened(call):
@@ -103,18 +120,29 @@ class SamplerRpc:
         await self._refuse_if_stopping(context)
         try:
             request = load_request(data)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            path = self._access.checked_path(request.path)
+            request = dataclasses.replace(request, path=path)
+        except PermissionError as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence(error))
+        except (ValueError, OSError, RuntimeError) as error:  # of Path.resolve: a loop of links
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
         self._loads += 1
         async with self._loading:
             try:
                 step, version = await asyncio.to_thread(self._read_and_swap, request)
             except FileNotFoundError as error:
-                await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+                await context.abort(grpc.StatusCode.NOT_FOUND, sentence(error))
             except (ValueError, OSError) as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
             except Ended as error:
-                await context.abort(_code(error), str(error))
+                await context.abort(_code(error), sentence(error))
+            except jax.errors.JaxRuntimeError as error:
+                log.exception("weights cannot be placed on the devices")
+                await context.abort(grpc.StatusCode.INTERNAL, sentence(error))
+            except _DAMAGE as error:
+                log.exception("%s cannot be read", request.path)
+                reason = f"the checkpoint is damaged: {type(error).__name__}: {sentence(error)}"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
             finally:
                 self._loads -= 1
         return encode({"version": version, "step": step})

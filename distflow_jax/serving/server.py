@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.serving.access import Access
 from distflow_jax.serving.jetstream import (
     GREEDY,
     DoorEngine,
@@ -25,6 +26,7 @@ from distflow_jax.serving.jetstream import (
     prepare,
 )
 from distflow_jax.serving.messages import Limits
+from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import LoadParams, SamplerRpc
 from distflow_jax.serving.sampler_thread import SamplerService
 from distflow_jax.serving.served_weights import Weights
@@ -52,6 +54,7 @@ class ServerConfig:
     max_waiting: int = 1024  # requests to each door; those beyond are refused
     grace_seconds: float = 10.0  # for requests that run when the server is stopped
     jetstream: SamplingParams = GREEDY  # how JetStream's door samples
+    access: Access = Access()
 
 
 class Server:
@@ -87,8 +90,11 @@ class Server:
         """Compiles, starts the threads, listens. ValueError if an address cannot be had."""
         config, weights = self.config, self._weights
         check_addresses(config)  # grpc would write pages of its own to stderr
-        self._grpc = grpc.aio.server(options=_GRPC_OPTIONS)
-        self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+        config.access.warn_if_open(config.host)
+        self._grpc = grpc.aio.server(
+            options=_GRPC_OPTIONS, interceptors=config.access.interceptors()
+        )
+        self.port = self._listen(f"{config.host}:{config.port}")
         self._metrics = None
         if config.metrics_port:
             self._metrics = prometheus_client.start_http_server(
@@ -97,28 +103,33 @@ class Server:
         prepare()
         for engine in (self.engine, self._jetstream_engine):
             engine.compile(weights.params)
+        self._prompts = PromptReader(self._tokenizer, self._limits.max_prompt)
         self.sampler = SamplerService(self.engine, weights, self._tokenizer)
         facts = {
             "model": config.model,
             "seed": config.seed,
             "slots": self.engine.max_concurrent_decodes,
+            "max_text": self._prompts.max_text,
             **dataclasses.asdict(self._limits),
         }
         self._rpc = SamplerRpc(
             self.sampler,
             weights,
-            self._tokenizer,
+            self._prompts,
             self._limits,
             self._load,
-            facts,
-            config.max_waiting,
+            config.access,
+            facts=facts,
+            max_calls=config.max_waiting,
         )
         self._driver = ServedDriver(
             DoorEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
             max_waiting=config.max_waiting,
             metrics_collector=JetstreamMetricsCollector() if config.metrics_port else None,
         )
-        self._jetstream = JetStreamServicer(self._driver, self._tokenizer, self._limits)
+        self._jetstream = JetStreamServicer(
+            self._driver, self._tokenizer, self._limits, self._prompts, config.max_waiting
+        )
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(self._jetstream, self._grpc)
         self._grpc.add_generic_rpc_handlers((self._rpc.handler(),))
         self.sampler.start()
@@ -126,6 +137,19 @@ class Server:
         if self._metrics is not None:
             self._collector = _Metrics(self)
             prometheus_client.REGISTRY.register(self._collector)
+
+    def _listen(self, address: str) -> int:
+        """Opens the port, with TLS where there is a certificate; returns its number."""
+        credentials = self.config.access.credentials()
+        try:
+            if credentials is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ValueError(
+                f"cannot listen on {address}: --tls_key must be the key of --tls_cert, both in PEM "
+                "format"
+            ) from error
 
     @property
     def running(self) -> int:
@@ -157,6 +181,7 @@ class Server:
         for door in doors:
             door.refuse()
         await self._grpc.stop(grace=1.0)
+        self._prompts.close()
         # threads of both doors hand their last tokens to this loop: it goes on until they have
         # ended
         await asyncio.to_thread(self._driver.stop)

@@ -132,6 +132,7 @@ class Watchdog:
             "count": self._count,
             "host": host,
             "port": 0,
+            "generation": 0,
             "heartbeat_seconds": config.heartbeat_seconds,
             "dead_seconds": config.dead_seconds,
             "stuck_seconds": config.stuck_seconds,
@@ -144,11 +145,9 @@ class Watchdog:
 
     def _spawn(self) -> None:
         """Starts the watchdog process. Raises OSError if it cannot listen on its address."""
-        # a later one's records are newer than all of an earlier one
-        settings = self._settings | {"version": int(1000 * time.time())}
         root = str(pathlib.Path(__file__).resolve().parents[2])
         self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", PROGRAM, root, json.dumps(settings)],
+            [sys.executable, "-I", "-S", "-c", PROGRAM, root, json.dumps(self._settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self._stacks_fd,),
@@ -166,6 +165,7 @@ class Watchdog:
             self._child.stdin.close()
             self._child.wait()
             self._settings["port"] = int(self._address.rpartition(":")[2])
+            self._settings["generation"] += 1
             self._unsent = b""
             try:
                 self._spawn()

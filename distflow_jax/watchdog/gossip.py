@@ -1,8 +1,8 @@
 """The watchdogs' gossip: tables of process states, datagrams, and verdicts. Pure functions.
 
 Each watchdog keeps a table of all processes, one `Peer` each, and sends it to others. A datagram is
-the job's token, a newline, and compact JSON {"rows": [...], "verdict": [kind, by, text] or null};
-a row is a `Record` without its last fields while they are the defaults, about 45 bytes. The record
+sealed (watchdog/seals.py) compact JSON {"rows": [...], "verdict": [kind, by, text] or null}; a row
+is a `Record` without its last fields while they are the defaults, about 45 bytes. The record
 with the higher version wins; only a process's own watchdog raises its version. Ages are always
 measured on the receiver's clock from the arrival of a new version: clocks of two hosts are never
 compared. The only time in a datagram is an age, "ended 230 ms ago".
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from distflow_jax.watchdog.seals import SEAL_BYTES
+
 RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
 STATES = (RUNNING, DONE, STOPPED, FAILED, DIED)  # stopped: by SIGTERM, before a step had ended
 ENDED = (FAILED, DIED)  # states that end the job
@@ -24,6 +26,7 @@ ENDED = (FAILED, DIED)  # states that end the job
 KINDS = ("unreachable", "silent", "stuck", "died")
 
 DATAGRAM_BYTES = 1400  # below the 1,500 of Ethernet, so that nothing is fragmented
+BODY_BYTES = DATAGRAM_BYTES - SEAL_BYTES
 PHASE_CHARS, CAUSE_CHARS, VERDICT_CHARS = 40, 300, 800
 ALL_TO_ALL = 16  # largest job in which every watchdog sends to every other
 FANOUT = 4  # targets per beat in larger jobs; half of them by a fixed rule, half at random
@@ -120,15 +123,13 @@ def gossip_targets(index: int, count: int, tick: int, draw: random.Random) -> li
 # -- datagrams ------------------------------------------------------------------------------------
 
 
-def datagrams(
-    token: str, peers: Iterable[Peer], verdict: Verdict | None, now: float
-) -> list[bytes]:
-    """Encodes the peers' records in as few datagrams of at most DATAGRAM_BYTES as needed."""
-    head = f'{token}\n{{"verdict":{_compact(verdict)},"rows":['.encode()
+def bodies(peers: Iterable[Peer], verdict: Verdict | None, now: float) -> list[bytes]:
+    """Encodes the peers' records in as few bodies of at most BODY_BYTES as needed."""
+    head = f'{{"verdict":{_compact(verdict)},"rows":['.encode()
     parts, size = [[]], len(head) + 2
     for peer in peers:
         row = _compact(_row(peer, now)).encode()
-        if parts[-1] and size + len(row) + 1 > DATAGRAM_BYTES:
+        if parts[-1] and size + len(row) + 1 > BODY_BYTES:
             parts.append([])
             size = len(head) + 2
         parts[-1].append(row)
@@ -136,11 +137,8 @@ def datagrams(
     return [head + b",".join(rows) + b"]}" for rows in parts]
 
 
-def parse(data: bytes, token: str) -> tuple[list[Record], Verdict | None]:
-    """Decodes records and verdict of a datagram; ([], None) if it is foreign or damaged."""
-    head, _, body = data.partition(b"\n")
-    if head != token.encode():
-        return [], None
+def parse(body: bytes) -> tuple[list[Record], Verdict | None]:
+    """Decodes records and verdict of a datagram's body; ([], None) if it is damaged."""
     try:
         content = json.loads(body)
         records = [_record(row) for row in content["rows"]]

@@ -45,7 +45,7 @@ from distflow_jax.watchdog.gossip import (
     Record,
     Verdict,
     better,
-    datagrams,
+    bodies,
     describe,
     find_verdict,
     gossip_targets,
@@ -55,6 +55,7 @@ from distflow_jax.watchdog.gossip import (
     position,
     time_of_day,
 )
+from distflow_jax.watchdog.seals import GENERATION_BITS, Opener, Sealer
 from distflow_jax.watchdog.target import Target, arrange_stacks, print_lines
 
 # Upper bound of one advance of the clock: after a pause of the whole host (suspended, swapping)
@@ -79,7 +80,7 @@ class Settings(NamedTuple):
     count: int
     host: str
     port: int  # 0: any
-    version: int  # of the first record: above those of this process's watchdog before, if it ended
+    generation: int  # number of watchdogs that this process had before
     heartbeat_seconds: float
     dead_seconds: float
     stuck_seconds: float
@@ -120,14 +121,16 @@ class Watch:
         self.socket.setblocking(False)
         os.set_blocking(0, False)
         self.draw = random.Random(settings.index)
-        self.token = ""
+        self.seals: tuple[Sealer, Opener] | None = None  # once connected
         self.targets: list[tuple[str, int]] = []  # the watchdogs of all processes, by index
         self.now, self.read_clock = 0.0, time.monotonic()
         self.last_beat = self.next_tick = self.next_urgent = self.next_judgement = 0.0
         self.tick = 0
         self.has_news = False  # an end or a verdict that must reach the others at once
         self.pipe_open, self.line_start = True, b""
-        self.table = {self.index: Peer(Record(self.index, settings.version), 0.0, 0.0)}
+        # newer than the records of the watchdogs before
+        first = Record(self.index, settings.generation << GENERATION_BITS)
+        self.table = {self.index: Peer(first, 0.0, 0.0)}
         self.verdict: Verdict | None = None
         self.act_at = self.finish_at = self.kill_at = float("inf")
         self.passed_on_at = float("inf")  # when the controller got another one's SIGTERM
@@ -201,7 +204,11 @@ class Watch:
 
     def connect(self, token: str, addresses: list[str]) -> None:
         """Begins to exchange datagrams with the other watchdogs."""
-        self.token = token
+        key, settings = token.encode(), self.settings
+        self.seals = (
+            Sealer(key, self.index, settings.generation),
+            Opener(key, self.index, settings.count),
+        )
         for index, address in enumerate(addresses):
             host, _, port = address.rpartition(":")
             self.targets.append((host, int(port)))
@@ -253,7 +260,10 @@ class Watch:
                 data = self.socket.recv(1 << 16)
             except BlockingIOError:
                 break
-            records, verdict = parse(data, self.token) if self.token else ([], None)
+            body = self.seals[1].open(data) if self.seals else None
+            if body is None:
+                continue
+            records, verdict = parse(body)
             arrived += records
             if verdict and not self.printed:
                 self.adopt(verdict)
@@ -371,7 +381,7 @@ class Watch:
         if not self.targets[1:]:
             return
         self.tick += 1
-        parts = datagrams(self.token, peers, self.verdict, self.now)
+        parts = [self.seals[0].seal(body) for body in bodies(peers, self.verdict, self.now)]
         for target in gossip_targets(self.index, len(self.targets), self.tick, self.draw):
             for part in parts:
                 try:

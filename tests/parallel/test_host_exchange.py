@@ -1,13 +1,17 @@
 """Messages of any size reach whom they are for, among threads that stand for processes."""
 
 import concurrent.futures
+import contextlib
+import resource
 import socket
+import struct
 import threading
 
 import numpy as np
 import pytest
 
-from distflow_jax.parallel.host_exchange import HostExchange, Traffic, listen
+from distflow_jax.parallel import greetings
+from distflow_jax.parallel.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
 
@@ -88,6 +92,143 @@ def test_strangers_are_hung_up_on(together):
 
     barrier = threading.Barrier(2)
     assert together(2, swap) == [{1: b"hello 1"}, {0: b"hello 0"}]
+
+
+@pytest.fixture
+def many_files():
+    """Lets this process open several thousand files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("silent", [3, 1025])
+def test_silent_strangers_delay_nobody(together, many_files, silent, monkeypatch):
+    """As many as the queue of a listener holds, and one more; none is waited for."""
+    monkeypatch.setattr(greetings, "GREETING_SECONDS", 3600.0)
+
+    def swap(me, exchange):
+        with contextlib.ExitStack() as strangers:
+            if me == 1:
+                for _ in range(silent):
+                    stranger = strangers.enter_context(socket.socket())
+                    stranger.setblocking(False)
+                    stranger.connect_ex(exchange._addresses[1])
+                    strangers.callback(stranger.close)
+            barrier.wait()
+            return exchange.exchange({1 - me: b"hello %d" % me}, {1 - me})[0]
+
+    barrier = threading.Barrier(2)
+    assert together(2, swap) == [{1: b"hello 1"}, {0: b"hello 0"}]
+
+
+@pytest.fixture
+def guests():
+    """(Greetings of 4 bytes, connect(): a connection to them)."""
+    listener = listen("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(
+            contextlib.closing(greetings.Greetings(listener, 4, lambda: b"who?"))
+        )
+        address = listener.getsockname()
+        yield reader, lambda: stack.enter_context(socket.create_connection(address, timeout=30))
+
+
+def test_a_greeting_may_come_in_pieces(guests):
+    reader, connect = guests
+    slow, quick = connect(), connect()
+    for byte in (b"a", b"b", b"c"):
+        slow.sendall(byte)
+        assert reader.read(0.05) == []
+    quick.sendall(b"quick, and a message")
+    (first,) = collect(reader, 1)
+    assert (first.opening, first.greeting) == (b"who?", b"quic") and quick.recv(9) == b"who?"
+    slow.sendall(b"d")
+    (second,) = collect(reader, 1)
+    assert second.greeting == b"abcd"
+    for guest in (first, second):
+        guest.connection.close()
+
+
+def collect(reader, count):
+    found = []
+    while len(found) < count:
+        found += reader.read(10.0)
+    return found
+
+
+def test_silent_connections_are_bounded_in_number(guests, monkeypatch):
+    reader, connect = guests
+    monkeypatch.setattr(greetings, "MOST_WAITING", 5)
+    silent = [connect() for _ in range(8)]
+    while not all(map(closed, silent[:3])):
+        assert reader.read(0.05) == []
+    assert not any(map(closed, silent[3:]))
+
+
+def test_silent_connections_are_bounded_in_time(guests, monkeypatch):
+    reader, connect = guests
+    monkeypatch.setattr(greetings, "GREETING_SECONDS", 0.1)
+    silent = [connect(), connect()]
+    silent[1].sendall(b"abc")
+    while not all(map(closed, silent)):
+        assert reader.read(0.05) == []
+
+
+def closed(connection):
+    """Whether the other side has closed it; the opening may have come before."""
+    connection.settimeout(0.05)
+    try:
+        while connection.recv(100):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_place_that_is_taken_or_of_a_higher_process_is_refused():
+    exchange = job(3)[2]
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for index in (2, 7, 0, 0, 1):
+            connection = socket.create_connection(exchange._addresses[2])
+            stack.enter_context(connection).sendall(struct.pack("<I16sQ", index, TOKEN, 0))
+            connections.append(connection)
+        assert exchange.exchange({}, {0, 1})[0] == {0: b"", 1: b""}
+        assert list(map(closed, connections)) == [True, True, False, True, False]
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (struct.pack("<Q", 1 << 62), f"announced a message of {1 << 62} bytes, above"),
+        (struct.pack("<QQ", 8, 5), "sent 8 bytes that announce 13"),
+        (struct.pack("<QI", 4, 5), "sent 4 bytes that announce 8"),
+        (struct.pack("<Q", 0), "the data of 0 processes instead of 1"),
+        (struct.pack("<QQQ", 16, 0, 0), "the data of 2 processes instead of 1"),
+    ],
+)
+def test_a_message_holds_what_it_announces(sent, words):
+    exchange = job(2)[1]
+    with socket.create_connection(exchange._addresses[1]) as peer:
+        peer.sendall(struct.pack("<I16s", 0, TOKEN) + sent)
+        with pytest.raises(ConnectionError, match=f"^process 0 .*{words}"):
+            exchange.all_gather(b"")
+    exchange.close()
+
+
+def test_memory_follows_what_has_arrived_and_not_what_was_announced():
+    exchange = job(2)[1]
+    with socket.create_connection(exchange._addresses[1]) as peer:
+        peer.sendall(struct.pack("<I16sQ", 0, TOKEN, MESSAGE_BYTES) + bytes(1000))
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="process 0 has ended"):
+            exchange.exchange({}, {0})
+    exchange.close()
 
 
 def test_a_process_that_goes_is_named(together):

@@ -1,8 +1,11 @@
+import contextlib
+import ipaddress
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -166,6 +169,101 @@ def test_tasks_of_a_slurm_step_find_each_other():
         where = f"coordinator localhost:{step['JAX_COORDINATOR_PORT']}"
         told = f"job: process {i} of 2, found in Slurm step 1234.7, {where} 3 6"
         assert {told, "[0, 1]"} <= set(output.splitlines())  # among lines of the runtime
+
+
+# A member of a job that is healthy until the file "end" is there.
+MEMBER = """
+import os, pathlib, sys, time
+from distflow_jax.parallel import job, processes
+folder, me = pathlib.Path(sys.argv[1]), os.environ["DISTFLOW_PROCESS_ID"]
+processes.initialize(job.find(os.environ))
+processes.all_gather_text("there")
+(folder / f"there.{me}").touch()
+while "end" not in processes.all_gather_text("end" if (folder / "end").exists() else ""):
+    time.sleep(0.05)
+processes.shutdown()
+(folder / f"healthy.{me}").touch()
+"""
+# JAX itself, as anybody who reaches the port can run it.
+STRANGER = """
+import os, jax
+jax.config.update("jax_enable_preemption_service", False)
+jax.distributed.initialize(
+    os.environ["DISTFLOW_COORDINATOR"], 2, 1, cluster_detection_method="deactivate",
+    initialization_timeout=5,
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_stranger_that_joins_as_process_1_harms_nobody(tmp_path):
+    """Neither through JAX nor through this package; and nothing listens on other interfaces."""
+    environment = os.environ | {
+        "DISTFLOW_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "DISTFLOW_NUM_PROCESSES": "2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def start(code, index):
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=environment | {"DISTFLOW_PROCESS_ID": str(index)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    members = [start(MEMBER, index) for index in range(2)]
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("there.*"))) < 2:
+            assert time.monotonic() < deadline and all(m.poll() is None for m in members)
+            time.sleep(0.05)
+        assert {address for m in members for address in listening(m.pid)} == {"127.0.0.1"}
+        second, stranger = start(MEMBER, 1), start(STRANGER, 1)
+        output, _ = second.communicate(timeout=120)
+        assert second.returncode == 1
+        where = f"host {socket.gethostname()}, pid {members[1].pid}"
+        assert f"process 1 of this job is running already ({where})" in output.splitlines()[-1]
+        stranger.communicate(timeout=120)
+        assert stranger.returncode != 0
+        (tmp_path / "end").touch()
+        outputs = [member.communicate(timeout=60)[0] for member in members]
+        assert [member.returncode for member in members] == [0, 0], outputs
+        assert len(list(tmp_path.glob("healthy.*"))) == 2
+        assert f"process 1 (host {socket.gethostname()}, pid {second.pid}) is refused" in outputs[0]
+    finally:
+        for process in members:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def listening(pid):
+    """Addresses on which a process listens for TCP, by /proc; "127.0.0.1" in IPv6's form too."""
+    inodes = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
+            if state == "0A" and f"socket:[{line.split()[9]}]" in inodes:
+                words = bytes.fromhex(local.split(":")[0])  # of four bytes, each little-endian
+                raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                address = ipaddress.ip_address(raw)
+                found.append(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
 
 
 def free_port():

@@ -130,6 +130,37 @@ def test_mistakes_take_one_line():
 
 
 @pytest.mark.slow
+def test_token_certificate_and_folders_by_flags(tmp_path):
+    """Of serve_command.py: what the flags name is what a client needs."""
+    cert, key, token, runs = (tmp_path / name for name in ("cert", "key", "token", "runs"))
+    subprocess.run(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    token.write_text("an open secret\n")
+    runs.mkdir()
+    flags = [f"--token_file={token}", f"--tls_cert={cert}", f"--tls_key={key}"]
+    with served(*flags, f"--load_folders={runs}") as running:
+        with SamplerClient(running.address, token="an open secret", ca_file=cert) as client:
+            assert len(client.responses(prompt="What", max_tokens=4)) == 1
+            for path, code in (
+                (str(runs / "first"), grpc.StatusCode.NOT_FOUND),
+                (str(tmp_path), grpc.StatusCode.PERMISSION_DENIED),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    client.load_weights(path)
+                assert caught.value.code() == code
+        with SamplerClient(running.address, token="another", ca_file=cert) as client:
+            with pytest.raises(grpc.RpcError) as caught:
+                client.status()
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert running.end()[0] == 0
+
+
+@pytest.mark.slow
 def test_64_at_once_get_what_generate_writes(tmp_path):
     """Both protocols at once, greedy and sampled, whole and cut by limits of their own."""
     greedy = generated(tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import threading
 import time
 
@@ -10,6 +11,7 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.serving.access import Access
 from distflow_jax.serving.jetstream import door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig
@@ -76,6 +78,7 @@ class Serving:
     """A server in a thread of its own, until the `with` block ends."""
 
     def __init__(self, engines=None, load=None, **changes):
+        changes = {"access": Access(load_folders=(".",))} | changes
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
         first, second = engines or (engine(), door())
         load = load or self.load
@@ -88,6 +91,7 @@ class Serving:
     @staticmethod
     def load(path):
         """Weights number N, of step 10 N, from "N"."""
+        path = os.path.basename(path)
         if not path.isdigit():
             raise FileNotFoundError(f"{path} holds no checkpoints/: is it the --workdir of a run?")
         return weights_of(int(path)), 10 * int(path)

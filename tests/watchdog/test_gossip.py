@@ -7,8 +7,8 @@ import pytest
 
 from distflow_jax.watchdog.gossip import (
     ALL_TO_ALL,
+    BODY_BYTES,
     COLLECT_SECONDS,
-    DATAGRAM_BYTES,
     DIED,
     DONE,
     FAILED,
@@ -18,7 +18,7 @@ from distflow_jax.watchdog.gossip import (
     Record,
     Verdict,
     better,
-    datagrams,
+    bodies,
     describe,
     find_verdict,
     gossip_targets,
@@ -30,7 +30,6 @@ from distflow_jax.watchdog.gossip import (
 from distflow_jax.watchdog.target import STACK_LINES, arrange_stacks
 
 LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
-TOKEN = "a1b2"
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -75,9 +74,9 @@ def test_a_table_travels_in_datagrams_that_are_not_fragmented():
     peers += [ended(200, 99.5, cause="ValueError: " + "x" * 200, after=3)]
     peers += [Peer(Record(201, 9, state=DONE), 1.0, 1.0)]
     verdict = Verdict("died", 3, "process 200 failed: Ärger" + "y" * 500)
-    parts = datagrams(TOKEN, peers, verdict, 100.0)
-    assert max(map(len, parts)) <= DATAGRAM_BYTES
-    decoded = [parse(part, TOKEN) for part in parts]
+    parts = bodies(peers, verdict, 100.0)
+    assert max(map(len, parts)) <= BODY_BYTES
+    decoded = [parse(part) for part in parts]
     assert all(said == verdict for _, said in decoded)
     records = [record for rows, _ in decoded for record in rows]
     assert records == [
@@ -106,11 +105,11 @@ def test_in_large_jobs_everything_is_known_soon_everywhere(lost):
         for i in range(count):
             told = gossip_targets(i, count, tick, draws[i])
             assert len(set(told)) == FANOUT and i not in told
-            parts = datagrams(TOKEN, before[i].values(), None, tick)
+            parts = bodies(before[i].values(), None, tick)
             for j in told:
                 if network.random() >= lost:
                     for part in parts:
-                        tables[j] = merge(tables[j], parse(part, TOKEN)[0], tick)
+                        tables[j] = merge(tables[j], parse(part)[0], tick)
         oldest.append(tick - min(p.record.version for t in tables for p in t.values()))
     # what find_verdict allows for
     assert max(oldest[20:]) <= (6 if lost == 0 else 12)

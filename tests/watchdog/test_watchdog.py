@@ -23,14 +23,15 @@ from distflow_jax.watchdog.gossip import (
     Peer,
     Record,
     Verdict,
-    datagrams,
+    bodies,
 )
+from distflow_jax.watchdog.seals import Sealer
 
 LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
 TOKEN = "a1b2"
 
-# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG. It tells the test by files
-# what it is at, and the test tells it that somebody was killed by the file "killed".
+# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG RELAY. It tells the test by
+# files what it is at, and the test tells it that somebody was killed by the file "killed".
 CONTROLLER = """
 import ctypes, json, os, pathlib, resource, sys, time
 from distflow_jax.watchdog.controller import HealthConfig, Watchdog
@@ -73,7 +74,9 @@ watchdog = Watchdog.start(
 put(f"address.{index}", watchdog.address)
 addresses = [f"address.{i}" for i in range(count)]
 wait_for(*addresses)
-watchdog.connect([(folder / name).read_text() for name in addresses], "a1b2")
+relay = sys.argv[6]
+peers = [relay or (folder / name).read_text() for name in addresses]
+watchdog.connect(peers, "a1b2")
 with watchdog:
     busy_in_the_rollout(watchdog)
 """
@@ -82,13 +85,13 @@ with watchdog:
 class Job:
     """Controllers of one job, each with its own stderr."""
 
-    def __init__(self, folder, count, mode, **health):
+    def __init__(self, folder, count, mode, *, relay="", **health):
         self.folder, self.count = folder, count
         (folder / "controller.py").write_text(CONTROLLER)
         settings = json.dumps({"heartbeat_seconds": 0.2, "dead_seconds": 30.0} | health)
         self.processes = []
         for index in range(count):
-            arguments = [folder / "controller.py", folder, index, count, mode, settings]
+            arguments = [folder / "controller.py", folder, index, count, mode, settings, relay]
             with (folder / f"stderr.{index}").open("w") as stderr:
                 process = subprocess.Popen(
                     [sys.executable, *map(str, arguments)],
@@ -278,29 +281,92 @@ def test_an_orderly_end_is_silent_and_leaves_nothing_behind(start):
     assert job.errors() == [""] * 4
 
 
+def address(job, index):
+    host, _, port = (job.folder / f"address.{index}").read_text().rpartition(":")
+    return host, int(port)
+
+
 def test_foreign_datagrams_are_ignored(start):
     job = start(2, "loop")
     job.wait_until_there()
-    host, _, port = (job.folder / "address.0").read_text().rpartition(":")
     dead = Peer(Record(1, 10**6, 1, 1, "x", DIED), 0.0, 0.0, 0.0)
-    verdict = Verdict("died", 1, "a lie")
+    lie = bodies([dead], Verdict("died", 1, "a lie"), 0.0)[0]
+    later = 1000  # of a generation that is not there yet: new to everybody
     with socket.socket(type=socket.SOCK_DGRAM) as stranger:
         for data in (
-            datagrams("wrong", [dead], verdict, 0.0)[0],
+            lie,
+            TOKEN.encode() + b"\n" + lie,
+            Sealer(b"wrong", 1, later).seal(lie),
+            Sealer(TOKEN.encode(), 0, later).seal(lie),  # the receiver's own
+            Sealer(TOKEN.encode(), 2, later).seal(lie),  # of no process
+            Sealer(TOKEN.encode(), 1, later).seal(lie)[:-1],
             b"",
-            b"a1b2",
-            b"a1b2\n",
-            b"a1b2\n" + b"[" * 60000,
-            b'a1b2\n{"rows":[[1]],"verdict":null}',
-            b'a1b2\n{"rows":[[1,2,3,4,"x","gone"]],"verdict":null}',
-            b'a1b2\n{"rows":[],"verdict":["died",1]}',
-            b"a1b2\n\xff\xfe",
             os.urandom(1000),
+            *(
+                Sealer(TOKEN.encode(), 1, later + i).seal(body)
+                for i, body in enumerate(
+                    (
+                        b"",
+                        b"[" * 60000,
+                        b'{"rows":[[1]],"verdict":null}',
+                        b'{"rows":[[1,2,3,4,"x","gone"]],"verdict":null}',
+                        b'{"rows":[],"verdict":["died",1]}',
+                        b"\xff\xfe",
+                    )
+                )
+            ),
         ):
-            stranger.sendto(data, (host, int(port)))
+            stranger.sendto(data, address(job, 0))
     time.sleep(COLLECT_SECONDS + 0.7)
     assert job.codes(0) == [None, None]
     assert len(job.watchdogs()) == 2 and job.errors() == ["", ""]
+
+
+def test_datagrams_that_are_sent_again_keep_no_host_alive(start):
+    """The beats of a host, recorded on the network, do not replace it when it is gone."""
+    with socket.socket(type=socket.SOCK_DGRAM) as between:
+        between.bind(("127.0.0.1", 0))
+        between.settimeout(10)
+        job = start(2, "loop", dead_seconds=1.5, relay=f"127.0.0.1:{between.getsockname()[1]}")
+        job.wait_until_there()
+        recorded = []
+        for _ in range(5):  # of both, whose watchdogs know each other by this address only
+            data, sender = between.recvfrom(1 << 16)
+            for index in range(2):
+                if address(job, index) != sender:
+                    between.sendto(data, address(job, index))
+                    recorded.append((data, address(job, index)))
+        for pid in (job.pids[1], job.watchdogs()[job.pids[1]]):
+            os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while job.processes[0].poll() is None and time.monotonic() < deadline:
+            for data, to in recorded:
+                between.sendto(data, to)
+            time.sleep(0.1)
+        assert job.processes[0].poll() == -signal.SIGKILL
+        assert "nothing heard since" in job.verdicts()[0]
+
+
+def test_watchdogs_that_are_started_again_are_believed(start):
+    """Although they begin to count anew."""
+    job = start(2, "loop", dead_seconds=2.0)
+    job.wait_until_there()
+    time.sleep(0.5)
+    before = set(job.watchdogs().values())
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while len(set(job.watchdogs().values()) - before) < 2:
+        assert time.monotonic() < deadline, job.errors()
+        time.sleep(0.05)
+    time.sleep(2.5)  # longer than dead_seconds: silence would have ended the job
+    assert job.codes(0) == [None, None], job.errors()
+    os.kill(job.pids[1], signal.SIGKILL)
+    time.sleep(0.3)
+    assert job.codes(10) == [-signal.SIGKILL] * 2
+    job.wait_for_watchdogs(4)
+    found = [re.findall(r"^watchdog \d: (process 1 died .*)", e, re.M) for e in job.errors()]
+    assert len(found[0]) == 1 and found[0] == found[1], job.errors()
 
 
 # -- the controller's side ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ a checkpoint was saved, and the same command resumes the run.
 import argparse
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -67,7 +68,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def child_environment(index: int, processes: int, devices: int, port: int) -> dict[str, str]:
+def child_environment(
+    index: int, processes: int, devices: int, port: int, token: str
+) -> dict[str, str]:
     """This process's environment with the job's variables and the number of CPU devices."""
     environment = dict(os.environ)
     flags = environment.get("XLA_FLAGS", "").split()
@@ -78,6 +81,7 @@ def child_environment(index: int, processes: int, devices: int, port: int) -> di
     environment["DISTFLOW_COORDINATOR"] = f"127.0.0.1:{port}"
     environment["DISTFLOW_NUM_PROCESSES"] = str(processes)
     environment["DISTFLOW_PROCESS_ID"] = str(index)
+    environment["DISTFLOW_JOB_TOKEN"] = token
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
 
@@ -153,7 +157,7 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
     signals: queue.SimpleQueue = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.put(number))
-    port = free_port()
+    port, token = free_port(), secrets.token_hex(16)
     lock = threading.Lock()
     processes: list[subprocess.Popen] = []
     readers = []
@@ -161,7 +165,9 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
         for index in range(options.processes):
             process = subprocess.Popen(
                 [sys.executable, *options.command],
-                env=child_environment(index, options.processes, options.devices_per_process, port),
+                env=child_environment(
+                    index, options.processes, options.devices_per_process, port, token
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -25,7 +25,9 @@ from distflow_jax.parallel import job
 # code of a process that srun kills for being late would hide the 75 of the others.
 LATE_SECONDS = 60
 
+# a new secret at each start, which srun passes on: the processes of this step admit no others
 BODY = """\
+export {token}="${{{token}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
 srun {srun} \\
     {command}
 code=$?
@@ -158,7 +160,7 @@ def script(options: argparse.Namespace) -> str:
     srun += " --cpu-bind=none" if whole else f" --cpus-per-task={options.cpus_per_node}"
     srun += f" --kill-on-bad-exit=0 --wait={LATE_SECONDS}"
     command = shlex.join([options.python, *options.command])
-    return "\n".join(lines) + "\n\n" + BODY.format(srun=srun, command=command)
+    return "\n".join(lines) + "\n\n" + BODY.format(token=job.TOKEN, srun=srun, command=command)
 
 
 def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
