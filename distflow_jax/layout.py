@@ -1,6 +1,7 @@
 """Layouts of fields, the edges between them, and names of fields with a meaning of their own."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # A field that decides, when a node on the host writes it, which responses there are from then on:
@@ -15,7 +16,23 @@ ROUTED_EXPERTS = "routed_experts"
 # The field that samples/STEP.jsonl tells of each response, beside the columns of the host
 ADVANTAGE = "advantage"
 
-Metrics = dict[str, Any]  # name -> float or scalar array; verl's names (docs/reference/metrics.md)
+# name -> float, scalar array, or Parts under any name; verl's names (docs/reference/metrics.md)
+Metrics = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Numbers of a host stage from which metrics follow once those of all processes are there.
+
+    A stage that runs on the host for some groups alone, while other processes are elsewhere in the
+    plan, must not wait for them.
+    """
+
+    values: tuple[Any, ...]  # JSON-able, one of each call of the stage
+    merge: Callable[[Sequence[Any]], dict[str, float]]  # values of all calls and processes
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return dataclasses.replace(self, values=self.values + other.values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from distflow_jax.batch import Rows, Samples, TokenColumn
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan, Shares
 from distflow_jax.coordinator.field_store import FieldStore, Value
+from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.layout import (
     ADVANTAGE,
     KEEP,
@@ -26,6 +27,7 @@ from distflow_jax.layout import (
     ROWS_COLUMNS,
     Edge,
     Layout,
+    Metrics,
     move_between,
     overlaps,
 )
@@ -92,6 +94,16 @@ class Coordinator:
         """Continues with the fields of `store`, whose responses are not packed yet."""
         self.store = store
         self._shares: Shares | None = None
+
+    @property
+    def done(self) -> Collection[str]:
+        """Nodes that ran before the step, see FieldStore.done."""
+        return self.store.done
+
+    def merged(self, metrics: Metrics) -> Metrics:
+        """Metrics of the step's nodes, those of the host over all processes. Collective."""
+        with processes.coordinating():
+            return merge_parts(metrics)
 
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Stores a field that `source` wrote."""

@@ -40,6 +40,8 @@ class FieldStore:
     fetched: dict[Value, list[Layout]] = dataclasses.field(default_factory=dict)
     # the node that wrote advantages on a mesh, and these: kept after their last reader
     advantage: tuple[str | None, jax.Array] | None = None
+    # nodes whose values were there when the step began
+    done: frozenset[str] = frozenset()
     # bytes received in this step, by field
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 

@@ -154,6 +154,7 @@ def joined(rounds: Sequence[FieldStore], winners: np.ndarray) -> FieldStore:
             field: of_all([r.columns[field] for r in rounds], mine) for field in first.columns
         },
         sources=dict(first.sources),
+        done=first.done,
     )
 
 

@@ -29,6 +29,13 @@ class Coordinator(Protocol):
     reads the version before. The source of the loader's fields is None.
     """
 
+    @property
+    def done(self) -> Collection[str]:
+        """Nodes that ran before the walk, for these samples: they do not run again."""
+
+    def merged(self, metrics: Metrics) -> Metrics:
+        """Metrics of nodes, in which numbers of all processes take the place of layout.Parts."""
+
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Stores a value that `source` wrote."""
 
@@ -74,11 +81,12 @@ def run_step(
     per_round = []
     while inside and next_round():
         ran = {None}
-        per_round.append(_run(inside, step, runners, states, coordinator, span, ran, None))
+        measured = _run(inside, step, runners, states, coordinator, span, ran, None)
+        per_round.append(coordinator.merged(measured))
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
     measured = _run(after, step, runners, states, coordinator, span, ran, rehearse)
-    _merge(metrics, measured, "a node after the region")
+    _merge(metrics, coordinator.merged(measured), "a node after the region")
     return states, metrics
 
 
@@ -96,7 +104,9 @@ def _run(
     metrics: Metrics = {}
     for unit in units:
         active, trains = unit.condition.active(step), unit.tasks[0].node.type == "MODEL_TRAIN"
-        if active or (rehearse is not None and _can_rehearse(unit, ran)):
+        if all(task.node.id in coordinator.done for task in unit.tasks):
+            ran.update(task.node.id for task in unit.tasks)
+        elif active or (rehearse is not None and _can_rehearse(unit, ran)):
             with span(unit.name):
                 values = [coordinator.get(edge) for edge in unit.inputs]
                 if not active and trains:

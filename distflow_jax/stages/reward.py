@@ -5,13 +5,14 @@ N responses of this process.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.layout import Parts
 from distflow_jax.observe.metrics import merge
-from distflow_jax.parallel import processes
 from distflow_jax.rewards.pool import error_counts
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
@@ -25,10 +26,9 @@ def build_reward(context: RewardContext) -> Stage:
 
     What environments gave, environment_reward float32 [N], is added where the node reads it.
 
-    Collective: metrics are of all processes. Where the plan allows it, each response is given to
-    the pool as soon as its last token is sampled, while others are still being decoded. The length
-    penalty of `reward.overlong_*` is part of the score, not of unshaped_score. Evaluation leaves it
-    out.
+    Where the plan allows it, each response is given to the pool as soon as its last token is
+    sampled, while others are still being decoded. The length penalty of `reward.overlong_*` is part
+    of the score, not of unshaped_score. Evaluation leaves it out.
     """
     config, pool, node = context.reward, context.rewards, context.node
     limit = context.max_response_length
@@ -76,27 +76,27 @@ def build_reward(context: RewardContext) -> Stage:
             score_N += penalty_N
             numbers += [{"overlong_penalty": float(penalty)} for penalty in penalty_N]
         written = {"score": score_N, "unshaped_score": unshaped_N}
-        metrics = _metrics(results, numbers)
+        parts = Parts(((_sums(numbers), error_counts(results)),), merged)
         return (
             state,
             {name: written[name] for name in node.writes},
-            {f"{context.prefix}{name}": value for name, value in metrics.items()},
+            {node.id: parts},
         )
+
+    def merged(parts: Sequence[Any]) -> dict[str, float]:
+        means = merge(part[0] for part in parts)
+        metrics = {f"reward/{name}": mean for name, mean in means.items()}
+        metrics |= {name: sum(part[1][name] for part in parts) for name in error_counts([])}
+        return {f"{context.prefix}{name}": value for name, value in metrics.items()}
 
     return reward
 
 
-def _metrics(
-    results: Sequence[RewardResult], numbers: Sequence[dict[str, float]]
-) -> dict[str, float]:
-    """Counts of errors, and the mean of each of `numbers`, over all processes."""
+def _sums(numbers: Sequence[dict[str, float]]) -> dict[str, tuple[float, int]]:
+    """(sum, count) of each number; a function may return other numbers for other rows."""
     sums: dict[str, tuple[float, int]] = {}
     for entry in numbers:
         for name, value in entry.items():
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + value, count + 1
-    # as text: a function may return other numbers for other rows, so the names may differ
-    parts = processes.all_gather_json([sums, error_counts(results)])
-    means = merge(part[0] for part in parts)
-    counts = {name: sum(part[1][name] for part in parts) for name in error_counts([])}
-    return {f"reward/{name}": mean for name, mean in means.items()} | counts
+    return sums

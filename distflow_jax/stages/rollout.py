@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.sample_episodes import sample_episodes
-from distflow_jax.layout import ROUTED_EXPERTS
-from distflow_jax.parallel import processes
+from distflow_jax.layout import ROUTED_EXPERTS, Parts
 from distflow_jax.stages.stage_context import SamplingContext
 
 
@@ -17,8 +17,7 @@ def build_rollout(context: SamplingContext) -> Stage:
     rollout_logp, version, finished, environment_reward, routed_experts what the node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
-    entries get that answer: ReMax's baseline. With an environment responses are in turns, and the
-    stage is collective: metrics are of all processes.
+    entries get that answer: ReMax's baseline. With an environment responses are in turns.
     """
     engine, node, environments = context.engine, context.node, context.environments
     greedy = bool(node.options.get("greedy", False))
@@ -53,26 +52,27 @@ def build_rollout(context: SamplingContext) -> Stage:
         if greedy:  # one answer for all entries of a prompt
             episodes = [episodes[group] for group in group_numbers(uid)]
         written = turn_columns(episodes, state.version)
-        metrics = {} if environments is None else _metrics(episodes)
-        metrics["perf/generate_calls"] = stats.generate_calls
+        metrics = {"perf/generate_calls": stats.generate_calls}
         if engine.config.prefix_tokens:
             metrics["rollout/prefix/hits"] = stats.prefix_hits
             metrics["rollout/prefix/tokens"] = stats.prefix_tokens
         if engine.config.speculative_tokens:
             share = stats.accepted / max(stats.proposed, 1)
             metrics["rollout/speculation/accepted_share"] = share
-        return (
-            state,
-            {name: written[name] for name in node.writes},
-            {f"{context.prefix}{name}": value for name, value in metrics.items()},
-        )
+        metrics = {f"{context.prefix}{name}": value for name, value in metrics.items()}
+        if environments is not None:
+            metrics[node.id] = environment_parts(episodes, context.prefix)
+        return state, {name: written[name] for name in node.writes}, metrics
 
     return rollout
 
 
-def _metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """environment/* over all processes; collective."""
+def environment_parts(episodes: Sequence[Episode], prefix: str = "") -> Parts:
+    """environment/* of some episodes, to be merged with those of others."""
+
+    def merged(parts: Sequence[Any]) -> dict[str, float]:
+        metrics = episode_metrics([part[0] for part in parts], max(part[1] for part in parts))
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
+
     turns = max((e.turns for e in episodes), default=0)
-    # as text: environments may log other numbers in other processes
-    parts = processes.all_gather_json([episode_sums(episodes), turns])
-    return episode_metrics([part[0] for part in parts], max(part[1] for part in parts))
+    return Parts(((episode_sums(episodes), turns),), merged)

@@ -1,0 +1,1 @@
+"""Asynchronous steps: groups are sampled ahead of the training, within a bound."""

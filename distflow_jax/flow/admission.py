@@ -1,0 +1,173 @@
+"""The rule of asynchronous steps: which group belongs to which step, and when it may begin.
+
+B groups make a step, v training steps are finished, and `max_lag` steps is the oldest that a token
+may be when it is trained on. The group of prompt counter c belongs to step s(c) = c // B + 1,
+whatever ends first, and may begin once its sampler holds a version v >= s(c) - 1 - max_lag. From
+this follows, without a counter anywhere:
+
+- No token is older than max_lag steps when it is trained on, the time that it waits included.
+- At most (max_lag + 1) B groups have begun and are not trained on yet.
+- The batches are those of a synchronous run: no step prefers short responses.
+- A restart has nothing to count: the rule is a function of c and v alone.
+
+With a region each group gets a verdict, and verdicts cut the counters into steps: step s takes
+groups in their order from where step s - 1 ended, until B are kept or max_rounds x B were looked
+at. A group without a verdict counts as kept, so that s(c) falls, and never rises, as verdicts come:
+the bounds hold meanwhile.
+
+Nothing here communicates. Fu et al. 2025 (AReaL, arxiv.org/abs/2505.24298), sec. 5.1, bound the
+same lag by counters in one process.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The constants of the rule.
+
+    Raises ValueError for a number of groups or rounds below 1 and a negative lag.
+    """
+
+    groups: int  # B, of a step, over all processes
+    max_lag: int  # steps
+    max_rounds: int = 1  # of a region: a step looks at no more than so many times B groups
+
+    def __post_init__(self):
+        for name, least in (("groups", 1), ("max_lag", 0), ("max_rounds", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def may_begin(self, step: int, held: int) -> bool:
+        """Whether a group of this step may begin with the weights of `held` finished steps."""
+        return held >= step - 1 - self.max_lag
+
+    def newest_step(self, held: int) -> int:
+        """The last step whose groups may begin with the weights of `held` finished steps."""
+        return held + 1 + self.max_lag
+
+    def exact_version(self, step: int) -> int:
+        """The version that answers a step's groups where each version has its own steps."""
+        return max(0, step - 1 - self.max_lag)
+
+    @property
+    def most_groups(self) -> int:
+        """Groups that have begun, are not filtered and are not trained on: never more."""
+        return (self.max_lag + 1) * self.groups
+
+    @property
+    def observed_lag(self) -> int:
+        """Batches of B counters between one that is dealt to samplers and the newest whose response
+        lengths all processes know by then."""
+        return 1 + (self.max_lag + 1) * self.max_rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The counters of one step: `start` <= c < `end`, of which `kept` are trained on.
+
+    `final`: whether all verdicts that decide it are known. Until then `end` may grow, and `kept`
+    has the groups without a verdict too.
+    """
+
+    step: int
+    start: int
+    end: int
+    kept: tuple[int, ...]
+    final: bool
+
+
+class Admission:
+    """The rule with the verdicts that a process knows.
+
+    Args:
+      rule: the constants.
+      step: finished steps, 0 at the start of a run.
+      counter: the first one that these steps did not look at.
+      last: the first counter that the data do not have; None: they never end.
+      judged: whether groups get verdicts, as in a region; otherwise all are kept.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        step: int = 0,
+        counter: int = 0,
+        last: int | None = None,
+        judged: bool = False,
+    ):
+        self.rule, self.finished, self.position = rule, step, counter
+        self._last, self._judged = last, judged
+        self._verdicts: dict[int, bool] = {}  # of counters from `position` on
+
+    def judge(self, counter: int, keep: bool) -> None:
+        """Notes a verdict. One that is known already must be the same; ValueError otherwise."""
+        if counter < self.position:
+            return
+        if self._verdicts.setdefault(counter, keep) != keep:
+            raise ValueError(f"the group of prompt {counter} was judged twice, and differently")
+
+    def cut(self, step: int) -> Cut:
+        """The counters of a step that is not finished, as far as verdicts say."""
+        for found in self._cuts():
+            if found.step == step:
+                return found
+        raise ValueError(f"step {step} is finished: {self.finished} steps are")
+
+    def step_of(self, counter: int) -> int:
+        """The step of a counter at or above `position`: s(c), which may fall as verdicts come."""
+        if counter < self.position:
+            raise ValueError(f"prompt {counter} was looked at in a finished step")
+        if self._last is not None and counter >= self._last:
+            raise ValueError(f"prompt {counter} is beyond the end of the data, {self._last}")
+        if not self._judged:
+            return self.finished + 1 + (counter - self.position) // self.rule.groups
+        return next(found.step for found in self._cuts() if counter < found.end)
+
+    def may_begin(self, counter: int, held: int) -> bool:
+        """Whether the group of a counter may begin with the weights of `held` finished steps."""
+        return counter < self.end(held)
+
+    def end(self, held: int) -> int:
+        """The first counter that may not begin with the weights of `held` finished steps."""
+        step = self.rule.newest_step(held)
+        return self.position if step <= self.finished else self.cut(step).end
+
+    def finish(self, step: int) -> Cut:
+        """Ends a step, of which the cut must be final. Its verdicts are forgotten."""
+        cut = self.cut(step)
+        if step != self.finished + 1 or not cut.final:
+            raise ValueError(f"step {step} cannot end after {self.finished} finished ones: {cut}")
+        self.finished, self.position = step, cut.end
+        for counter in [c for c in self._verdicts if c < cut.end]:
+            del self._verdicts[counter]
+        return cut
+
+    def _cuts(self) -> Iterator[Cut]:
+        """The cuts of all steps that are not finished, without end."""
+        step, start = self.finished, self.position
+        while True:
+            step += 1
+            cut = self._next_cut(step, start)
+            yield cut
+            start = cut.end
+
+    def _next_cut(self, step: int, start: int) -> Cut:
+        groups = self.rule.groups
+        if not self._judged:
+            end = self._bounded(start + groups)
+            return Cut(step, start, end, tuple(range(start, end)), final=True)
+        limit = self._bounded(start + groups * self.rule.max_rounds)
+        kept, final, counter = [], True, start
+        while counter < limit and len(kept) < groups:
+            verdict = self._verdicts.get(counter)
+            final &= verdict is not None
+            if verdict is not False:
+                kept.append(counter)
+            counter += 1
+        return Cut(step, start, counter, tuple(kept), final)
+
+    def _bounded(self, counter: int) -> int:
+        return counter if self._last is None else min(counter, self._last)

@@ -1,0 +1,255 @@
+"""The rule of asynchronous steps, as a model of many processes that only share its formula.
+
+A million random events are the nightly tier's, fifty thousand the default one's.
+"""
+
+import dataclasses
+import random
+
+import pytest
+
+from distflow_jax.flow.admission import Admission, Rule
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_groups_belong_to_steps_by_their_counter_alone(lag):
+    rule = Rule(groups=4, max_lag=lag)
+    admission = Admission(rule)
+    for counter in range(40):
+        assert admission.step_of(counter) == counter // 4 + 1
+    for held in range(5):
+        assert admission.end(held) == 4 * (held + 1 + lag)
+        assert rule.newest_step(held) == held + 1 + lag
+        assert rule.may_begin(held + 1 + lag, held)
+        assert not rule.may_begin(held + 2 + lag, held)
+    for step in range(1, 9):
+        assert rule.exact_version(step) == max(0, step - 1 - lag)
+
+
+def test_verdicts_cut_the_counters_into_steps():
+    admission = Admission(Rule(groups=2, max_lag=1, max_rounds=2), judged=True)
+    assert admission.cut(1).kept == (0, 1)
+    assert not admission.cut(1).final
+    admission.judge(0, False)
+    assert admission.cut(1).kept == (1, 2)
+    assert admission.step_of(3) == 2
+    admission.judge(1, True)
+    admission.judge(2, False)
+    assert admission.step_of(3) == 1
+    admission.judge(3, False)  # four were looked at: 2 x 2, and the step goes on with one
+    cut = admission.finish(1)
+    assert (cut.start, cut.end, cut.kept, cut.final) == (0, 4, (1,), True)
+    assert admission.cut(2).start == 4
+
+
+def test_the_end_of_the_data_ends_a_step():
+    admission = Admission(Rule(groups=2, max_lag=5, max_rounds=9), last=3, judged=True)
+    for counter in range(3):
+        admission.judge(counter, counter == 0)
+    cut = admission.finish(1)
+    assert (cut.end, cut.kept) == (3, (0,))
+    assert admission.cut(2).kept == ()
+    with pytest.raises(ValueError, match="beyond the end of the data, 3"):
+        admission.step_of(3)
+
+
+@pytest.mark.parametrize("name", ["groups", "max_rounds"])
+def test_constants_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Rule(**{"groups": 1, "max_lag": 0} | {name: 0})
+
+
+def test_a_step_that_is_not_decided_does_not_end():
+    admission = Admission(Rule(groups=1, max_lag=0), judged=True)
+    with pytest.raises(ValueError, match="step 1 cannot end after 0 finished ones"):
+        admission.finish(1)
+    admission.judge(0, True)
+    with pytest.raises(ValueError, match="judged twice, and differently"):
+        admission.judge(0, False)
+    with pytest.raises(ValueError, match="step 2 cannot end"):
+        admission.finish(2)
+    admission.finish(1)
+    with pytest.raises(ValueError, match="step 1 is finished"):
+        admission.cut(1)
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Group:
+    """A group that has begun."""
+
+    version: int  # the oldest that sampled one of its tokens
+    done: bool = False
+    keep: bool = True
+
+
+class Process:
+    """A sampler, and what its process knows."""
+
+    def __init__(self, admission, held):
+        self.admission, self.held = admission, held
+        self.groups: dict[int, Group] = {}
+        self.inbox: list[tuple[int, bool]] = []
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """Finished steps, the place in the data, and all finished groups beyond it, as at one moment.
+
+    A group that were left out could be judged differently when it is sampled again, and others that
+    began by its verdict would belong to later steps.
+    """
+
+    step: int = 0
+    counter: int = 0
+    groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+
+
+class World:
+    """A job whose events come in any order; kills and restarts with other processes among them."""
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        draw = self.draw
+        self.judged = draw.random() < 0.5
+        self.rule = Rule(
+            groups=draw.randint(1, 6),
+            max_lag=draw.randint(0, 4),
+            max_rounds=draw.randint(1, 3) if self.judged else 1,
+        )
+        self.share = draw.choice([0.2, 0.5, 0.9])  # of groups that are kept
+        self.history: list[tuple[int, int]] = []  # counters of each finished step
+        self.saved = Checkpoint()
+        self.restart()
+
+    def restart(self):
+        """Starts from the newest checkpoint, with any number of processes."""
+        saved = self.saved
+        self.step = saved.step
+        del self.history[saved.step :]
+        self.processes = []
+        for _ in range(self.draw.randint(1, 5)):
+            admission = Admission(
+                self.rule, step=saved.step, counter=saved.counter, judged=self.judged
+            )
+            self.processes.append(Process(admission, saved.step))
+        for counter, group in saved.groups.items():  # every process reads all verdicts
+            self.owner(counter).groups[counter] = dataclasses.replace(group)
+            if self.judged:
+                for process in self.processes:
+                    process.admission.judge(counter, group.keep)
+
+    def owner(self, counter):
+        """The process whose sampler answers a counter: a pure function, new with their number."""
+        count = len(self.processes)
+        batch, place = divmod(counter, self.rule.groups)
+        return self.processes[(place + batch * 7) % count]
+
+    def happen(self):
+        """One event, of a random kind in a random process; one must always be possible."""
+        kinds = [self.begin, self.end, self.deliver, self.publish]
+        for _ in range(6):
+            if self.draw.choice(kinds)(self.draw.choice(self.processes)):
+                return
+        if self.train():
+            return
+        assert any(kind(process) for kind in kinds for process in self.processes), "deadlock"
+
+    def next_counter(self, process):
+        """The first counter of a process that may begin and has not."""
+        admission = process.admission
+        for counter in range(admission.position, admission.end(process.held)):
+            if self.owner(counter) is process and counter not in process.groups:
+                return counter
+        return None
+
+    def begin(self, process):
+        """A group begins with the weights that its sampler holds."""
+        counter = self.next_counter(process)
+        if counter is not None:
+            assert process.admission.may_begin(counter, process.held)
+            process.groups[counter] = Group(process.held)
+        return counter is not None
+
+    def end(self, process):
+        """A group ends, whichever it is; its verdict is on its way to the others."""
+        running = [item for item in process.groups.items() if not item[1].done]
+        if running:
+            counter, group = self.draw.choice(running)
+            group.done = True
+            if self.judged:
+                group.keep = self.draw.random() < self.share
+                for other in self.processes:
+                    other.inbox.append((counter, group.keep))
+        return bool(running)
+
+    def deliver(self, process):
+        """A verdict arrives, in any order."""
+        if not process.inbox:
+            return False
+        at = self.draw.randrange(len(process.inbox))
+        process.admission.judge(*process.inbox.pop(at))
+        return True
+
+    def publish(self, process):
+        """A sampler takes newer weights, not necessarily the newest, between two tokens."""
+        if process.held == self.step:
+            return False
+        process.held = self.draw.randint(process.held + 1, self.step)
+        return True
+
+    def ready(self, process):
+        """Whether a process can take part in the next step, by what it knows itself."""
+        cut = process.admission.cut(self.step + 1)
+        mine = [c for c in range(cut.start, cut.end) if self.owner(c) is process]
+        return cut.final and all(c in process.groups and process.groups[c].done for c in mine)
+
+    def train(self):
+        """All processes train a step, if all can."""
+        if not all(map(self.ready, self.processes)):
+            return False
+        self.step += 1
+        cuts = {process.admission.finish(self.step) for process in self.processes}
+        assert len(cuts) == 1, "processes train other groups"
+        (cut,) = cuts
+        assert cut.start == (self.history[-1][1] if self.history else 0), "lost, or twice"
+        assert len(cut.kept) <= self.rule.groups
+        if not self.judged:
+            assert cut.kept == tuple(range(cut.start, cut.start + self.rule.groups))
+        for counter in range(cut.start, cut.end):
+            group = self.owner(counter).groups.pop(counter)
+            assert group.keep == (counter in cut.kept)
+            assert self.step - 1 - group.version <= self.rule.max_lag, "too old"
+        self.history.append((cut.start, cut.end))
+        if self.draw.random() < 0.3:
+            done = {
+                counter: group
+                for process in self.processes
+                for counter, group in process.groups.items()
+                if group.done
+            }
+            self.saved = Checkpoint(self.step, cut.end, done)
+        return True
+
+    def check(self):
+        """At most (max_lag + 1) B groups are sampled, waiting or finished, and worth training."""
+        alive = sum(
+            not group.done or group.keep for p in self.processes for group in p.groups.values()
+        )
+        assert alive <= self.rule.most_groups
+
+
+@pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_no_event_loses_doubles_splits_or_ages_a_group(count):
+    happened, seed = 0, 0
+    while happened < count:
+        world = World(seed)
+        seed += 1
+        for _ in range(600):
+            world.happen()
+            world.check()
+            if world.draw.random() < 0.002:
+                world.restart()
+        happened += 600
