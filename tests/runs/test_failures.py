@@ -57,7 +57,7 @@ class Job:
     """
 
     def __init__(self, folder, workdir, *overrides, processes=PROCESSES, devices=1, member=None):
-        self.id, self.started = uuid.uuid4().hex, time.time()
+        self.id, self.started, self.processes = uuid.uuid4().hex, time.time(), processes
         self.log = folder / f"{self.id}.log"
         command = [*COMMAND, f"--workdir={workdir}", *overrides]
         if member is None:
@@ -111,6 +111,11 @@ class Job:
             if parent == self.process.pid and environ["DISTFLOW_PROCESS_ID"] == str(index):
                 return pid
         raise AssertionError(f"no process {index}: {self.output[-3000:]}")
+
+    def training_processes(self):
+        """Whether all of them have been started, though their interpreters may not have."""
+        children = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return len(children.read_text().split()) >= self.processes
 
     def wait_until(self, true):
         """Returns when `true()`; fails if the job ends before."""
@@ -265,31 +270,149 @@ def test_an_interrupted_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
     check_finishes(tmp_path, workdir, undisturbed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_killed_at_any_moment(undisturbed, tmp_path, seed):
-    draw = random.Random(seed)
-    process, moment = draw.randrange(PROCESSES), draw.uniform(0.5, STEPS)
-    kill(tmp_path, tmp_path / "run", process, moment, undisturbed)
-    check_finishes(tmp_path, tmp_path / "run", undisturbed)
+# -- kills without end ----------------------------------------------------------------------------
+
+PHASES = ("start", "write", "compile", "step", "write", "step")  # of a run, each killed in turn
+
+
+def wait_for_phase(job, phase, draw, workdir, saved):
+    """Returns at a random moment of a phase of a job that goes on from the checkpoint `saved`."""
+    if phase == "start":  # imports, the job's gate, JAX's own start
+        job.wait_until(lambda: job.training_processes())
+        time.sleep(draw.uniform(0, 6))
+    elif phase == "compile":
+        job.wait_until(lambda: "compiling the programs" in job.output)
+        time.sleep(draw.uniform(0, 4))
+    elif phase == "write":
+
+        def writes():
+            steps = (p.name.partition(".")[0] for p in (workdir / "checkpoints").glob("*-tmp*"))
+            return any(int(step) > saved for step in steps)
+
+        job.wait_until(writes)
+        time.sleep(draw.uniform(0, 0.1))
+    else:
+        after = draw.randint(saved + 1, STEPS - 2)
+        job.wait_until(lambda: job.step() >= after)
+        time.sleep(draw.uniform(0, 0.3))
+
+
+def kill_in(phase, folder, workdir, process, draw, **layout):
+    """Starts the job and kills one process in a phase; returns whether that came before its end."""
+    saved = newest_checkpoint(workdir)
+    cache = [f"--config.compilation_cache={folder / 'programs'}"]
+    # with programs that are kept there would be next to nothing to compile
+    with Job(folder, workdir, *(cache if phase != "compile" else []), **layout) as job:
+        wait_for_phase(job, phase, draw, workdir, saved)
+        if job.process.poll() == 0:
+            return False
+        pid, at = job.controller(process), job.step()
+        os.kill(pid, signal.SIGKILL)
+        print(f"killed {process} in {phase}, checkpoint {saved}, step {at}", end=": ")
+        code = job.end(2 * END_SECONDS)
+        if code == 0:  # it had ended
+            return False
+        assert code == 128 + signal.SIGKILL, job.output[-6000:]
+        who = rf"process {process} \(host {re.escape(socket.gethostname())}, pid {pid}\)"
+        assert re.search(rf"launch: {who} died by SIGKILL", job.output), job.output[-6000:]
+        named = re.findall(r"process (\d+) (?:\(.*\)|at \S+) ended while the job", job.output)
+        named = culprits(job.output) | set(map(int, named))
+        assert named <= {process}, job.output[-6000:]
+        if phase in ("step", "write"):  # by the watchdogs too
+            assert named == {process}, job.output[-6000:]
+        for line in re.findall(r"launch: .*", job.output)[:1]:
+            print(line)
+    return True
+
+
+def kill_again_and_again(folder, kills, undisturbed, seed):
+    """One run after the other, each killed in all phases until it has all but ended."""
+    draw, phases = random.Random(seed), itertools.cycle(PHASES)
+    done = runs = 0
+    while done < kills:
+        runs += 1
+        workdir = folder / f"run{runs}"
+        while done < kills and newest_checkpoint(workdir) <= STEPS - 4:
+            process = done % undisturbed.processes  # each in turn, process 0 first
+            layout = {"processes": undisturbed.processes}
+            done += kill_in(next(phases), folder, workdir, process, draw, **layout)
+        check_finishes(folder, workdir, undisturbed)
+        print(f"{done} kills, {runs} runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_alone(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed_alone"), 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)],
+)
+def test_a_process_is_killed_again_and_again(undisturbed_alone, tmp_path, kills):
+    """In start, compilation, steps and checkpoint writing: 10 times here, 100 in the soak tier."""
+    kill_again_and_again(tmp_path, kills, undisturbed_alone, seed=kills)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.soak)],
+)
+def test_one_of_four_is_killed_again_and_again(undisturbed, tmp_path, kills):
+    """Each of the four in turn: 4 times here, 30 in the soak tier."""
+    kill_again_and_again(tmp_path, kills, undisturbed, seed=kills)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_ended_before_the_processes_have_joined(undisturbed, tmp_path, number, seed):
     """There are no watchdogs yet, and no handler of SIGTERM: the launcher sees to the end."""
     draw, workdir = random.Random(seed), tmp_path / "run"
     with Job(tmp_path, workdir) as job:
-        job.wait_until(lambda: len(job.pids()) >= PROCESSES)
+        job.wait_until(job.training_processes)
         time.sleep(draw.uniform(0, 4))
-        if number == signal.SIGKILL:
-            os.kill(job.controller(draw.randrange(PROCESSES)), number)
-            assert job.end(END_SECONDS) != 0
-        else:
+        if number == signal.SIGTERM:
             job.process.send_signal(number)
             assert job.end(START_SECONDS) in (75, 128 + number), job.output[-6000:]
+        else:
+            process = draw.randrange(PROCESSES)
+            pid = job.controller(process)
+            os.kill(pid, number)
+            how = "died by SIGKILL" if number == signal.SIGKILL else "was stopped by SIGSTOP"
+            assert job.end(2 * END_SECONDS) == 128 + number
+            line = rf"launch: process {process} \(host .*, pid {pid}\) {how}"
+            assert re.search(line, job.output), job.output[-6000:]
     check_finishes(tmp_path, workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", ["imports", "joins"])
+def test_ended_before_the_watchdogs_have_met(tmp_path, number, moment):
+    """By whoever waits for it too, once the gate has admitted it."""
+    with Job(tmp_path, tmp_path / "run", processes=3) as job:
+        job.wait_until(job.training_processes)
+        if moment == "joins":  # with process 2 stopped nobody gets beyond
+            job.wait_until(lambda: len(job.pids()) >= 3)
+            last = job.controller(2)
+            os.kill(last, signal.SIGSTOP)
+            job.wait_until(lambda: job.output.count("job: process") == 2)
+            time.sleep(2)  # to reach the gate
+            os.kill(last, signal.SIGCONT)
+        pid = job.controller(1)
+        os.kill(pid, number)
+        assert job.end(2 * END_SECONDS) == 128 + number, job.output[-6000:]
+        who = rf"process 1 \(host {re.escape(socket.gethostname())}, pid {pid}\)"
+        how = "died by SIGKILL" if number == signal.SIGKILL else "is stopped by SIGSTOP"
+        assert re.search(rf"launch: {who} {how}", job.output), job.output[-6000:]
+        assert not culprits(job.output) - {1}
+        if moment == "joins":
+            how = "ended while" if number == signal.SIGKILL else "has given no sign of life"
+            assert re.search(rf"\[p0\].*{who} {how}", job.output), job.output[-6000:]
 
 
 @pytest.mark.soak
