@@ -56,12 +56,22 @@ class Job:
     Leaving the block kills what is left of it.
     """
 
-    def __init__(self, folder, workdir, *overrides, processes=PROCESSES, devices=1, member=None):
+    def __init__(
+        self,
+        folder,
+        workdir,
+        *overrides,
+        processes=PROCESSES,
+        devices=1,
+        member=None,
+        stopped_seconds=10,
+    ):
         self.id, self.started, self.processes = uuid.uuid4().hex, time.time(), processes
         self.log = folder / f"{self.id}.log"
         command = [*COMMAND, f"--workdir={workdir}", *overrides]
         if member is None:
             launch = ["scripts/launch_local.py", f"--processes={processes}"]
+            launch += [f"--stopped_seconds={stopped_seconds}"]
             command = [*launch, f"--devices_per_process={devices}", "--", *command]
         # Not from the cache of tests/conftest.py: JAX lets process 0 alone write it and keeps
         # programs per device on CPU, which makes a job no cheaper, and a moment of step 1 is
@@ -103,19 +113,27 @@ class Job:
                     found[int(path.parent.name)] = environ
         return found
 
+    def controllers(self):
+        """{index: pid} of the training processes."""
+        found = {}
+        for pid, environ in self.pids().items():
+            with contextlib.suppress(
+                OSError, KeyError
+            ):  # it ends; it is a copy of the launcher yet
+                stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+                if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
+                    found[int(environ["DISTFLOW_PROCESS_ID"])] = pid
+        return found
+
     def controller(self, index):
         """Pid of training process `index`."""
-        for pid, environ in self.pids().items():
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            parent = int(stat.rpartition(")")[2].split()[1])
-            if parent == self.process.pid and environ["DISTFLOW_PROCESS_ID"] == str(index):
-                return pid
-        raise AssertionError(f"no process {index}: {self.output[-3000:]}")
+        found = self.controllers()
+        assert index in found, f"no process {index}: {self.output[-3000:]}"
+        return found[index]
 
-    def training_processes(self):
-        """Whether all of them have been started, though their interpreters may not have."""
-        children = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return len(children.read_text().split()) >= self.processes
+    def has_started(self):
+        """Whether all training processes are there; their interpreters may still start."""
+        return len(self.controllers()) == self.processes
 
     def wait_until(self, true):
         """Returns when `true()`; fails if the job ends before."""
@@ -278,7 +296,7 @@ PHASES = ("start", "write", "compile", "step", "write", "step")  # of a run, eac
 def wait_for_phase(job, phase, draw, workdir, saved):
     """Returns at a random moment of a phase of a job that goes on from the checkpoint `saved`."""
     if phase == "start":  # imports, the job's gate, JAX's own start
-        job.wait_until(lambda: job.training_processes())
+        job.wait_until(job.has_started)
         time.sleep(draw.uniform(0, 6))
     elif phase == "compile":
         job.wait_until(lambda: "compiling the programs" in job.output)
@@ -372,7 +390,7 @@ def test_ended_before_the_processes_have_joined(undisturbed, tmp_path, number, s
     """There are no watchdogs yet, and no handler of SIGTERM: the launcher sees to the end."""
     draw, workdir = random.Random(seed), tmp_path / "run"
     with Job(tmp_path, workdir) as job:
-        job.wait_until(job.training_processes)
+        job.wait_until(job.has_started)
         time.sleep(draw.uniform(0, 4))
         if number == signal.SIGTERM:
             job.process.send_signal(number)
@@ -394,10 +412,9 @@ def test_ended_before_the_processes_have_joined(undisturbed, tmp_path, number, s
 @pytest.mark.parametrize("moment", ["imports", "joins"])
 def test_ended_before_the_watchdogs_have_met(tmp_path, number, moment):
     """By whoever waits for it too, once the gate has admitted it."""
-    with Job(tmp_path, tmp_path / "run", processes=3) as job:
-        job.wait_until(job.training_processes)
+    with Job(tmp_path, tmp_path / "run", processes=3, stopped_seconds=25) as job:
+        job.wait_until(job.has_started)
         if moment == "joins":  # with process 2 stopped nobody gets beyond
-            job.wait_until(lambda: len(job.pids()) >= 3)
             last = job.controller(2)
             os.kill(last, signal.SIGSTOP)
             job.wait_until(lambda: job.output.count("job: process") == 2)
@@ -405,7 +422,7 @@ def test_ended_before_the_watchdogs_have_met(tmp_path, number, moment):
             os.kill(last, signal.SIGCONT)
         pid = job.controller(1)
         os.kill(pid, number)
-        assert job.end(2 * END_SECONDS) == 128 + number, job.output[-6000:]
+        assert job.end(4 * END_SECONDS) == 128 + number, job.output[-6000:]
         who = rf"process 1 \(host {re.escape(socket.gethostname())}, pid {pid}\)"
         how = "died by SIGKILL" if number == signal.SIGKILL else "is stopped by SIGSTOP"
         assert re.search(rf"launch: {who} {how}", job.output), job.output[-6000:]
