@@ -68,9 +68,12 @@ class RollCall:
     def look(self) -> list[socket.socket]:
         """Reads all beats and says what there is to say; returns the connections that ended."""
         now, ended = time.monotonic(), []
-        for index, member in self._members.items():
+        for index, member in tuple(self._members.items()):
             if not member.ended and member.read(now):
                 ended.append(member.connection)
+                if not member.confirmed:
+                    del self._members[index]
+                    continue
                 if member.stopped and not self.done:
                     self.done = True
                     self._send("stop")
@@ -109,7 +112,7 @@ class RollCall:
             line = f"{_who(index, member)} has given no sign of life for {silent:.0f} s"
             if silent > LOST_SECONDS and not self.done:
                 self._end(line)
-            self._say(line[:-6], f"{line}: it is stopped, or its host is overloaded")
+            self._say(f"silent {index}", f"{line}: it is stopped, or its host is overloaded")
         if self._own_met and not missing and all(m.met for m in self._members.values()):
             self.done = True
             self._send("met")
@@ -140,6 +143,8 @@ class _Member:
         self.name, self.connection = name, connection
         self.heard = time.monotonic()
         self.met = self.stopped = self.ended = False
+        # a process that got no answer in time applies again; its first connection is no process
+        self.confirmed = False
 
     def read(self, now: float) -> bool:
         """Reads what has arrived; returns whether the process has ended."""
@@ -151,6 +156,7 @@ class _Member:
             except OSError:
                 data = b""
             self.heard, self.ended = now, not data
+            self.confirmed |= bool(data)
             self.met |= MET in data
             self.stopped |= STOPPED in data
         return self.ended

@@ -49,15 +49,36 @@ def job():
             stack.callback(answer.close)
             return process, answer
 
+        join.coordinator = coordinator
         yield first, join, gate
 
 
+def wait_for_beats(gate, *indices):
+    deadline = time.monotonic() + 20
+    while not all(i in (m := gate._roll._members) and m[i].confirmed for i in indices):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_end_is_named_by_all_others(job):
-    first, join, _ = job
+    first, join, gate = job
     (_, dead), (alive, _) = join(1), join(2)
+    wait_for_beats(gate, 1, 2)
     dead.close()
     wanted = f"process 1 ({ME}) ended while the job was starting"
     assert first.wait() == alive.wait() == wanted
+
+
+def test_an_application_without_a_sign_of_life_is_no_process(job):
+    """Its process has applied again, since the answer came late."""
+    first, join, gate = job
+    _, connection = apply(join.coordinator, 1, 3, "", seconds=0.0)
+    connection.close()
+    second, _ = join(1)
+    other, _ = join(2)
+    time.sleep(1.5)  # longer than a look
+    assert first.reasons == second.reasons == other.reasons == []
+    assert gate._roll.running(1) == ME
 
 
 def test_an_end_of_process_0_is_named(job, monkeypatch):
