@@ -11,7 +11,6 @@ its share of all files before a restore.
 
 import hashlib
 import json
-import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ SIZES_FILE = "sizes.json"
 Checksum = list[int]  # [bytes, CRC-32]
 _BLOCK = 1 << 23  # bytes read at once
 _THREADS = 4  # zlib and reads release the interpreter's lock
-
-log = logging.getLogger("distflow_jax")
 
 
 def checksum(path: epath.Path) -> Checksum:
@@ -67,21 +64,19 @@ def write(checkpoint: epath.Path, items: Sequence[str], parts: Mapping[epath.Pat
 def damage(checkpoint: epath.Path, index: int = 0, count: int = 1) -> str:
     """The first damaged file of those that process `index` of `count` verifies; "" if none is.
 
-    Every file belongs to one process. A checkpoint of an older version has no checksums: its sizes
-    are compared, and process 0 warns.
+    Every file belongs to one process. Of a checkpoint without checksums the sizes are compared.
     """
     table, failure = _table(checkpoint)
     if failure:
         return failure
     mine = sorted(table, key=lambda name: (-table[name][0], name))[index::count]
-    if index == 0 and any(len(entry) == 1 for entry in table.values()):
-        log.warning(
-            "checkpoint %s has no checksums, as it was written by an older version: flipped bits "
-            "in it would not be seen",
-            checkpoint,
-        )
     found = _each(lambda name: _wrong(checkpoint / name, name, table[name]), mine)
     return next(filter(None, found), "")
+
+
+def has_checksums(checkpoint: epath.Path) -> bool:
+    """Whether a checkpoint has checksums; one of an older version has sizes alone."""
+    return not (checkpoint / SIZES_FILE).exists()
 
 
 def digest(checkpoint: epath.Path) -> str:
@@ -119,7 +114,7 @@ def _part(folder: epath.Path, index: int) -> epath.Path:
 
 def _table(checkpoint: epath.Path) -> tuple[dict[str, list[int]], str]:
     """({file: [bytes, CRC-32] or [bytes]}, "") of a checkpoint, or ({}, why it has none)."""
-    name = SIZES_FILE if (checkpoint / SIZES_FILE).exists() else FILE
+    name = FILE if has_checksums(checkpoint) else SIZES_FILE
     try:
         table = json.loads((checkpoint / name).read_text())
         if name == SIZES_FILE:
