@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_no_export(models, tmp_path):
         write_hf_folder(tmp_path / "out", run_export(folder).export)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=rf"checkpoint 4 .*/{damaged} has another content"):
-        read_trained(folder, "actor", CONFIG, role_mesh(MeshSizes(fsdp=1, tensor=1)))
+        read_trained(folder, "actor", CONFIG, role_mesh(MeshSizes(fsdp=8, tensor=1)))
     assert dict(run_export(folder, step=2).export.params())
 
 
@@ -273,7 +273,7 @@ def test_the_script_says_what_it_wrote_and_what_is_wrong(saved, models, tmp_path
     first, second = text.splitlines()[-2:]
     assert first == f"wrote actor of {saved} at step 4 as bfloat16 to {out}:"
     total = format_bytes(sum(sizes.values()))
-    said = f"  {format_decimal(count, '')} parameters in 5 files, {total}, in "
+    said = f"  {format_decimal(count, '')} parameters in 6 files, {total}, in "
     assert re.fullmatch(re.escape(said) + r"\S+", second)
     _, errors = mistaken.communicate()
     assert mistaken.returncode == 2
