@@ -6,8 +6,9 @@
 Saves a model's parameters and two moments of them (float32, one device) through Checkpointer, with
 and without checksums in turn, each into a fresh folder. Exposed are the seconds until `save`
 returns, which a step waits; whole are those until the checkpoint has its name; processor are those
-of all threads, which other jobs on the machine change least. The files of a save are flushed to the
-disk between saves, outside of the times. Prints a Markdown table of the medians.
+of all threads. The share is that of a save's seconds in which nothing but checksums is computed:
+other jobs on the machine lengthen both alike. The files of a save are flushed to the disk between
+saves, outside of the times. Prints a Markdown table of the medians.
 """
 
 import argparse
@@ -63,6 +64,26 @@ def without_checksums() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def timed_checksums(spent: list[float]) -> Iterator[None]:
+    """Adds the seconds of each call that computes checksums, which a save waits for, to `spent`."""
+
+    def timed(function):
+        def call(*args):
+            start = time.perf_counter()
+            function(*args)
+            spent.append(time.perf_counter() - start)
+
+        return call
+
+    write, part = checkpointer_module._write_checksums, checksums.write_part
+    with (
+        mock.patch.object(checkpointer_module, "_write_checksums", timed(write)),
+        mock.patch.object(checksums, "write_part", timed(part)),
+    ):
+        yield
+
+
 def save(folder: Path, state: dict) -> tuple[float, float, float]:
     """(exposed, whole, processor) seconds of one save."""
     saver = Checkpointer(folder, CheckpointConfig())
@@ -80,15 +101,17 @@ def main() -> None:
     state = jax.block_until_ready(state_of(args.source))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     seconds: dict[str, list[tuple[float, float, float]]] = {"without": [], "with": []}
+    shares: list[float] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         folder = Path(scratch) / "checkpoints"
         for turn in range(args.rounds + 1):
             for name in sorted(seconds, reverse=turn % 2 == 0):
-                off = without_checksums() if name == "without" else contextlib.nullcontext()
-                with off:
+                spent: list[float] = []
+                with without_checksums() if name == "without" else timed_checksums(spent):
                     found = save(folder, state)
                 if turn:  # the first warms up
                     seconds[name].append(found)
+                    shares += [sum(spent) / found[1]] if spent else []
                 shutil.rmtree(folder)
                 os.sync()
     print(f"{format_bytes(size)} on {jax.devices()[0].device_kind}, {args.rounds} rounds\n")
@@ -96,6 +119,7 @@ def main() -> None:
     for name, found in seconds.items():
         medians = [statistics.median(values) for values in zip(*found, strict=True)]
         print(f"| {name} | {' | '.join(f'{value:.2f}' for value in medians)} |")
+    print(f"\nshare of checksums, by round: {', '.join(f'{share:.1%}' for share in shares)}")
     for place, name in ((1, "whole"), (2, "processor")):
         ratios = [
             a[place] / b[place] for a, b in zip(seconds["with"], seconds["without"], strict=True)

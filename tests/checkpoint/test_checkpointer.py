@@ -240,7 +240,7 @@ def test_a_checkpoint_of_an_older_version_is_restored_with_one_warning(
     table = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").unlink()
     (folder / "sizes.json").write_text(
-        json.dumps({name: size for name, (size, _) in table.items()})
+        json.dumps({name: size for name, (size, *_) in table.items()})
     )
     step, restored, _ = checkpointer.restore(
         None, abstract(state()), lacking=lambda info: f"nor the keys beside {list(info)}"
