@@ -98,6 +98,8 @@ class Attackers:
             json.dumps({"messages": [{"role": "user", "content": "x" * 3_800_000}]}).encode(),
             b'{"prompt":"' + b"\xf0\x9f\x98\x80" * 960_000 + b'"}',
             b"[" * 3_900_000,
+            b"[" * 1_000_000,  # these two are read
+            json.dumps({"prompt": "y" * 1_000_000}).encode(),
         ]
         self.alone = [(self._ours(i), self._jetstream(i)) for i in range(len(QUESTIONS))]
         self.long_alone = self._long(0)
@@ -224,7 +226,9 @@ class Attackers:
     def _no_http(self, rng: random.Random, found: Found) -> None:
         host, port = self.address.rsplit(":", 1)
         with contextlib.suppress(ConnectionError), socket.create_connection((host, port)) as raw:
-            start = rng.choice([b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+            start = rng.choice(
+                [b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]
+            )
             raw.sendall(start + rng.randbytes(rng.randint(1, 5000)))
 
     def _send_longest(self, rng: random.Random, found: Found) -> None:

@@ -14,6 +14,7 @@ from distflow_jax.batch import Samples
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.one_line import not_utf8, shown
 
 log = logging.getLogger("distflow_jax")
 
@@ -28,6 +29,8 @@ def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
             f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
             "which object stores cannot do; mount the bucket, or choose a folder on a disk"
         )
+    if found := not_utf8(name):  # files of the run name their folder
+        raise ValueError(f"--workdir={shown(name)} is not UTF-8 ({found}); choose another name")
     return pathlib.Path(name)
 
 
