@@ -113,7 +113,7 @@ def case(name, *arguments, says=(), config=TINY, quick=True, workdir=None):
     """One start. `arguments` are config assignments, or flags."""
     given = [*bad_input_files.QUICK, *arguments] if quick else list(arguments)
     flags = [a if a.startswith("-") else f"--config.{a}" for a in given]
-    workdir = f"--workdir={{dir}}/runs/{name}" if workdir is None else workdir
+    workdir = "--workdir={run}" if workdir is None else workdir
     return {"name": name, "arguments": [config, workdir, *flags], "says": list(says)}
 
 
@@ -123,12 +123,12 @@ def of_keys():
         kinds = [kind for kind in OF_TYPE if kind in key.type] or ["str"]
         values = OF_TYPE[kinds[0]]
         if kinds == ["str"] and key.name not in FREE_TEXT:
-            values = [*values, "no/such:choice", "7"]
+            values = [*values, "no-such-choice", "7"]
         if kinds[0] == "float" and key.name not in SIGNED:
             values = [*values, "-3e38"]
         last = key.name.split(".")[-1]
         for value in values:
-            says = value if value in ("no/such:choice", "7") and kinds == ["str"] else last
+            says = value if value in ("no-such-choice", "7") and kinds == ["str"] else last
             yield case(f"{key.name}={value}"[:80], f"{key.name}={value}", says=[says])
         middle = len(key.name) - len(last) // 2 - 1
         typo = key.name[:middle] + "~" + key.name[middle + 1 :]
@@ -276,9 +276,10 @@ def all_cases(folder, damaged=6):
     found += [*of_config_files(folder), *of_users(folder), *of_parsers(folder, damaged)]
     names = [case["name"] for case in found]
     assert len(set(names)) == len(names), [n for n in names if names.count(n) > 1]
-    for case in found:
+    for number, case in enumerate(found):
         for field in ("arguments", "says"):
-            case[field] = [text.replace("{dir}", str(folder)) for text in case[field]]
+            texts = [text.replace("{run}", f"{{dir}}/runs/{number}") for text in case[field]]
+            case[field] = [text.replace("{dir}", str(folder)) for text in texts]
     return found
 
 

@@ -1,15 +1,19 @@
-"""Many starts of scripts/train.py from one process that has imported all it needs.
+"""Many starts of scripts/train.py, one after the other, and what each does to the machine.
 
-    python -m support.many_starts CASES RESULTS
+    python -m support.many_starts HOW CASES RESULTS
 
-CASES is JSON: [{"name": ..., "arguments": [...]}, ...], arguments those of scripts/train.py. Each
-start is a fork that calls what the script calls, before this process has touched a device, so that
-no import is paid twice. RESULTS gets one JSON line for each: its name, exit code, output, the
-CPU-seconds of it and its children and those of the imports, and the processes that it left behind.
+CASES is JSON: [{"name": ..., "arguments": [...]}, ...], arguments those of scripts/train.py. HOW is
+"exec", a process each as a user starts it, or "fork": this process imports all that a start needs,
+and each start is a fork of it that calls what the script calls. No device has been touched before
+the fork, and the imports are paid once.
+
+RESULTS gets one JSON line for each: its name, exit code, output, the CPU-seconds of it and its
+children (a fork's with those of the imports), and the processes that it left behind.
 """
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import pathlib
@@ -20,7 +24,7 @@ import tempfile
 import time
 
 from distflow_jax.commands import main as commands
-from distflow_jax.commands import train_command  # noqa: F401 (what the subcommand imports)
+from support.paths import ROOT
 
 PR_SET_CHILD_SUBREAPER = 36
 CPU_SECONDS = 30  # of one process: a start that trains ends here
@@ -36,7 +40,7 @@ def become(arguments, outputs):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.argv = ["scripts/train.py", *arguments]
+    sys.argv = [str(ROOT / "scripts" / "train.py"), *arguments]
 
 
 def children():
@@ -64,33 +68,42 @@ def reap(first):
     return status, cpu, left
 
 
-def main(cases, results):
+def start(how, arguments, outputs):
+    """In a new process: becomes the start, and leaves by SystemExit or a traceback as it does."""
+    become(arguments, outputs)
+    if how == "exec":
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    commands.run_script("train")
+
+
+def text_of(file):
+    file.seek(0)
+    return file.read().decode(errors="replace")[-4000:]
+
+
+def main(how, cases, results):
     # whoever loses its parent becomes a child of this process
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    imports = usage.ru_utime + usage.ru_stime
-    gc.freeze()
+    imports = 0.0
+    if how == "fork":
+        importlib.import_module("distflow_jax.commands.train_command")
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        imports = usage.ru_utime + usage.ru_stime
+        gc.freeze()
     for case in json.loads(pathlib.Path(cases).read_text()):
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             child = os.fork()
             if child == 0:
-                # leaves by SystemExit or a traceback through all frames, as the script does
-                become(case["arguments"], (out, err))
-                commands.run_script("train")
+                start(how, case["arguments"], (out, err))
             status, cpu, left = reap(child)
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
-        line = {
-            "name": case["name"],
-            "code": os.waitstatus_to_exitcode(status),
-            "stdout": texts[0][-4000:],
-            "stderr": texts[1][-4000:],
-            "cpu": cpu,
-            "imports": imports,
-            "left": left,
-        }
+            line = {
+                "name": case["name"],
+                "code": os.waitstatus_to_exitcode(status),
+                "stdout": text_of(out),
+                "stderr": text_of(err),
+                "cpu": cpu + imports,
+                "left": left,
+            }
         with open(results, "a") as file:
             file.write(json.dumps(line) + "\n")
 
