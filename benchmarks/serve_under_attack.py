@@ -9,7 +9,7 @@ the same small requests. The rest are requests of 8 samples that are given up (b
 first token, or with the connection), garbage (wrong fields, damaged JSON, bytes that are no
 HTTP/2), prompts of 1 and 3.9 MB, which are refused, and the longest prompts that are not. Slices
 alternate, so that other jobs of the machine harm both alike; --seconds are those of all slices of
-attack.
+attack, and one of peace is half as long.
 
 Answers are compared with those given one by one before. Memory is the server's resident memory
 between slices, once no request runs: the median of the second half of the slices over that of the
@@ -298,7 +298,8 @@ def measure(seconds: float, slice_seconds: float) -> dict[str, Any]:
             attackers.run(min(seconds, WARM_SECONDS), attack=hostile, seed=-1)
         for number in range(max(round(seconds / slice_seconds), 2)):
             for name, into in (("peace", peace), ("attack", attack)):
-                found = attackers.run(slice_seconds, attack=into is attack, seed=number)
+                length = slice_seconds if into is attack else slice_seconds / 2
+                found = attackers.run(length, attack=into is attack, seed=number)
                 into.add(found)
                 memory[name].append(at_rest(attackers, process.pid))
     ratios = (p99(attack.ours) / p99(peace.ours), p99(attack.jetstream) / p99(peace.jetstream))

@@ -1,4 +1,4 @@
-"""A server under attack: every answer is the one given alone, memory stays, small requests are fast.
+"""A server under attack: answers are those given alone, memory stays, small requests are fast.
 
 benchmarks/serve_under_attack.py says what 12 threads send, and compares.
 """
