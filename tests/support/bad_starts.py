@@ -15,6 +15,7 @@ import sys
 
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.config.key_reference import keys
+from distflow_jax.runtime.run_files import FILES, FOLDERS
 from support import bad_input_cases, bad_input_files, fuzz
 from support.paths import ROOT
 
@@ -63,7 +64,7 @@ CONFIG_FILES = {
     "lines": "raise ValueError('two\\nlines\\x1b[2J')\n",
     "os_error": "open('/surely/not/there')\n",
     "assertion": "assert False\n",
-    "latin": b"# \xe9\n",
+    "latin": b"x = '\xe9'\n",
     "zero_bytes": b"\0\0\0\0",
     "brackets": "x = " + "(" * 5000,
     "stop": "def get_config():\n    raise StopIteration\n",
@@ -74,6 +75,7 @@ CONFIG_FILES = {
     "odd_name": "from configs import tiny\ndef get_config():\n    config = tiny.get_config()\n"
     "    config.unlock()\n    config['a b'] = 1\n    return config\n",
 }
+RETURNED = {"number", "text", "dict", "a_class", "other_config", "no_section", "odd_name"}
 # of every key, what only a file can give it
 SETS_KEY = """from configs import tiny
 
@@ -92,7 +94,7 @@ USER_CODE = {
     "exits": "import sys\nsys.exit(0)\n",
     "missing": "import surely_not_installed_anywhere\n",
     "syntax": "def f(:\n",
-    "latin": b"# \xe9\ndef f(*a, **k): pass\n",
+    "latin": b"x = '\xe9'\ndef f(*a, **k): pass\n",
     "recursion": "def g():\n    g()\ng()\n",
     "lines": "raise ValueError('two\\nlines\\x1b[2J')\n",
     "empty": "",
@@ -191,14 +193,14 @@ def of_workdirs(folder):
     }
     for name, place in places.items():
         yield case(f"workdir: {name}", workdir=f"--workdir={place}")
-    ways = ("checkpoints", "samples", "run.lock")
-    for name in ways:
-        (folder / f"way_{name}").mkdir()
-        if name == "run.lock":
-            (folder / f"way_{name}" / name).mkdir()
+    for name in (*FOLDERS, *FILES):
+        way = folder / f"way_{name}"
+        way.mkdir()
+        if name in FOLDERS:
+            (way / name).write_text("in the way")
         else:
-            (folder / f"way_{name}" / name).write_text("in the way")
-        yield case(f"workdir: {name}", workdir=f"--workdir={{dir}}/way_{name}", says=[name])
+            (way / name).mkdir()
+        yield case(f"workdir: {name}", workdir=f"--workdir={way}", says=[name])
 
 
 def of_config_files(folder):
@@ -207,7 +209,9 @@ def of_config_files(folder):
     for name, text in CONFIG_FILES.items():
         path = folder / f"config_{name}.py"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        yield case(f"config {name}", config=f"--config={path}", quick=False, says=[path.name])
+        # what a file returns is named by its keys
+        says = [] if name in RETURNED else [path.name]
+        yield case(f"config {name}", config=f"--config={path}", quick=False, says=says)
     for place in ("", "{dir}", "/dev/null", "{dir}/nowhere.py", "tini", "{dir}/table.csv", BYTES):
         yield case(f"config at {place}", config=f"--config={place}", quick=False)
 

@@ -27,7 +27,7 @@ from distflow_jax.commands import main as commands
 from support.paths import ROOT
 
 PR_SET_CHILD_SUBREAPER = 36
-CPU_SECONDS = 30  # of one process: a start that trains ends here
+CPU_SECONDS = 12  # of one process: a start that trains ends here
 WALL_SECONDS = 120.0
 LEAVE_SECONDS = 10.0  # for children to end after their parent
 
