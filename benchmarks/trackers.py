@@ -66,7 +66,10 @@ class PairedRun(Run):
             signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
         # the row of this step is given in the next
         self.gate.open = step < WARM_STEPS or with_trackers(step + 1)
-        return super().run_step(prompts)
+        row = super().run_step(prompts)
+        if self.state.step == self.config.training.steps:  # stopped ones could not end
+            signal_trackers(signal.SIGCONT)
+        return row
 
 
 def with_trackers(step: int) -> bool:

@@ -141,7 +141,9 @@ def errors_of_file(file: str | None, what: str) -> Iterator[None]:
             raise
         text = str(error).splitlines()
         reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-        number = lines[-1].lineno if lines else error.lineno
+        number = error.lineno if isinstance(error, SyntaxError) else None
+        if lines:
+            number = lines[-1].lineno
         place = f" (line {number})" if number else ""
         raise ValueError(f"{what} {file!r}: {reason}{place}") from error
 

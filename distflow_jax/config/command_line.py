@@ -121,10 +121,11 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
         return f"config file {source!r}: {error.__cause__ or error}"
     if "whilst parsing config file" in str(error):
         # config_flags quotes the traceback of get_config, and raises while it handles the error
-        while error.__context__ is not None:
-            error = error.__context__
-        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"config file {source!r}: {name}{error}"
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        name = "" if isinstance(first, ValueError) else f"{type(first).__name__}: "
+        return f"config file {source!r}: {name}{first}"
     if isinstance(error, AttributeError) and str(error).endswith("no attribute 'get_config'"):
         return f"config file {source!r} has no get_config(): define it, returning a config"
     if source is None:
