@@ -16,6 +16,13 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.one_line import not_utf8, shown
+
+FOLDERS = ("checkpoints", "profile", "samples", "tensorboard", "trackers")  # that a run makes
+FILES = (
+    *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
+    *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json"),
+)
 
 log = logging.getLogger("distflow_jax")
 
@@ -30,6 +37,8 @@ def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
             f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
             "which object stores cannot do; mount the bucket, or choose a folder on a disk"
         )
+    if found := not_utf8(name):  # files of the run name their folder
+        raise ValueError(f"--workdir={shown(name)} is not UTF-8 ({found}); choose another name")
     return pathlib.Path(name)
 
 
@@ -46,7 +55,14 @@ def private_files(enabled: bool) -> Iterator[None]:
 
 
 def check_writable(folder: pathlib.Path) -> None:
-    """Raises ValueError if this process cannot write below `folder`."""
+    """Raises ValueError if this process cannot write the files of a run below `folder`."""
+    for name in (*FOLDERS, *FILES):
+        path, kind = folder / name, "folder" if name in FOLDERS else "file"
+        if os.path.lexists(path) and not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise ValueError(
+                f"--workdir {str(folder)!r}: {name} is no {kind}, and a run makes a {kind} of that "
+                f"name; move {path} away, or choose another folder"
+            )
     probe = folder / f".write_check_{processes.process_index()}"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
