@@ -104,7 +104,9 @@ def _config_path(argv: Sequence[str]) -> str | None:
 def _explain(error: Exception, argv: list[str]) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
         if required[1] == "config" and (given_file := _config_path(argv)):
-            return f"config file {given_file!r}: get_config() returned None: let it return the config"
+            return (
+                f"config file {given_file!r}: get_config() returned None: let it return the config"
+            )
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
         return str(error)
