@@ -55,7 +55,7 @@ def main(options: SimpleNamespace) -> int:
 
 
 def _access(options: SimpleNamespace) -> Access:
-    """What clients must show, and where weights may be loaded from."""
+    """The token and certificate of a server, and the folders that weights may come from."""
     access = read_access(
         options.token_file, options.tls_cert, options.tls_key, options.load_folders
     )
