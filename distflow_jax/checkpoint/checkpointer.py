@@ -13,15 +13,14 @@ import dataclasses
 import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from distflow_jax.checkpoint import checksums
+from distflow_jax.checkpoint import checksums, late_writes
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
@@ -64,7 +63,7 @@ class Checkpointer:
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
-        sys.unraisablehook = _Unraisable.install(sys.unraisablehook)
+        late_writes.leave_out()
         self._saving: epath.Path | None = None  # the last checkpoint saved here; None: none yet
         # the callback runs in process 0 before a checkpoint gets its final name
         self._writer = ocp.AsyncCheckpointer(
@@ -413,27 +412,6 @@ class _Restore(ocp.args.PyTreeRestore):
 def _restore_args(flat: Mapping[str, jax.ShapeDtypeStruct], partial: bool) -> _Restore:
     restore_args = ocp.checkpoint_utils.construct_restore_args(dict(flat))
     return _Restore(item=dict(flat), restore_args=restore_args, partial_restore=partial)
-
-
-class _Unraisable:
-    """A sys.unraisablehook that leaves out what follows from a save that failed.
-
-    Orbax closes its event loop at the first array that cannot be written. TensorStore then reports
-    every other one to the closed loop, and Python prints a traceback for each.
-    """
-
-    def __init__(self, other: Callable[[Any], object]):
-        self._other = other
-
-    @classmethod
-    def install(cls, hook: Callable[[Any], object]) -> Callable[[Any], object]:
-        """The hook to use in place of `hook`."""
-        return hook if isinstance(hook, cls) else cls(hook)
-
-    def __call__(self, found: Any) -> None:
-        late = isinstance(found.exc_value, RuntimeError) and found.object is None
-        if not (late and str(found.exc_value) == "Event loop is closed"):
-            self._other(found)
 
 
 class _Checksums:
