@@ -264,7 +264,8 @@ def _check_aggregation(config: AlgorithmConfig) -> None:
             f"algorithm.policy_loss={config.policy_loss!r} is defined with aggregation {own!r}, "
             f"got algorithm.aggregation={config.aggregation!r}; remove that setting"
         )
-    if (config.loss_aggregation == "fixed-budget") != (config.token_budget > 0):
+    budgeted = config.loss_aggregation == "fixed-budget"
+    if config.token_budget < 0 or budgeted != (config.token_budget > 0):
         raise ValueError(
             f"algorithm.token_budget={config.token_budget} and algorithm.aggregation="
             f"{config.loss_aggregation!r}: aggregation fixed-budget needs a positive budget, all "

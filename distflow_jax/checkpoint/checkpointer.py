@@ -13,14 +13,14 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from distflow_jax.checkpoint import checksums
+from distflow_jax.checkpoint import checksums, late_writes
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
@@ -28,6 +28,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 ArrayTable = dict[str, list]  # name -> [shape, dtype name]
 _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 MAX_LISTED = 5  # differences named in an error
+_UNCHECKED = "it has no checksums, and flipped bits in it would not be seen"
 
 log = logging.getLogger("distflow_jax")
 
@@ -62,6 +63,7 @@ class Checkpointer:
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
+        late_writes.leave_out()
         self._saving: epath.Path | None = None  # the last checkpoint saved here; None: none yet
         # the callback runs in process 0 before a checkpoint gets its final name
         self._writer = ocp.AsyncCheckpointer(
@@ -147,10 +149,7 @@ class Checkpointer:
         if not failure:
             record, failure = self._record(self._folder / str(found))
         if failure:
-            raise ValueError(
-                f"checkpoint {found} in {self._folder} cannot be read ({failure}); there are: "
-                f"{steps}"
-            )
+            raise _unreadable(self._folder, found, failure, steps)
         return found, record["arrays"]
 
     def digest(self, step: int) -> str:
@@ -158,7 +157,13 @@ class Checkpointer:
         return checksums.digest(self._folder / str(step))
 
     def restore(
-        self, step: int | None, abstract: Any, *, partial: bool = False
+        self,
+        step: int | None,
+        abstract: Any,
+        *,
+        partial: bool = False,
+        verify: bool = True,
+        lacking: Callable[[Mapping[str, Any]], str] = lambda info: "",
     ) -> tuple[int, Any, dict[str, Any]]:
         """Reads one checkpoint.
 
@@ -168,9 +173,11 @@ class Checkpointer:
           abstract: pytree of jax.ShapeDtypeStruct with shardings. Arrays are returned in its
             structure and layout, whatever the layout in which they were saved.
           partial: whether the checkpoint may hold more arrays than `abstract`.
+          verify: whether the files are verified; False for all but the first of several readings.
+          lacking: info -> what else a checkpoint of an older version lacks and what follows, or "".
 
         Returns:
-          (step, arrays, info).
+          (step, arrays, info). Process 0 warns once of a checkpoint of an older version.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -183,7 +190,8 @@ class Checkpointer:
         for candidate in reversed(steps) if step is None else [step]:
             path = self._folder / str(candidate)
             mine = processes.process_index(), processes.process_count()
-            failures = processes.all_gather_text(checksums.damage(path, *mine))
+            damage = checksums.damage(path, *mine) if verify else ""
+            failures = processes.all_gather_text(damage)
             result, mismatches = None, []
             if not any(failures):
                 result, mismatch, failure = self._read(path, abstract, partial)
@@ -197,12 +205,16 @@ class Checkpointer:
                 )
             if not any(failures):
                 self._report(unreadable, candidate)
+                if verify and self._is_first:
+                    _warn_of_age(path, lacking(result[1]))
                 return candidate, *result
             unreadable[candidate] = "; ".join(
                 f"process {index}: {text}" if len(failures) > 1 else text
                 for index, text in enumerate(failures)
                 if text
             )
+        if step is not None:
+            raise _unreadable(self._folder, step, unreadable[step], steps)
         reasons = "; ".join(f"step {s}: {reason}" for s, reason in unreadable.items())
         raise ValueError(
             f"no checkpoint in {self._folder} can be read ({reasons}). "
@@ -302,6 +314,19 @@ class Checkpointer:
                 (self._folder / str(step)).rename(target)
         self._unreadable = set()
         processes.all_gather_text("tidy")  # a barrier: no process saves before names are free
+
+
+def _unreadable(folder: epath.Path, step: int, reason: str, steps: list[int]) -> ValueError:
+    others = [other for other in steps if other != step]
+    there = f"the others are: {others}" if others else "there is no other"
+    return ValueError(f"checkpoint {step} in {folder} cannot be read ({reason}); {there}")
+
+
+def _warn_of_age(checkpoint: epath.Path, lacking: str) -> None:
+    """Warns, once for all that it lacks, of a checkpoint of an older version."""
+    unchecked = "" if checksums.has_checksums(checkpoint) else _UNCHECKED
+    if found := "; ".join(filter(None, [unchecked, lacking])):
+        log.warning("checkpoint %s was written by an older version: %s", checkpoint, found)
 
 
 def step_of(name: str) -> int | None:

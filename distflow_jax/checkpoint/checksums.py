@@ -1,40 +1,30 @@
 """Checksums of a checkpoint's files, which find damage that leaves a file's size as it was.
 
-    FOLDER/STEP/checksums.json   {file: [bytes, CRC-32]}, written before the checkpoint has its name
+    FOLDER/STEP/checksums.json   {file: [bytes, CRC-32 of each 64 MiB]}, written before the
+                                 checkpoint has its name
     FOLDER/STEP/sizes.json       {file: bytes}, in checkpoints of older versions
 
 TensorStore's OCDBT format keeps checksums of its index nodes, none of the arrays' values. A CRC-32
 (ITU-T V.42, as in zlib) finds every error of a single burst of up to 32 bits, and others but for
 one in 4e9. Each process reads back the files that it wrote, from the system's cache, and verifies
-its share of all files before a restore.
+its share of all files before a restore. TensorStore writes few files, of gigabytes; their segments
+are read by several threads.
 """
 
 import hashlib
 import json
-import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from etils import epath
 
 FILE = "checksums.json"
 SIZES_FILE = "sizes.json"
-Checksum = list[int]  # [bytes, CRC-32]
-_BLOCK = 1 << 23  # bytes read at once
+Checksum = list[int]  # [bytes, CRC-32 of each segment]
+_SEGMENT = 1 << 26  # bytes
+_BLOCK = 1 << 18  # bytes read at once: they stay in a core's cache
 _THREADS = 4  # zlib and reads release the interpreter's lock
-
-log = logging.getLogger("distflow_jax")
-
-
-def checksum(path: epath.Path) -> Checksum:
-    """[bytes, CRC-32] of a file's content."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
 
 
 def write_part(folder: epath.Path, index: int) -> None:
@@ -65,23 +55,20 @@ def write(checkpoint: epath.Path, items: Sequence[str], parts: Mapping[epath.Pat
 
 
 def damage(checkpoint: epath.Path, index: int = 0, count: int = 1) -> str:
-    """The first damaged file of those that process `index` of `count` verifies; "" if none is.
+    """One damaged file of those that process `index` of `count` verifies; "" if none is.
 
-    Every file belongs to one process. A checkpoint of an older version has no checksums: its sizes
-    are compared, and process 0 warns.
+    Every file belongs to one process. Of a checkpoint without checksums the sizes are compared.
     """
     table, failure = _table(checkpoint)
     if failure:
         return failure
     mine = sorted(table, key=lambda name: (-table[name][0], name))[index::count]
-    if index == 0 and any(len(entry) == 1 for entry in table.values()):
-        log.warning(
-            "checkpoint %s has no checksums, as it was written by an older version: flipped bits "
-            "in it would not be seen",
-            checkpoint,
-        )
-    found = _each(lambda name: _wrong(checkpoint / name, name, table[name]), mine)
-    return next(filter(None, found), "")
+    return _wrong(checkpoint, {name: table[name] for name in mine}, has_checksums(checkpoint))
+
+
+def has_checksums(checkpoint: epath.Path) -> bool:
+    """Whether a checkpoint has checksums; one of an older version has sizes alone."""
+    return not (checkpoint / SIZES_FILE).exists()
 
 
 def digest(checkpoint: epath.Path) -> str:
@@ -97,11 +84,10 @@ def quick_damage(checkpoint: epath.Path, item: str) -> str:
     table, failure = _table(checkpoint)
     if failure:
         return failure
-    for name, entry in table.items():
-        whole = name.startswith(f"{item}/")
-        if found := _wrong(checkpoint / name, name, entry if whole else entry[:1]):
-            return found
-    return ""
+    content = {name: entry for name, entry in table.items() if name.startswith(f"{item}/")}
+    return _wrong(checkpoint, table, False) or _wrong(
+        checkpoint, content, has_checksums(checkpoint)
+    )
 
 
 def files(folder: epath.Path) -> Iterator[epath.Path]:
@@ -117,38 +103,59 @@ def _part(folder: epath.Path, index: int) -> epath.Path:
     return folder.parent / f"checksums.{index}.json"
 
 
-def _table(checkpoint: epath.Path) -> tuple[dict[str, list[int]], str]:
-    """({file: [bytes, CRC-32] or [bytes]}, "") of a checkpoint, or ({}, why it has none)."""
-    name = SIZES_FILE if (checkpoint / SIZES_FILE).exists() else FILE
+def _table(checkpoint: epath.Path) -> tuple[dict[str, Checksum], str]:
+    """({file: [bytes, CRC-32s] or [bytes]}, "") of a checkpoint, or ({}, why it has none)."""
+    name = FILE if has_checksums(checkpoint) else SIZES_FILE
     try:
         table = json.loads((checkpoint / name).read_text())
         if name == SIZES_FILE:
             table = {file: [size] for file, size in table.items()}
-        length = 1 if name == SIZES_FILE else 2
         for file, entry in table.items():
-            if len(entry) != length or not all(type(number) is int for number in entry):
+            integers = all(type(number) is int for number in entry)
+            length = 1 if name == SIZES_FILE or not integers else 1 + len(_segments(entry[0]))
+            if not integers or len(entry) != length:
                 return {}, f"{name} has no checksum of {file}"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, IndexError) as error:
         return {}, f"{name}: {type(error).__name__}"
     return table, ""
 
 
-def _wrong(path: epath.Path, name: str, entry: list[int]) -> str:
-    """The damage of a file in words; "" if it has none."""
-    if not path.exists():
-        return f"{name} is missing"
-    size = path.stat().length
-    if size != entry[0]:
-        return f"{name} has {size} bytes of {entry[0]}"
-    if len(entry) > 1 and checksum(path) != entry:
-        return f"{name} has another content than was written: its checksum differs"
+def _wrong(checkpoint: epath.Path, table: Mapping[str, Checksum], content: bool) -> str:
+    """The damage of a file in words, of its size or of its `content` too; "" if there is none."""
+    for name, entry in table.items():
+        path = checkpoint / name
+        if not path.exists():
+            return f"{name} is missing"
+        if (size := path.stat().length) != entry[0]:
+            return f"{name} has {size} bytes of {entry[0]}"
+    if content:
+        found = _checksums({name: checkpoint / name for name in table})
+        for name, entry in table.items():
+            if found[name] != entry:
+                return f"{name} has another content than was written: its checksum differs"
     return ""
 
 
 def _checksums(found: Mapping[str, epath.Path]) -> dict[str, Checksum]:
-    return dict(zip(found, _each(checksum, found.values()), strict=True))
-
-
-def _each(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """[bytes, CRC-32 of each segment] of files."""
+    table = {name: [path.stat().length] for name, path in found.items()}
+    places = [(name, start) for name, (size,) in table.items() for start in _segments(size)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(function, values))
+        values = pool.map(lambda place: _crc(found[place[0]], place[1]), places)
+        for (name, _), value in zip(places, values, strict=True):
+            table[name].append(value)
+    return table
+
+
+def _segments(size: int) -> range:
+    return range(0, size, _SEGMENT)
+
+
+def _crc(path: epath.Path, start: int) -> int:
+    """CRC-32 of the segment that begins at byte `start`."""
+    crc, left, block = 0, _SEGMENT, memoryview(bytearray(_BLOCK))
+    with path.open("rb") as file:
+        file.seek(start)
+        while left and (count := file.readinto(block)):
+            crc, left = zlib.crc32(block[:count], crc), left - count
+    return crc

@@ -188,23 +188,20 @@ def _reading(
 ) -> Iterator[Callable[[str], np.ndarray | None]]:
     """A function: path -> float32 array; None for a parameter that the network does not have."""
     checkpointer, specs = Checkpointer(folder, CheckpointConfig()), param_specs(network)
+    unverified = [step]  # until the first reading, which verifies all files
 
     def read(path):
         if path not in specs:
             return None
-        return _read_one(checkpointer, step, key, path, specs[path].shape)
+        verify = bool(unverified)
+        unverified.clear()
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        wanted = jax.ShapeDtypeStruct(specs[path].shape, np.float32, sharding=on_host)
+        tree = {key: {"params": unflatten_dict({path: wanted}, sep="/")}}
+        _, arrays, _ = checkpointer.restore(step, tree, partial=True, verify=verify)
+        return np.asarray(flatten_dict(arrays[key]["params"], sep="/")[path])
 
     try:
         yield read
     finally:
         checkpointer.close()
-
-
-def _read_one(
-    checkpointer: Checkpointer, step: int, key: str, path: str, shape: tuple[int, ...]
-) -> np.ndarray:
-    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    wanted = jax.ShapeDtypeStruct(shape, np.float32, sharding=on_host)
-    tree = {key: {"params": unflatten_dict({path: wanted}, sep="/")}}
-    _, arrays, _ = checkpointer.restore(step, tree, partial=True)
-    return np.asarray(flatten_dict(arrays[key]["params"], sep="/")[path])

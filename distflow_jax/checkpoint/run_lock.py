@@ -93,7 +93,7 @@ class RunLock:
                 opened.callback(os.close, file)
                 flocked = _flock(file)
                 if flocked is False:
-                    raise ValueError(_in_use(path, _read(file)))
+                    raise ValueError(_in_use(path, _holder(file, me)))
                 before = _read(file)
                 if before and not (flocked and before.kernel == me.kernel):
                     _observe(path, before, lease_seconds)
@@ -200,6 +200,32 @@ def _is_at(file: int, path: pathlib.Path) -> bool:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _holder(file: int, me: Holder) -> Holder | None:
+    """The holder of a lock that is taken.
+
+    Who has just taken it writes its name a moment later, over that of one that has died.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        found = _read(file)
+        if found is not None and (found.kernel != me.kernel or _runs(found.pid)):
+            return found
+        if time.monotonic() >= deadline:
+            return found
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host runs; a process of another container seems not to."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _observe(path: pathlib.Path, before: Holder, seconds: float) -> None:

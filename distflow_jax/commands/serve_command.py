@@ -12,7 +12,7 @@ from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.standalone_sampler import answer_sizes, read_weights
-from distflow_jax.serving.access import read_access
+from distflow_jax.serving.access import Access, read_access
 from distflow_jax.serving.jetstream import GREEDY, door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
@@ -35,13 +35,7 @@ def main(options: SimpleNamespace) -> int:
         default_response=config.rollout.max_response_length,
         max_samples=options.max_samples,
         grace_seconds=options.grace_seconds,
-        access=read_access(
-            options.token_file,
-            options.tls_cert,
-            options.tls_key,
-            # the run that is served may go on, and so may its weights here
-            options.load_folders or ([options.run] if options.run else []),
-        ),
+        access=_access(options),
         jetstream=dataclasses.replace(GREEDY, temperature=options.temperature, top_p=options.top_p),
     )
     check_addresses(served)  # before the model is loaded
@@ -58,6 +52,17 @@ def main(options: SimpleNamespace) -> int:
     code = asyncio.run(serve_until_signal(server, print_ready))
     print("stopped", flush=True)
     return code
+
+
+def _access(options: SimpleNamespace) -> Access:
+    """The token and certificate of a server, and the folders that weights may come from."""
+    access = read_access(
+        options.token_file, options.tls_cert, options.tls_key, options.load_folders
+    )
+    if options.load_folders or not options.run:
+        return access
+    # the run that is served may go on, and so may its weights here
+    return dataclasses.replace(access, load_folders=(options.run,))
 
 
 def resumable(sizes: EngineConfig) -> EngineConfig:

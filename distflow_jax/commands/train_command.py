@@ -16,8 +16,9 @@ def main(options: SimpleNamespace) -> int:
         options.config.observe.profile_steps = options.profile_steps
     config = from_config_dict(Config, options.config)
     with stop_on_sigterm() as stop:
+        stop.before_leaving.append(processes.stop_others)
         stop.leave_at_once()  # joining may wait for minutes
-        job = join_job(options)
+        job = join_job(options, watched_next=True)
         code = run.train(config, options.workdir, job, chosen=options.chosen, stop=stop)
     processes.shutdown()
     return code

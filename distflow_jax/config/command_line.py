@@ -1,5 +1,6 @@
 """Parsing of flags, and user errors as one line with exit code 2."""
 
+import contextlib
 import functools
 import itertools
 import pathlib
@@ -7,9 +8,9 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
@@ -61,7 +62,7 @@ def chosen_keys() -> set[str]:
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
-        with errors_of_file(_config_path(argv), _CONFIG_FILE):
+        with errors_of_file(_config_path(argv), _CONFIG_FILE), _only_errors():
             rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
@@ -82,6 +83,17 @@ def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     return rest
 
 
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """A block in which absl and ml_collections log errors only: the message here says the same."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _config_path(argv: Sequence[str]) -> str | None:
     """The path of the last --config=FILE[:ARGUMENT]; None without one."""
     given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
@@ -91,6 +103,8 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 def _explain(error: Exception, argv: list[str]) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
+        if required[1] == "config" and (named := _config_path(argv)):
+            return f"config file {named!r}: get_config() returned None: let it return the config"
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
         return str(error)

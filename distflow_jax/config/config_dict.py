@@ -20,7 +20,7 @@ from ml_collections import config_dict, config_flags
 
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.parsing.checked_fields import MOST_INTEGER
-from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.one_line import not_utf8, shown
 
 T = typing.TypeVar("T")
 
@@ -113,7 +113,7 @@ def from_config_dict(
 
 
 def _convert(value: Any, annotation: Any, path: str) -> Any:
-    wrong = ValueError(f"{path} must be {_describe(annotation)}, got {value!r}")
+    wrong = ValueError(f"{path} must be {_describe(annotation)}, got {shown(value)}")
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         _check_finite(value, path)
@@ -135,6 +135,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         if not isinstance(value, annotation) or isinstance(value, bool) != (annotation is bool):
             raise wrong
         check_number(value, path)
+        check_text(value, path)
         return value
     if (origin or annotation) is tuple:
         if not isinstance(value, tuple | list):  # JSON has no tuples
@@ -198,34 +199,47 @@ def check_number(value: Any, path: str) -> None:
         raise ValueError(f"{path} must be at most {MOST_SECONDS} (24 days), got {value:g}")
 
 
-def check_numbers(value: Any, path: str) -> None:
-    """Checks every number in a dataclass or a tuple; see check_number.
+def check_text(value: Any, path: str) -> None:
+    """Raises ValueError for text that no file can hold: bytes of a shell that are not UTF-8."""
+    if isinstance(value, str) and (found := not_utf8(value)):
+        raise ValueError(f"{path} must be UTF-8 text, got {shown(value)} ({found})")
+
+
+def check_values(value: Any, path: str) -> None:
+    """Checks every number and text in a dataclass or a tuple; see check_number and check_text.
 
     In a dict, which is for a user's own function, numbers have to be finite only.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            check_numbers(getattr(value, field.name), f"{path}.{field.name}")
+            check_values(getattr(value, field.name), f"{path}.{field.name}")
     elif isinstance(value, Mapping | ml_collections.ConfigDict):
         for key in value:
             _check_finite(value[key], f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_numbers(item, f"{path}[{i}]")
+            check_values(item, f"{path}[{i}]")
     else:
         check_number(value, path)
+        check_text(value, path)
 
 
 def _check_finite(value: Any, path: str) -> None:
-    """Raises ValueError for a number without end in a value of any form: JSON cannot hold it."""
+    """Raises ValueError for a number without end, or no UTF-8, in a value of any form.
+
+    JSON can hold neither.
+    """
     if isinstance(value, Mapping | ml_collections.ConfigDict):
         for key in value:
+            check_text(key, f"a key of {path}")
             _check_finite(value[key], f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             _check_finite(item, f"{path}[{i}]")
     elif isinstance(value, float):
         check_number(value if not math.isfinite(value) else 0.0, path)
+    else:
+        check_text(value, path)
 
 
 def _check_renamed(path: str) -> None:

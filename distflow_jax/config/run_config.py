@@ -12,7 +12,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig
-from distflow_jax.config.config_dict import check_numbers
+from distflow_jax.config.config_dict import check_values
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.models.decoder_config import LoraConfig
@@ -131,6 +131,6 @@ class Config:
     health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
 
     def __post_init__(self):
-        check_numbers(self, "config")  # of sections that were not made by from_config_dict, too
+        check_values(self, "config")  # of sections that were not made by from_config_dict, too
         if not 0 <= self.seed < 1 << 31:
             raise ValueError(f"seed must be from 0 to {(1 << 31) - 1}, got {self.seed}")

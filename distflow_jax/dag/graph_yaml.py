@@ -60,7 +60,7 @@ def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGra
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
         path = pathlib.Path(text_or_path)
         if not names_file(path):
-            raise FileNotFoundError(f"graph file {shown(str(path))} does not exist")
+            raise FileNotFoundError(f"graph file '{one_line(str(path))}' does not exist")
         return _open(read_text(path, MOST_BYTES), str(path), path.parent, config)
     return _open(text_or_path, "graph", pathlib.Path(), config)
 

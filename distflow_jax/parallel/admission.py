@@ -9,7 +9,8 @@ address to each process of the job once. P processes.
   process    its index, P, its host and pid, a nonce, HMAC-SHA256 of this and the gate's bytes
   gate       whether it is admitted, the service's address or the reason, HMAC of all of the above
 
-The connection stays open while the process runs: a number is free again when its process has ended.
+The connection stays open while the process runs: a number is free again when its process has ended,
+and until the watchdogs have met it is how the others hear of that (parallel/roll_call.py).
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import time
 from typing import NamedTuple
 
 from distflow_jax.parallel.greetings import Greetings, Guest
+from distflow_jax.parallel.roll_call import SAY_SECONDS, RollCall
 
 _MAGIC = b"distflow job 1\n"
 _NONCE_BYTES, _MAC_BYTES, _TEXT_BYTES, _NAME_BYTES = 16, 32, 400, 80
@@ -64,20 +66,27 @@ class Gate:
     Args:
       listener: from `open_listener`.
       service: HOST:PORT of JAX's coordination service, which every admitted process gets.
-      count: number of processes.
+      roll: of the job, whose processes it watches.
       token: of the job.
     """
 
-    def __init__(self, listener: socket.socket, service: str, count: int, token: str):
-        self._listener, self._service, self._count = listener, service, count
+    def __init__(self, listener: socket.socket, service: str, roll: RollCall, token: str):
+        self._listener, self._service, self._roll = listener, service, roll
         self._key, self._closed, self._strangers = _key(token), False, 0
-        self._admitted: dict[int, tuple[str, socket.socket]] = {}  # name, connection
         self._greetings = Greetings(
             listener,
             _APPLICATION.size + _MAC_BYTES,
             lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES),
         )
         threading.Thread(target=self._run, name="job's gate", daemon=True).start()
+
+    def met(self) -> None:
+        """Process 0 has met the others, and needs no watch over their start any more."""
+        self._roll.met()
+
+    def stopped(self) -> None:
+        """SIGTERM ends process 0, and with it the others."""
+        self._roll.stopped()
 
     def close(self) -> None:
         """Lets the thread end, which closes all connections."""
@@ -93,10 +102,15 @@ class Gate:
                 if not self._closed:
                     log.warning("no further process can join this job: %s", error)
                 break
+            self._look()  # first: a process that has ended makes room for another one
             for guest in guests:
                 self._answer(guest)
+        self._roll.close()
         self._greetings.close()
-        for _, connection in self._admitted.values():
+
+    def _look(self) -> None:
+        for connection in self._roll.look():
+            self._greetings.ignore(connection)
             connection.close()
 
     def _answer(self, guest: Guest) -> None:
@@ -114,19 +128,18 @@ class Gate:
             log.warning("process %d (%s) is refused: %s", index, name, refused)
             self._reply(guest, application, False, refused)
         else:
-            if index in self._admitted:
-                self._admitted.pop(index)[1].close()
-            self._admitted[index] = (name, guest.connection)
             self._reply(guest, application, True, self._service)
+            self._roll.admit(index, name, guest.connection)
+            self._greetings.heed(guest.connection)
 
     def _refusal(self, index: int, count: int) -> str:
         """The reason against a process; "": there is none."""
-        if count != self._count:
-            return f"it was started for {count} processes, and this job has {self._count}"
+        if count != self._roll.count:
+            return f"it was started for {count} processes, and this job has {self._roll.count}"
         if index == 0:
             return f"process 0 of this job is running already ({_own_name()})"
-        if index in self._admitted and not _ended(self._admitted[index][1]):
-            return f"process {index} of this job is running already ({self._admitted[index][0]})"
+        if name := self._roll.running(index):
+            return f"process {index} of this job is running already ({name})"
         return ""
 
     def _reply(self, guest: Guest, application: bytes, admitted: bool, text: str) -> None:
@@ -146,12 +159,20 @@ def apply(
     process runs. Raises ValueError for a process that is refused, and ConnectionError if process 0
     is not there in time.
     """
-    deadline = time.monotonic() + seconds
+    began = said = time.monotonic()
     while True:
         try:
             return _apply_once(Address.parse(coordinator), index, count, token)
         except OSError as error:  # process 0, or the name of its host, is not there yet
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now - said >= SAY_SECONDS:
+                said = now
+                log.warning(
+                    "process %d waits for process 0 at %s, for %.0f s so far (%s): start process "
+                    "0, or see its log",
+                    *(index, coordinator, now - began, error),
+                )
+            if now - began >= seconds:
                 raise ConnectionError(
                     f"process {index} cannot reach process 0 at {coordinator} ({error}); see the "
                     "log of process 0"
@@ -248,16 +269,6 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("it closed the connection")
         data += part
     return data
-
-
-def _ended(connection: socket.socket) -> bool:
-    """Whether the process at the other side of a connection has ended."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _peer(connection: socket.socket) -> str:

@@ -65,6 +65,14 @@ class Greetings:
         self._drop_late()
         return guests
 
+    def heed(self, connection: socket.socket) -> None:
+        """From now on `read` returns early when there is something to read on a connection."""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def ignore(self, connection: socket.socket) -> None:
+        """Undoes `heed`; call it before the connection is closed."""
+        self._selector.unregister(connection)
+
     def close(self) -> None:
         """Closes the listener and all connections that have not been returned."""
         self._selector.close()

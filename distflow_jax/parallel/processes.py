@@ -18,7 +18,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,10 @@ from jax.experimental import multihost_utils
 from distflow_jax.parallel import admission
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
+from distflow_jax.parallel.roll_call import Answer, RollCall, leave_job
 
 JOIN_SECONDS = 300  # for all processes of a job to be there
+LATER_SECONDS = 30  # for jax to give up after this job has, which names whom it waits for
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -41,11 +43,13 @@ SHOWN_CHARACTERS = 60
 log = logging.getLogger("distflow_jax")
 
 
-def initialize(job: Job) -> None:
+def initialize(job: Job, *, watched_next: bool = False) -> None:
     """Joins the other processes of the job, see job.find; does nothing for a single process.
 
-    Call it before anything uses a device. Raises ValueError if jax is to detect the job and fails,
-    and if the job does not admit this process; ConnectionError if process 0 is not there in time.
+    If one of them ends or stops meanwhile, this process names it and ends, or with `watched_next`
+    until `met_others`. Call it before anything uses a device. Raises ValueError if jax is to detect
+    the job and fails, and if the job does not admit this process; ConnectionError if process 0 is
+    not there in time.
     """
     if job != ALONE:
         log.info(job.describe())
@@ -68,15 +72,40 @@ def initialize(job: Job) -> None:
         if ipaddress.ip_address(host).is_unspecified:
             host = reachable_host(job)
         with admission.reserved_port(host) as service:
-            _joined.gate = admission.Gate(listener, service, job.num_processes, job.token)
+            roll = RollCall(job.num_processes, JOIN_SECONDS, _leave)
+            _joined.gate = admission.Gate(listener, service, roll, job.token)
             _join(job, service)
     else:
-        service, _joined.gate = admission.apply(
+        service, connection = admission.apply(
             job.coordinator, job.process_id, job.num_processes, job.token, JOIN_SECONDS
         )
+        _joined.gate = Answer(connection, job.coordinator, _leave)
         _join(job, service)
     if process_count() > 1:
         _joined.exchange = _connect_hosts(reachable_host(job))
+    if not watched_next:
+        met_others()
+
+
+def met_others() -> None:
+    """Ends this process's watch over the others' start: from here on somebody else watches them."""
+    if _joined.gate is not None:
+        _joined.gate.met()
+
+
+def _leave(reason: str) -> None:
+    leave_job(reason, _joined.before_leaving)
+
+
+def stop_others() -> None:
+    """Has SIGTERM, which ends this process, end the others too while the job starts."""
+    if _joined.gate is not None:
+        _joined.gate.stopped()
+
+
+def before_leaving(call: Callable[[], object]) -> None:
+    """Has `call` called if this process ends because another one ended while the job started."""
+    _joined.before_leaving.append(call)
 
 
 def _join(job: Job, service: str) -> None:
@@ -88,7 +117,7 @@ def _join(job: Job, service: str) -> None:
         job.local_device_ids,
         # within a Slurm step jax would otherwise still select a single GPU
         cluster_detection_method="deactivate",
-        initialization_timeout=JOIN_SECONDS,
+        initialization_timeout=JOIN_SECONDS + LATER_SECONDS,
         # not on all interfaces, which is jax's default
         coordinator_bind_address=service,
     )
@@ -171,7 +200,8 @@ def coordination_cpu_seconds() -> float:
 @dataclasses.dataclass
 class _Joined:
     exchange: HostExchange | None = None
-    gate: admission.Gate | socket.socket | None = None  # of process 0; the others' connection to it
+    gate: admission.Gate | Answer | None = None  # of process 0; of the others
+    before_leaving: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
 
 _joined = _Joined()

@@ -31,6 +31,23 @@ def shown(value: object) -> str:
     return one_line(text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}...")
 
 
+def not_utf8(text: str) -> str:
+    r"""The first byte that is not UTF-8, in words; "" if there is none.
+
+    Python reads such a byte of a command line as half of a surrogate pair.
+
+    >>> not_utf8("\udcff")
+    'byte 0xff at character 1'
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        byte = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+        return f"{byte} at character {error.start + 1}"
+    return ""
+
+
 def _escaped(character: str) -> str:
     if character in _SHORT:
         return _SHORT[character]

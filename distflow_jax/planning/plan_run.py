@@ -52,7 +52,8 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     or FileNotFoundError.
     """
     opened = open_graph(config.dag, config)
-    config = with_settings(config, opened.settings, chosen=chosen)
+    with _named(config.dag):
+        config = with_settings(config, opened.settings, chosen=chosen)
     graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")

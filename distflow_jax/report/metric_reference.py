@@ -439,9 +439,11 @@ def find_metric(name: str) -> Metric | None:
     one without a free {word} before one with it.
     """
     entries = [metric for section in METRICS.values() for metric in section]
-    named = sorted(entries, key=lambda metric: bool(_free(metric.name)))
-    for candidate in (name, name.partition("/")[2]):
-        for metric in named:
+    fixed = [metric for metric in entries if not _free(metric.name)]
+    free = [metric for metric in entries if _free(metric.name)]
+    rest = name.partition("/")[2]
+    for metrics, candidate in ((fixed, name), (fixed, rest), (free, name), (free, rest)):
+        for metric in metrics:
             if candidate and metric.pattern.fullmatch(candidate):
                 return metric
     return None

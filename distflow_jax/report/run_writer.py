@@ -151,6 +151,8 @@ class RunWriter:
     def _report(self) -> None:
         try:
             write_atomic(self.folder / "report.html", report(self.folder))
+        except OSError as error:  # a disk's; a traceback says no more
+            log.warning("report.html could not be written: %s", error)
         except Exception:
             # an error in the report must not end the run; scripts/report.py writes it again
             log.warning("report.html could not be written", exc_info=True)

@@ -11,9 +11,18 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Samples
+from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
+from distflow_jax.config.run_config import Config
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.one_line import not_utf8, shown
+
+FOLDERS = ("checkpoints", "profile", "samples", "tensorboard", "trackers")  # that a run makes
+FILES = (
+    *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
+    *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json"),
+)
 
 log = logging.getLogger("distflow_jax")
 
@@ -28,6 +37,8 @@ def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
             f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
             "which object stores cannot do; mount the bucket, or choose a folder on a disk"
         )
+    if found := not_utf8(name):  # files of the run name their folder
+        raise ValueError(f"--workdir={shown(name)} is not UTF-8 ({found}); choose another name")
     return pathlib.Path(name)
 
 
@@ -44,7 +55,14 @@ def private_files(enabled: bool) -> Iterator[None]:
 
 
 def check_writable(folder: pathlib.Path) -> None:
-    """Raises ValueError if this process cannot write below `folder`."""
+    """Raises ValueError if this process cannot write the files of a run below `folder`."""
+    for name in (*FOLDERS, *FILES):
+        path, kind = folder / name, "folder" if name in FOLDERS else "file"
+        if os.path.lexists(path) and not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise ValueError(
+                f"--workdir {str(folder)!r}: {name} is no {kind}, and a run makes a {kind} of that "
+                f"name; move {path} away, or choose another folder"
+            )
     probe = folder / f".write_check_{processes.process_index()}"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -58,11 +76,16 @@ def check_writable(folder: pathlib.Path) -> None:
 
 
 def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
-    """Says which settings differ from those of the run that is continued."""
+    """Says which settings differ from those of the run that is continued.
+
+    An older version did not know the keys that its file lacks: it ran as by their defaults.
+    """
     if not path.exists():
         return
-    before = flatten_dict(json.loads(path.read_text()), sep=".")
-    now = flatten_dict(now, sep=".")
+    defaults, now = (flatten_dict(d, sep=".") for d in (_defaults(), now))
+    saved = flatten_dict(json.loads(path.read_text()), sep=".")
+    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
+    before = {key: defaults[key] for key in defaults.keys() & now.keys()} | saved
     changed = [
         f"{key} {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -72,6 +95,10 @@ def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
         log.warning(
             "the config differs from the one this run was started with: %s", ", ".join(changed)
         )
+
+
+def _defaults() -> dict[str, Any]:
+    return json.loads(to_json(to_config_dict(Config())))
 
 
 def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -56,7 +56,13 @@ def first_or_restored_state(
     if checkpointer.latest() is None:
         first = states.initial({}, offload.adopt) | runtime.first_states
         return RunState(first, starting_weights=digests)
-    step, restored, info = checkpointer.restore(None, offload.abstract(states.abstract()))
+    step, restored, info = checkpointer.restore(
+        None,
+        offload.abstract(states.abstract()),
+        lacking=lambda info: (
+            "" if info.keys() & _DIGESTS else f"{_UNKNOWN_START} {prepared.source.spec}"
+        ),
+    )
     _check_starting_weights(info, digests, prepared)
     prepared.loader.restore(info["loader"])
     of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
@@ -71,6 +77,8 @@ def first_or_restored_state(
 
 
 _KEPT = "rollout_corr/kept_weight_max"
+_DIGESTS = {"starting_weights", "model"}  # keys of a checkpoint's info; the second: version 0.1
+_UNKNOWN_START = "it does not say which weights the run was started from, and continues with"
 
 
 def check_lost(state: RunState, config: TrainingConfig, folder: pathlib.Path) -> None:
@@ -103,18 +111,11 @@ def _check_starting_weights(
     info: dict[str, Any], now: dict[str, str], prepared: PreparedRun
 ) -> None:
     """Raises ValueError if a model of the run would no longer start from the same weights."""
-    before = info.get("starting_weights")
-    if before is None and "model" in info:  # of version 0.1: the source's digest alone
+    before = info.get("starting_weights", {})
+    if "model" in info:  # of version 0.1: the source's digest alone
         before = {
             key: info["model"] for key, model in prepared.models.items() if not model.checkpoint
         }
-    if before is None:
-        log.warning(
-            "the checkpoint does not say which weights the run was started from, as it was written "
-            "by an older version; it continues with model.source=%s",
-            prepared.source.spec,
-        )
-        return
     for key, digest in now.items():
         if before.get(key, digest) != digest:
             place = prepared.models[key].checkpoint or prepared.source.spec

@@ -85,11 +85,16 @@ def sentence(error: Exception) -> str:
     return shown if len(shown) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}..."
 
 
+def most_bytes(max_text: int) -> int:
+    """Bytes of the largest request to Sample whose prompt has `max_text` characters."""
+    return _BYTES_PER_CHARACTER * max_text + _OTHER_BYTES
+
+
 def sample_request(
     data: bytes, limits: Limits, prompts: PromptReader, new_uid: Callable[[], int]
 ) -> SampleRequest:
     """Reads a request to Sample. ValueError says what is wrong with it."""
-    most = _BYTES_PER_CHARACTER * prompts.max_text + _OTHER_BYTES
+    most = most_bytes(prompts.max_text)
     if len(data) > most:
         raise ValueError(
             f"the request has {len(data)} bytes; one with a prompt of {limits.max_prompt} tokens "

@@ -25,13 +25,14 @@ from distflow_jax.serving.jetstream import (
     ServedDriver,
     prepare,
 )
-from distflow_jax.serving.messages import Limits
+from distflow_jax.serving.messages import Limits, most_bytes
 from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import LoadParams, SamplerRpc
 from distflow_jax.serving.sampler_thread import SamplerService
 from distflow_jax.serving.served_weights import Weights
 
 _LOOK_SECONDS = 0.05  # between two looks at what still runs
+_LEAST_BOUND, _MOST_BOUND = 1 << 20, 4 << 20  # bytes of a message; the latter is gRPC's own
 _GRPC_OPTIONS = [
     ("grpc.so_reuseport", 0),  # no second server behind one port, of which requests get either
     # a client whose machine has failed closes nothing
@@ -91,8 +92,10 @@ class Server:
         config, weights = self.config, self._weights
         check_addresses(config)  # grpc would write pages of its own to stderr
         config.access.warn_if_open(config.host)
+        self._prompts = PromptReader(self._tokenizer, self._limits.max_prompt)
         self._grpc = grpc.aio.server(
-            options=_GRPC_OPTIONS, interceptors=config.access.interceptors()
+            options=[*_GRPC_OPTIONS, _message_bound(self._prompts.max_text)],
+            interceptors=config.access.interceptors(),
         )
         self.port = self._listen(f"{config.host}:{config.port}")
         self._metrics = None
@@ -103,7 +106,6 @@ class Server:
         prepare()
         for engine in (self.engine, self._jetstream_engine):
             engine.compile(weights.params)
-        self._prompts = PromptReader(self._tokenizer, self._limits.max_prompt)
         self.sampler = SamplerService(self.engine, weights, self._tokenizer)
         facts = {
             "model": config.model,
@@ -195,6 +197,15 @@ class Server:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _message_bound(max_text: int) -> tuple[str, int]:
+    """The option by which gRPC refuses larger messages, before they take memory.
+
+    Below the least bound a request that is too long is read, and refused with a sentence.
+    """
+    most = min(max(most_bytes(max_text), _LEAST_BOUND), _MOST_BOUND)
+    return ("grpc.max_receive_message_length", most)
 
 
 class _Metrics(Collector):

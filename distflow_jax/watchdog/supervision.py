@@ -23,11 +23,13 @@ def watched(config: HealthConfig, job: Job) -> Watchdog:
     index, count = processes.process_index(), processes.process_count()
     host = processes.reachable_host(job)
     watchdog = Watchdog.start(config, index=index, count=count, host=host)
+    processes.before_leaving(watchdog.close)  # it must not name this process for another's end
     if count > 1:
         gathered = processes.all_gather_text(f"{watchdog.address} {secrets.token_hex(16)}")
         addresses, tokens = zip(*(text.rsplit(" ", 1) for text in gathered), strict=True)
         if config.enabled:
             watchdog.connect(addresses, tokens[0])
+    processes.met_others()
     return watchdog
 
 

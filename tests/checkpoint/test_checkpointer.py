@@ -223,25 +223,36 @@ def test_the_damaged_file_is_named(open_checkpointer, tmp_path, caplog):
     path = max(files, key=lambda path: path.stat().st_size)
     flip(path, 8 * path.stat().st_size // 2)
     checkpointer.restore(None, abstract(state()))
-    assert f"ocdbt.process_0/d/{path.name} has another content than was written" in caplog.text
+    damaged = f"ocdbt.process_0/d/{path.name} has another content than was written"
+    assert damaged in caplog.text
+    # who asks for one step gets no other
+    with pytest.raises(ValueError, match=rf"checkpoint 2 in .*{damaged}.*the others are: \[1\]"):
+        checkpointer.restore(2, abstract(state()))
 
 
 def test_a_checkpoint_of_an_older_version_is_restored_with_one_warning(
     open_checkpointer, tmp_path, caplog
 ):
-    """It has sizes and no checksums."""
+    """It has sizes and no checksums, and lacks what later versions wrote into its record."""
     checkpointer = open_checkpointer()
     save_two(checkpointer)
     folder = tmp_path / "checkpoints" / "2"
     table = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").unlink()
     (folder / "sizes.json").write_text(
-        json.dumps({name: size for name, (size, _) in table.items()})
+        json.dumps({name: size for name, (size, *_) in table.items()})
     )
-    step, restored, _ = checkpointer.restore(None, abstract(state()))
+    step, restored, _ = checkpointer.restore(
+        None, abstract(state()), lacking=lambda info: f"nor the keys beside {list(info)}"
+    )
     assert step == 2
     assert_same(restored, state(scale=2.0))
-    assert caplog.text.count("has no checksums") == 1 and len(caplog.records) == 1
+    assert len(caplog.records) == 1
+    assert "older version: it has no checksums" in caplog.text
+    assert "nor the keys beside ['step']" in caplog.text
+    checkpointer.restore(1, abstract(state()))  # of this version
+    checkpointer.restore(2, abstract(state()), verify=False)  # a second reading of one
+    assert len(caplog.records) == 1
 
 
 def test_the_step_of_an_unreadable_checkpoint_can_be_saved_again(open_checkpointer, tmp_path):

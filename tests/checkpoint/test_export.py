@@ -20,12 +20,14 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
+from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.programs.units import format_bytes, format_decimal
 
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=300"
@@ -184,9 +186,41 @@ def test_a_damaged_checkpoint_names_the_others(models, tmp_path):
     for path in (folder / "checkpoints/4/arrays").rglob("*"):
         if path.is_file():
             path.unlink()
-    with pytest.raises(ValueError, match=r"checkpoint 4 .* is missing.*there are: \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"checkpoint 4 .* is missing.*others are: \[2\]"):
         run_export(folder)
     assert_bits(dict(run_export(folder, step=2).export.params()), models[2]["actor"])
+
+
+def flip_largest(folder):
+    """Inverts one bit in the largest file below a folder; returns its name."""
+    path = max(folder.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+def test_a_flipped_bit_is_no_export(models, tmp_path):
+    folder = save_run(tmp_path / "run", models)
+    damaged = flip_largest(folder / "checkpoints" / "4" / "arrays")
+    with pytest.raises(ValueError, match=rf"checkpoint 4 .*/{damaged} has another content"):
+        write_hf_folder(tmp_path / "out", run_export(folder).export)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=rf"checkpoint 4 .*/{damaged} has another content"):
+        read_trained(folder, "actor", CONFIG, role_mesh(MeshSizes(fsdp=8, tensor=1)))
+    assert dict(run_export(folder, step=2).export.params())
+
+
+def test_a_checkpoint_of_an_older_version_is_exported_with_one_warning(models, tmp_path, caplog):
+    """However many parameters are read, each by itself."""
+    folder = save_run(tmp_path / "run", models)
+    table = folder / "checkpoints" / "4" / "checksums.json"
+    sizes = {name: entry[0] for name, entry in json.loads(table.read_text()).items()}
+    table.with_name("sizes.json").write_text(json.dumps(sizes))
+    table.unlink()
+    caplog.clear()
+    assert_bits(dict(run_export(folder).export.params()), models[4]["actor"])
+    assert ["older version" in record.getMessage() for record in caplog.records] == [True]
 
 
 # -- the script, killed ----------------------------------------------------------------------------
@@ -239,7 +273,7 @@ def test_the_script_says_what_it_wrote_and_what_is_wrong(saved, models, tmp_path
     first, second = text.splitlines()[-2:]
     assert first == f"wrote actor of {saved} at step 4 as bfloat16 to {out}:"
     total = format_bytes(sum(sizes.values()))
-    said = f"  {format_decimal(count, '')} parameters in 5 files, {total}, in "
+    said = f"  {format_decimal(count, '')} parameters in 6 files, {total}, in "
     assert re.fullmatch(re.escape(said) + r"\S+", second)
     _, errors = mistaken.communicate()
     assert mistaken.returncode == 2

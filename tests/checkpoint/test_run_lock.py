@@ -91,6 +91,20 @@ def test_a_stopped_holder_on_this_host_keeps_its_folder(tmp_path, holder):
         RunLock.acquire(tmp_path, lease_seconds=0.2)
 
 
+def test_who_has_just_taken_over_is_named_not_the_dead(tmp_path, holder):
+    """The lock is taken a moment before the name is written."""
+    holder.kill()
+    holder.wait()
+    file = os.open(tmp_path / NAME, os.O_RDWR)
+    run_lock.fcntl.flock(file, run_lock.fcntl.LOCK_EX)
+    late = threading.Timer(0.3, lambda: run_lock._write(file, run_lock._me()))
+    late.start()
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+        RunLock.acquire(tmp_path)
+    late.join()
+    os.close(file)
+
+
 def test_one_of_several_that_start_together(tmp_path):
     started = [start(tmp_path) for _ in range(4)]
     first = [process.stdout.readline() for process in started]

@@ -162,6 +162,6 @@ def test_tutorial(tmp_path):
     first, *_, last = read_metrics(tmp_path / "runs/weather/metrics.jsonl")
     name = "val-core/weather_test/reward/mean@1"
     assert last["step"] == 15 and last[name] > first[name]
-    assert "rain" in printed[-2].lower()
+    assert printed[-2].strip(". \n").lower() in ("rain", "sun", "snow")
     assert (tmp_path / "exports/weather/config.json").is_file()
     assert (tmp_path / "plan/plan.svg").is_file()

@@ -1,6 +1,8 @@
 import os
 import pathlib
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,8 +82,56 @@ def test_the_first_failure_ends_all_and_gives_the_exit_code(tmp_path):
 
 def test_a_child_killed_by_a_signal_is_a_failure(tmp_path):
     code = ME + "time.sleep(60) if me else os.kill(os.getpid(), signal.SIGKILL)\n"
-    status, _ = finish(start(tmp_path, code))
+    status, output = finish(start(tmp_path, code))
     assert status == 128 + signal.SIGKILL
+    (line,) = [line for line in output.splitlines() if line.startswith("launch: ")]
+    host = re.escape(socket.gethostname())
+    found = rf"launch: process 0 \(host {host}, pid \d+\) died by SIGKILL, [\d.]+ s after its start"
+    assert re.match(found, line), line
+
+
+def test_a_kill_is_named_though_the_others_abort(tmp_path):
+    """As JAX's runtime has them do, here before the launcher looks."""
+    code = (
+        ME
+        + """
+deadline = time.monotonic() + 20
+while me == 2 and time.monotonic() < deadline and len(os.listdir(sys.path[0])) < 3:
+    time.sleep(0.01)
+open(f"{__file__}.{me}", "w").close()
+time.sleep(0.002)
+if me == 2:
+    os.killpg(os.getpid(), signal.SIGKILL)
+while time.monotonic() < deadline and not os.path.exists(f"{__file__}.2"):
+    time.sleep(0.0001)
+os.abort()
+"""
+    )
+    _, output = finish(start(tmp_path, code, "--processes=3"))
+    assert re.findall(r"launch: process (\d)", output) == ["2"], output
+
+
+def test_a_stopped_child_is_named_at_once_and_ends_the_job(tmp_path):
+    code = ME + "print(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    process = start(tmp_path, code, "--processes=3", "--stopped_seconds=1")
+    pids = {line[2]: int(line.split()[1]) for line in wait_for_lines(process, 3)}
+    os.kill(pids["1"], signal.SIGSTOP)
+    who = f"launch: process 1 (host {socket.gethostname()}, pid {pids['1']})"
+    assert wait_for_lines(process, 1)[0].startswith(f"{who} is stopped by SIGSTOP; after 1 s")
+    status, output = finish(process)
+    assert status == 128 + signal.SIGSTOP
+    assert f"{who} was stopped by SIGSTOP for 1 s; the job ends" in output
+    assert not any(map(alive, pids.values()))
+
+
+def test_a_child_that_goes_on_in_time_ends_nothing(tmp_path):
+    code = ME + "print(os.getpid(), flush=True)\ntime.sleep(3)\n"
+    process = start(tmp_path, code, "--stopped_seconds=1")
+    pid = int(wait_for_lines(process, 2)[0].split()[1])
+    os.kill(pid, signal.SIGSTOP)
+    assert "is stopped by SIGSTOP" in wait_for_lines(process, 1)[0]
+    os.kill(pid, signal.SIGCONT)
+    assert finish(process) == (0, "")
 
 
 CHECKPOINT = """
@@ -127,7 +177,9 @@ while True:
     time.sleep(0.01)
 """
     process = start(tmp_path, code)
-    wait_for_lines(process, 2)
+    there = set()
+    while len(there) < 2:  # the handler of each is in place
+        there.update(wait_for_lines(process, 1))
     process.stdout.close()
     assert process.wait(timeout=30) == 75
     assert len(list(tmp_path.glob("child.py.saved-*"))) == 2

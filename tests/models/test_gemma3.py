@@ -16,6 +16,7 @@ from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.families import gemma3
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights.file_hashes import write_hashes
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 
@@ -191,6 +192,7 @@ def test_the_text_part_of_a_model_that_sees_images_is_read(tmp_path, prefix):
     for name in ("vision_tower.vision_model.post_layernorm.bias", "multi_modal_projector.x"):
         tensors[outer + name] = np.ones(3, np.float32)
     safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    write_hashes(tmp_path)
     source = open_model(str(tmp_path))
     assert source.config == GEMMA
     assert_bits(dict(source.params()), params)
@@ -259,6 +261,7 @@ def test_the_token_of_an_image_has_no_row_in_the_smallest_models(tmp_path):
     backend.add_special_tokens([f"<unused{i}>" for i in range(41)] + ["<image_soft_token>"])
     assert backend.token_to_id("<image_soft_token>") == 300
     backend.save(str(tmp_path / "small" / "tokenizer.json"))
+    write_hashes(tmp_path / "small")
     tokenizer = open_model(str(tmp_path / "small")).tokenizer
     assert tokenizer.vocab_size == 300
     text = "a<unused40><image_soft_token>"

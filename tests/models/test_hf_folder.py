@@ -20,6 +20,7 @@ from distflow_jax.models.decoder_config import (
 from distflow_jax.models.families import llama
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
+from distflow_jax.models.weights.file_hashes import write_hashes
 from distflow_jax.models.weights.hf_folder import Export, config_json, write_hf_folder
 from distflow_jax.models.weights.safetensors_writer import parse_size, plan_shards
 from distflow_jax.models.weights.source import open_model
@@ -142,11 +143,12 @@ def test_tokenizer_files_are_copied_as_they_are(tmp_path):
     write_hf_folder(tmp_path / "one", export_of(TIED, params))
     (tmp_path / "one" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     (tmp_path / "one" / "generation_config.json").write_text('{"eos_token_id": [258, 257]}')
+    write_hashes(tmp_path / "one")
     source = open_model(str(tmp_path / "one"))
     again = Export(source.config, source.tokenizer, source.params, source.tokenizer_folder)
     write_hf_folder(tmp_path / "two", again)
     for path in (tmp_path / "one").iterdir():
-        if path.name != "config.json":
+        if path.name not in ("config.json", "SHA256SUMS"):
             assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
     assert open_model(str(tmp_path / "two")).tokenizer.stop_ids == (258, 257)
 

@@ -300,7 +300,7 @@ def test_incomplete_shards_are_named(tmp_path):
     lying = json.loads(intact)
     lying["weight_map"]["made.up"] = lying["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(lying))
-    with pytest.raises(ValueError, match="lists made.up in .* which does not have it"):
+    with pytest.raises(ValueError, match="lists 'made.up' in .* which does not have it"):
         open_model(str(folder))
     index.write_text(intact)
     (folder / "model-00002-of-00003.safetensors").unlink()

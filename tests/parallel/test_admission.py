@@ -9,6 +9,7 @@ import pytest
 
 from distflow_jax.parallel import admission
 from distflow_jax.parallel.admission import Address, Gate, apply, open_listener, reserved_port
+from distflow_jax.parallel.roll_call import RollCall
 
 SERVICE = "127.0.0.1:4711"
 
@@ -18,7 +19,7 @@ def gate():
     """(HOST:PORT of the gate of a job of 4, join(index, ...) with a connection to close)."""
     listener = open_listener("127.0.0.1:0")
     coordinator = str(Address(*listener.getsockname()))
-    opened = Gate(listener, SERVICE, 4, "secret")
+    opened = Gate(listener, SERVICE, RollCall(4, 300.0, lambda reason: None), "secret")
     with contextlib.ExitStack() as stack:
 
         def join(index, count=4, token="secret"):

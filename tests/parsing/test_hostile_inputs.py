@@ -236,6 +236,7 @@ def test_steps_of_checkpoints_are_plain_numbers():
         ),
         ("def get_config(:\n", "SyntaxError: invalid syntax"),
         ("x = 1\n", "has no get_config(): define it, returning a config"),
+        ("def get_config():\n    pass\n", "get_config() returned None: let it return the config"),
         ("def get_config():\n    raise ValueError('two\\nlines')\n", "two\\nlines"),
     ],
 )

@@ -207,4 +207,4 @@ def test_the_script_writes_what_it_prints(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "sweep.txt").read_text() in done.stdout
     tree = json.loads((tmp_path / "sweep.json").read_text())
-    assert words_of(done.stdout.rpartition("\n\n")[2]) == tree["flags"].split()
+    assert words_of(done.stdout.rstrip().rpartition("\n\n")[2]) == tree["flags"].split()

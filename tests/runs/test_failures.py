@@ -56,12 +56,22 @@ class Job:
     Leaving the block kills what is left of it.
     """
 
-    def __init__(self, folder, workdir, *overrides, processes=PROCESSES, devices=1, member=None):
-        self.id, self.started = uuid.uuid4().hex, time.time()
+    def __init__(
+        self,
+        folder,
+        workdir,
+        *overrides,
+        processes=PROCESSES,
+        devices=1,
+        member=None,
+        stopped_seconds=10,
+    ):
+        self.id, self.started, self.processes = uuid.uuid4().hex, time.time(), processes
         self.log = folder / f"{self.id}.log"
         command = [*COMMAND, f"--workdir={workdir}", *overrides]
         if member is None:
             launch = ["scripts/launch_local.py", f"--processes={processes}"]
+            launch += [f"--stopped_seconds={stopped_seconds}"]
             command = [*launch, f"--devices_per_process={devices}", "--", *command]
         # Not from the cache of tests/conftest.py: JAX lets process 0 alone write it and keeps
         # programs per device on CPU, which makes a job no cheaper, and a moment of step 1 is
@@ -103,14 +113,27 @@ class Job:
                     found[int(path.parent.name)] = environ
         return found
 
+    def controllers(self):
+        """{index: pid} of the training processes."""
+        found = {}
+        for pid, environ in self.pids().items():
+            with contextlib.suppress(
+                OSError, KeyError
+            ):  # it ends; it is a copy of the launcher yet
+                stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+                if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
+                    found[int(environ["DISTFLOW_PROCESS_ID"])] = pid
+        return found
+
     def controller(self, index):
         """Pid of training process `index`."""
-        for pid, environ in self.pids().items():
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            parent = int(stat.rpartition(")")[2].split()[1])
-            if parent == self.process.pid and environ["DISTFLOW_PROCESS_ID"] == str(index):
-                return pid
-        raise AssertionError(f"no process {index}: {self.output[-3000:]}")
+        found = self.controllers()
+        assert index in found, f"no process {index}: {self.output[-3000:]}"
+        return found[index]
+
+    def has_started(self):
+        """Whether all training processes are there; their interpreters may still start."""
+        return len(self.controllers()) == self.processes
 
     def wait_until(self, true):
         """Returns when `true()`; fails if the job ends before."""
@@ -236,9 +259,11 @@ def terminate(folder, workdir, moment, undisturbed):
         wait_for_moment(job, moment, undisturbed, workdir)
         job.process.send_signal(signal.SIGTERM)
         print(f"SIGTERM at {moment:.2f}, after step {job.step()}", end=": ")
-        assert job.end(START_SECONDS) == 75, job.output[-6000:]  # a started step is finished
-        assert newest_checkpoint(workdir) == job.step() >= 1
-        assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == job.step()
+        assert job.end(START_SECONDS) == 75, job.output[-6000:]
+        # a started step is finished; before the first one there is nothing to save
+        assert newest_checkpoint(workdir) == job.step() >= int(moment)
+        if job.step():
+            assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == job.step()
         assert "watchdog" not in job.output
 
 
@@ -265,31 +290,151 @@ def test_an_interrupted_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
     check_finishes(tmp_path, workdir, undisturbed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_killed_at_any_moment(undisturbed, tmp_path, seed):
-    draw = random.Random(seed)
-    process, moment = draw.randrange(PROCESSES), draw.uniform(0.5, STEPS)
-    kill(tmp_path, tmp_path / "run", process, moment, undisturbed)
-    check_finishes(tmp_path, tmp_path / "run", undisturbed)
+# -- kills without end ----------------------------------------------------------------------------
+
+PHASES = ("start", "write", "compile", "step", "write", "step")  # of a run, each killed in turn
+
+
+def wait_for_phase(job, phase, draw, workdir, saved):
+    """Returns at a random moment of a phase of a job that goes on from the checkpoint `saved`."""
+    if phase == "start":  # imports, the job's gate, JAX's own start
+        job.wait_until(job.has_started)
+        time.sleep(draw.uniform(0, 6))
+    elif phase == "compile":
+        job.wait_until(lambda: "compiling the programs" in job.output)
+        time.sleep(draw.uniform(0, 4))
+    elif phase == "write":
+
+        def writes():
+            for path in (workdir / "checkpoints").glob("*-tmp*"):
+                with contextlib.suppress(FileNotFoundError):  # it has its final name now
+                    if path.stat().st_ctime > job.started:  # not what the last kill left
+                        return True
+            return False
+
+        job.wait_until(writes)
+        time.sleep(draw.uniform(0, 0.1))
+    else:
+        after = draw.randint(saved + 1, STEPS - 2)
+        job.wait_until(lambda: job.step() >= after)
+        time.sleep(draw.uniform(0, 0.3))
+
+
+def kill_in(phase, folder, workdir, process, draw, **layout):
+    """Starts the job and kills one process in a phase; returns whether that came before its end."""
+    saved = newest_checkpoint(workdir)
+    cache = [f"--config.compilation_cache={folder / 'programs'}"]
+    # with programs that are kept there would be next to nothing to compile
+    with Job(folder, workdir, *(cache if phase != "compile" else []), **layout) as job:
+        wait_for_phase(job, phase, draw, workdir, saved)
+        if job.process.poll() == 0:
+            return False
+        pid, at = job.controller(process), job.step()
+        os.kill(pid, signal.SIGKILL)
+        print(f"killed {process} in {phase}, checkpoint {saved}, step {at}", end=": ")
+        code = job.end(2 * END_SECONDS)
+        if code == 0:  # it had ended
+            return False
+        assert code == 128 + signal.SIGKILL, job.output[-6000:]
+        who = rf"process {process} \(host {re.escape(socket.gethostname())}, pid {pid}\)"
+        assert re.search(rf"launch: {who} died by SIGKILL", job.output), job.output[-6000:]
+        named = re.findall(r"process (\d+) (?:\(.*\)|at \S+) ended while the job", job.output)
+        named = culprits(job.output) | set(map(int, named))
+        assert named <= {process}, job.output[-6000:]
+        if phase in ("step", "write"):  # by the watchdogs too
+            assert named == {process}, job.output[-6000:]
+        for line in re.findall(r"launch: .*", job.output)[:1]:
+            print(line)
+    return True
+
+
+def kill_again_and_again(folder, kills, undisturbed, seed):
+    """One run after the other, each killed in all phases until it has all but ended."""
+    draw, phases = random.Random(seed), itertools.cycle(PHASES)
+    done = runs = 0
+    while done < kills:
+        runs += 1
+        workdir = folder / f"run{runs}"
+        while done < kills and newest_checkpoint(workdir) <= STEPS - 4:
+            process = done % undisturbed.processes  # each in turn, process 0 first
+            layout = {"processes": undisturbed.processes}
+            done += kill_in(next(phases), folder, workdir, process, draw, **layout)
+        check_finishes(folder, workdir, undisturbed)
+        print(f"{done} kills, {runs} runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_alone(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed_alone"), 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(15, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)],
+)
+def test_a_process_is_killed_again_and_again(undisturbed_alone, tmp_path, kills):
+    """In start, compilation, steps and checkpoint writing: 15 times here, 100 in the soak tier."""
+    kill_again_and_again(tmp_path, kills, undisturbed_alone, seed=kills)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.soak)],
+)
+def test_one_of_four_is_killed_again_and_again(undisturbed, tmp_path, kills):
+    """Each of the four in turn: 4 times here, 30 in the soak tier."""
+    kill_again_and_again(tmp_path, kills, undisturbed, seed=kills)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_ended_before_the_processes_have_joined(undisturbed, tmp_path, number, seed):
     """There are no watchdogs yet, and no handler of SIGTERM: the launcher sees to the end."""
     draw, workdir = random.Random(seed), tmp_path / "run"
     with Job(tmp_path, workdir) as job:
-        job.wait_until(lambda: len(job.pids()) >= PROCESSES)
+        job.wait_until(job.has_started)
         time.sleep(draw.uniform(0, 4))
-        if number == signal.SIGKILL:
-            os.kill(job.controller(draw.randrange(PROCESSES)), number)
-            assert job.end(END_SECONDS) != 0
-        else:
+        if number == signal.SIGTERM:
             job.process.send_signal(number)
             assert job.end(START_SECONDS) in (75, 128 + number), job.output[-6000:]
+        else:
+            process = draw.randrange(PROCESSES)
+            pid = job.controller(process)
+            os.kill(pid, number)
+            how = "died by SIGKILL" if number == signal.SIGKILL else "was stopped by SIGSTOP"
+            assert job.end(2 * END_SECONDS) == 128 + number
+            line = rf"launch: process {process} \(host .*, pid {pid}\) {how}"
+            assert re.search(line, job.output), job.output[-6000:]
     check_finishes(tmp_path, workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", ["imports", "joins"])
+def test_ended_before_the_watchdogs_have_met(tmp_path, number, moment):
+    """By whoever waits for it too, once the gate has admitted it."""
+    with Job(tmp_path, tmp_path / "run", processes=3, stopped_seconds=25) as job:
+        job.wait_until(job.has_started)
+        if moment == "joins":  # with process 2 stopped nobody gets beyond
+            last = job.controller(2)
+            os.kill(last, signal.SIGSTOP)
+            job.wait_until(lambda: job.output.count("job: process") == 2)
+            time.sleep(2)  # to reach the gate
+            os.kill(last, signal.SIGCONT)
+        pid = job.controller(1)
+        os.kill(pid, number)
+        assert job.end(4 * END_SECONDS) == 128 + number, job.output[-6000:]
+        who = rf"process 1 \(host {re.escape(socket.gethostname())}, pid {pid}\)"
+        how = "died by SIGKILL" if number == signal.SIGKILL else "is stopped by SIGSTOP"
+        assert re.search(rf"launch: {who} {how}", job.output), job.output[-6000:]
+        assert not culprits(job.output) - {1}
+        if moment == "joins":
+            how = "ended while" if number == signal.SIGKILL else "has given no sign of life"
+            assert re.search(rf"\[p0\].*{who} {how}", job.output), job.output[-6000:]
 
 
 @pytest.mark.soak

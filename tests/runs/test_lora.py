@@ -226,6 +226,7 @@ def test_its_weights_go_out_merged_and_its_adapters_as_pefts(workdir, tmp_path):
     write_hf_folder(tmp_path / "merged", found.export)
     write_peft_folder(tmp_path / "adapter", found.adapters)
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "SHA256SUMS",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

@@ -1,5 +1,7 @@
 """A killed run, started again, ends where an undisturbed one does, bit for bit."""
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -56,12 +58,18 @@ def lasting(row):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def finished(tmp_path_factory):
+    """Folder of the undisturbed run."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     finish(workdir)
     # prompts and responses are for the run's owner alone
     assert not [path for path in workdir.rglob("*") if path.stat().st_mode & 0o077]
-    return read_metrics(workdir / "metrics.jsonl")
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished):
+    return read_metrics(finished / "metrics.jsonl")
 
 
 def check_same(workdir, undisturbed):
@@ -111,3 +119,41 @@ def test_killed_at_any_step(undisturbed, tmp_path, step):
         damage_newest(tmp_path, "missing")
     finish(tmp_path)
     check_same(tmp_path, undisturbed)
+
+
+def as_an_older_version_wrote_it(workdir, info_keys, config_keys):
+    """Takes from a run's folder what version 0.2 did not write."""
+    (workdir / "run.lock").unlink(missing_ok=True)
+    config = json.loads((workdir / "config.json").read_text())
+    for section, key in config_keys:
+        del config[section][key]
+    (workdir / "config.json").write_text(json.dumps(config))
+    for checkpoint in (workdir / "checkpoints").iterdir():
+        record = checkpoint / "record" / "metadata"
+        content = json.loads(record.read_text())
+        for key in info_keys:
+            del content["info"][key]
+        record.write_text(json.dumps(content))
+        table = json.loads((checkpoint / "checksums.json").read_text())
+        sizes = {name: (checkpoint / name).stat().st_size for name in table}
+        (checkpoint / "sizes.json").write_text(json.dumps(sizes))
+        (checkpoint / "checksums.json").unlink()
+
+
+@pytest.mark.slow
+def test_a_run_of_an_older_version_goes_on_with_one_warning(finished, undisturbed, tmp_path):
+    """Without checksums, digests of its models, and the keys that its version did not know."""
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    as_an_older_version_wrote_it(
+        workdir,
+        ("starting_weights", "rejected"),
+        [("observe", "private"), ("observe", "trackers"), ("training", "max_rejected")],
+    )
+    output = finish(workdir)
+    warnings = [line for line in output.splitlines() if "warning" in line.lower()]
+    assert len(warnings) == 1, warnings
+    assert "written by an older version: it has no checksums" in warnings[0]
+    assert "does not say which weights the run was started from" in warnings[0]
+    check_same(workdir, undisturbed)

@@ -1,5 +1,6 @@
 """A run's folder is checked before anything is made in it."""
 
+import json
 import os
 import pathlib
 import stat
@@ -7,7 +8,16 @@ import subprocess
 
 import pytest
 
-from distflow_jax.runtime.run_files import private_files, run_folder
+from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.run_config import Config
+from distflow_jax.runtime.run_files import (
+    FILES,
+    FOLDERS,
+    check_writable,
+    private_files,
+    run_folder,
+    warn_of_changes,
+)
 
 
 def test_a_folder():
@@ -25,6 +35,24 @@ def test_an_empty_name_is_not_the_current_folder(name):
 def test_a_url_is_not_made_a_folder(name):
     with pytest.raises(ValueError, match=f"--workdir='{name}' is no folder"):
         run_folder(name)
+
+
+def test_a_name_that_is_not_utf8_is_refused():
+    with pytest.raises(ValueError, match=r"--workdir='runs/\\udcff' is not UTF-8 \(byte 0xff at"):
+        run_folder(os.fsdecode(b"runs/\xff"))
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
+def test_what_is_in_the_way_is_named_before_the_run(tmp_path, name):
+    check_writable(tmp_path)
+    (tmp_path / "checkpoints").rmdir()
+    if name in FOLDERS:
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    kind = "folder" if name in FOLDERS else "file"
+    with pytest.raises(ValueError, match=f"{name} is no {kind}, and a run makes a {kind}"):
+        check_writable(tmp_path)
 
 
 def modes(folder):
@@ -48,3 +76,16 @@ def test_files_are_for_their_owner_alone(tmp_path):
         **{"run": 0o700, "file": 0o600, "child": 0o600},
         **{"after": 0o644, "shared": 0o644},
     }
+
+
+def test_keys_that_an_older_version_did_not_know_are_no_changes(tmp_path, caplog):
+    now = json.loads(to_json(to_config_dict(Config())))
+    older = json.loads(to_json(to_config_dict(Config())))
+    del older["observe"]["private"], older["training"]["max_rejected"]
+    older["mesh"]["stage"] = older["mesh"].pop("pipeline")
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    warn_of_changes(tmp_path / "config.json", now)
+    assert not caplog.records
+    now["observe"]["private"], now["training"]["steps"] = False, 7
+    warn_of_changes(tmp_path / "config.json", now)
+    assert "observe.private True -> False, training.steps" in caplog.text

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 import time
 
 import grpc
@@ -364,10 +365,10 @@ def test_both_doors_and_swaps_over_eight_devices():
     copy = jax.jit(lambda params: jax.tree.map(jax.numpy.copy, params))
 
     def load(path):
-        params = engines[0].load_params(random_params(TINY, int(path)))
+        params = engines[0].load_params(random_params(TINY, int(os.path.basename(path))))
         turn = served[0].weights.turns if served else contextlib.nullcontext()
         with turn:
-            return jax.block_until_ready(copy(params)), 10 * int(path)
+            return jax.block_until_ready(copy(params)), 10
 
     served = []
     prompts = ["z" * (1 + 5 * i % 47) for i in range(16)]

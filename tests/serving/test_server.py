@@ -165,6 +165,16 @@ def test_bad_requests_are_refused_in_a_sentence_and_harm_nobody(serving, client)
         assert tokens == response.tokens.tolist()
 
 
+def test_messages_beyond_the_longest_prompt_take_no_memory(serving):
+    """gRPC itself refuses them, by their announced size."""
+    with grpc.insecure_channel(serving.address) as channel:
+        sample = channel.unary_stream(f"/{SERVICE}/Sample")
+        for size in (1 << 20, 3_900_000):
+            data = encode_any({"prompt": "x" * size})
+            details = refused(lambda d=data: list(sample(d)), grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert "larger than max" in details and str(1 << 20) in details
+
+
 def test_unknown_methods_are_refused(serving):
     with grpc.insecure_channel(serving.address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Nothing")

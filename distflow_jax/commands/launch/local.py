@@ -3,13 +3,15 @@
 distflow launch local --processes=2 --devices_per_process=4 -- \\
     train --config=grpo_smollm2 --workdir=runs/both
 
-Each line of output begins with its process, as in "[p0] ...". When one process fails, all others
-get SIGTERM; SIGINT and SIGTERM are passed on to all. After the grace time processes are killed; a
-second signal kills at once. The exit code is that of the first process that failed; 75 means that
-a checkpoint was saved, and the same command resumes the run.
+Each line of output begins with its process, as in "[p0] ...". A process that fails is named, with
+host, pid and signal, and all others get SIGTERM; so it is with one that a signal stops for longer
+than --stopped_seconds. SIGINT and SIGTERM are passed on to all. After the grace time processes are
+killed; a second signal kills at once. The exit code is that of the first process that failed; 75
+means that a checkpoint was saved, and the same command resumes the run.
 """
 
 import argparse
+import contextlib
 import os
 import queue
 import secrets
@@ -19,12 +21,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from distflow_jax.commands.launch import hosts
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 POLL_SECONDS = 0.05
 STOPPED_WITH_CHECKPOINT = 75  # EX_TEMPFAIL
+EXPLAINED = (STOPPED_WITH_CHECKPOINT, 2)  # exit codes whose process has printed the reason
 # short after a crash: without all processes no checkpoint can be written
 CRASH_GRACE_SECONDS = 5.0
 
@@ -44,6 +48,12 @@ def make_parser(program: str = "distflow launch local") -> argparse.ArgumentPars
         type=float,
         default=60.0,
         help="time to write a checkpoint between SIGTERM and SIGKILL (default 60)",
+    )
+    parser.add_argument(
+        "--stopped_seconds",
+        type=float,
+        default=10.0,
+        help="a process that a signal stops for longer ends the job (default 10)",
     )
     hosts.add_command(parser)
     return parser
@@ -120,35 +130,111 @@ def send(process: subprocess.Popen, number: int, *, group: bool = False) -> None
         pass  # ended in between
 
 
-def wait_for_all(
-    processes: list[subprocess.Popen], signals: queue.SimpleQueue, grace_seconds: float
-) -> int:
-    """Waits for all processes; returns 0, or the exit code of the first that failed.
+def stopped_by(process: subprocess.Popen) -> int:
+    """The signal that has stopped a child process; 0 if it is not stopped, or that is unknown."""
+    if process.poll() is not None or not hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+        return 0
+    state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    return state.si_status if state else 0
 
-    `signals` has the numbers of received signals; a second one kills without waiting.
+
+class Children:
+    """The processes of the job, while they run.
+
+    Args:
+      processes: in the order of their indices.
+      grace_seconds: between a signal to stop and SIGKILL.
+      stopped_seconds: for which a process may be stopped.
+      say: prints a line.
     """
-    first_failure = 0
-    kill_time = None  # set when the processes got a signal to stop
-    while True:
-        running = [process for process in processes if process.poll() is None]
-        failed = [process for process in processes if process.poll()]
-        if failed and not first_failure:
-            first_failure = exit_code(failed[0].returncode)
-        if not running:
-            return first_failure
-        stop = signals.get() if not signals.empty() else None
-        if kill_time is None and (stop or first_failure):
-            crashed = stop is None and first_failure != STOPPED_WITH_CHECKPOINT
-            grace = min(grace_seconds, CRASH_GRACE_SECONDS) if crashed else grace_seconds
-            kill_time = time.monotonic() + grace
-            for process in running:
-                send(process, stop or signal.SIGTERM)
-        elif stop:
-            kill_time = 0.0
-        if kill_time is not None and time.monotonic() >= kill_time:
-            for process in running:
-                send(process, signal.SIGKILL, group=True)
-        time.sleep(POLL_SECONDS)
+
+    def __init__(
+        self,
+        processes: list[subprocess.Popen],
+        grace_seconds: float,
+        stopped_seconds: float,
+        say: Callable[[str], None],
+    ):
+        self._processes, self._say = processes, say
+        self._grace, self._stopped_seconds = grace_seconds, stopped_seconds
+        self._began = time.monotonic()
+        self._first_failure = 0
+        self._kill_time: float | None = None  # set when the processes got a signal to stop
+        self._stopped: dict[int, tuple[int, float]] = {}  # index -> signal, since when
+
+    def wait(self, signals: queue.SimpleQueue) -> int:
+        """Waits for all processes; returns 0, or the exit code of the first that failed.
+
+        `signals` has the numbers of received signals; a second one kills without waiting.
+        """
+        while running := [process for process in self._processes if process.poll() is None]:
+            self._note_stops()
+            self._note_failures()
+            stop = signals.get() if not signals.empty() else None
+            if self._kill_time is None and (stop or self._first_failure):
+                crashed = stop is None and self._first_failure != STOPPED_WITH_CHECKPOINT
+                grace = min(self._grace, CRASH_GRACE_SECONDS) if crashed else self._grace
+                self._kill_time = time.monotonic() + grace
+                for process in running:
+                    send(process, stop or signal.SIGTERM)
+            elif stop:
+                self._kill_time = 0.0
+            if self._kill_time is not None and time.monotonic() >= self._kill_time:
+                for process in running:
+                    send(process, signal.SIGKILL, group=True)
+            time.sleep(POLL_SECONDS)
+        self._note_failures()
+        return self._first_failure
+
+    def _note_failures(self) -> None:
+        """Names the first process that failed, unless all were to end."""
+        failed = [index for index, process in enumerate(self._processes) if process.poll()]
+        if not failed or self._first_failure:
+            return
+        # what ends within one look: a kill makes the others abort, never the other way round
+        first = min(failed, key=lambda i: _consequence(self._processes[i].returncode))
+        code = self._processes[first].returncode
+        self._first_failure = exit_code(code)
+        if self._kill_time is None and code not in EXPLAINED:
+            how = f"died by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            after = time.monotonic() - self._began
+            self._say(f"{self._who(first)} {how}, {after:.1f} s after its start; the others end")
+
+    def _note_stops(self) -> None:
+        """Names processes that are stopped, and has the job end if one stays so."""
+        now = time.monotonic()
+        for index, process in enumerate(self._processes):
+            number = stopped_by(process)
+            if not number:
+                self._stopped.pop(index, None)
+            elif index not in self._stopped:
+                self._stopped[index] = number, now
+                self._say(
+                    f"{self._who(index)} is stopped by {_name(number)}; after "
+                    f"{self._stopped_seconds:g} s that ends the job (SIGCONT lets it go on)"
+                )
+            elif now - self._stopped[index][1] > self._stopped_seconds:
+                if not self._first_failure and self._kill_time is None:
+                    self._first_failure = 128 + number
+                    self._say(
+                        f"{self._who(index)} was stopped by {_name(number)} for "
+                        f"{self._stopped_seconds:g} s; the job ends"
+                    )
+
+    def _who(self, index: int) -> str:
+        return f"process {index} (host {socket.gethostname()}, pid {self._processes[index].pid})"
+
+
+def _consequence(returncode: int) -> bool:
+    """Whether an end is rather that of a process that lost another one."""
+    return returncode > 0 or -returncode in (signal.SIGABRT, signal.SIGTERM)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def main(arguments: list[str], program: str = "distflow launch local") -> int:
@@ -161,6 +247,12 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
     lock = threading.Lock()
     processes: list[subprocess.Popen] = []
     readers = []
+
+    def say(line: str) -> None:
+        with lock:
+            with contextlib.suppress(BrokenPipeError):  # as in forward_lines
+                print(f"launch: {line}", file=sys.stderr, flush=True)
+
     try:
         for index in range(options.processes):
             process = subprocess.Popen(
@@ -182,7 +274,8 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
             )
             reader.start()
             readers.append(reader)
-        return wait_for_all(processes, signals, options.grace_seconds)
+        children = Children(processes, options.grace_seconds, options.stopped_seconds, say)
+        return children.wait(signals)
     finally:
         for process in processes:
             send(process, signal.SIGKILL, group=True)  # with its reward workers

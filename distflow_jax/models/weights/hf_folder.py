@@ -1,8 +1,8 @@
 """Export of a model as a Hugging Face folder: weights, config, tokenizer, generation config.
 
-transformers and open_model read the folder. A scalar model (critic, reward model) becomes the
-family's sequence classifier with one label and the scalar head as `score`: transformers' score of a
-text is then the scalar at its last token.
+transformers and open_model read the folder; SHA256SUMS has hashes of its files. A scalar model
+(critic, reward model) becomes the family's sequence classifier with one label and the scalar head
+as `score`: transformers' score of a text is then the scalar at its last token.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
+from distflow_jax.models.weights.file_hashes import write_hashes
 from distflow_jax.models.weights.safetensors_writer import (
     Lost,
     SafetensorsWriter,
@@ -97,6 +98,7 @@ def write_hf_folder(
                 del array  # before the stream makes the next one
         write_tokenizer(folder, model)
         _write_json(folder / "config.json", settings)
+        write_hashes(folder)
         files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     return Written(files, count, writer.lost)

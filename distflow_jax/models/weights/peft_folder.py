@@ -18,6 +18,7 @@ from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
+from distflow_jax.models.weights.file_hashes import write_hashes
 from distflow_jax.models.weights.hf_folder import Written
 from distflow_jax.models.weights.safetensors_writer import SafetensorsWriter, num_bytes
 from distflow_jax.models.weights.source import FAMILIES
@@ -78,6 +79,7 @@ def write_peft_folder(
         written.rename(folder / WEIGHTS_FILE)
         config = json.dumps(_config(adapters, weights), indent=2)
         (folder / CONFIG_FILE).write_text(config + "\n", "utf-8")
+        write_hashes(folder)
         files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
     return Written(files, sum(math.prod(shape) for shape in shapes.values()), writer.lost)
 

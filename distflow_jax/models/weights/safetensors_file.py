@@ -97,7 +97,7 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
     absent = [name for name, path in paths.items() if not names_file(path)]
     if absent:
         raise FileNotFoundError(
-            f"{index_path} lists {shown(', '.join(absent))}, which its folder does not have"
+            f"{index_path} lists {one_line(', '.join(absent))}, which its folder does not have"
         )
     headers = {name: _read_header(path) for name, path in paths.items()}
     for tensor, shard in index.items():

