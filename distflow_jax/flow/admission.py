@@ -111,10 +111,9 @@ class Admission:
 
     def cut(self, step: int) -> Cut:
         """The counters of a step that is not finished, as far as verdicts say."""
-        for found in self._cuts():
-            if found.step == step:
-                return found
-        raise ValueError(f"step {step} is finished: {self.finished} steps are")
+        if step <= self.finished:
+            raise ValueError(f"step {step} is finished: {self.finished} steps are")
+        return next(found for found in self._cuts() if found.step == step)
 
     def step_of(self, counter: int) -> int:
         """The step of a counter at or above `position`: s(c), which may fall as verdicts come."""

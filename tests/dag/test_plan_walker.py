@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
@@ -20,6 +21,7 @@ class Shelf:
         self.values = {(None, field): value for field, value in given.items()}
         self.most = 0
         self.names = set()
+        self.done = frozenset()
 
     def put(self, source, field, value):
         assert (source, field) not in self.values
@@ -33,6 +35,10 @@ class Shelf:
 
     def free(self, source, field):
         del self.values[source, field]
+
+    def merged(self, metrics):
+        """Parts as if there were one process."""
+        return merge_parts(metrics)
 
 
 class Names:
@@ -228,3 +234,18 @@ def test_a_region_runs_until_there_is_enough():
     _, metrics = run_step(built, 1, stages, {}, shelf, spans.span, Three().next)
     assert spans.names == ["a", "a", "a", "b"]
     assert metrics == {"perf/generate_calls": 3, "reward/mean": 1.0, "seen/B": 1}
+
+
+def test_nodes_that_ran_before_do_not_run_again():
+    nodes = [
+        Node("a", "ROLLOUT", "COMPUTE", [], {"text": "question"}, {"out": "x"}),
+        Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}),
+    ]
+    built = plan(Graph("g", nodes), LAYOUTS, {"question"})
+    shelf, spans = Shelf(question="p"), Names()
+    shelf.put("a", "x", "sampled")
+    shelf.done = {"a"}
+    stages = runners(built, {"a": None, "b": say("B")})
+    _, metrics = run_step(built, 1, stages, {}, shelf, spans.span)
+    assert spans.names == ["b"] and metrics == {"seen/B": 1}
+    assert shelf.values == {}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import uid_column
 from distflow_jax.models.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def scores_of(config, responses, *, early=False):
         }
         state, written, metrics = stage(None, fields, {})
     assert state is None and written["score"].dtype == np.float32
-    return written["score"], metrics
+    return written["score"], merge_parts(metrics)
 
 
 def test_scores_are_those_of_the_function():

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.pairs import build_choose_pairs
@@ -23,7 +24,7 @@ def test_scores_add_up_by_their_weights_and_each_is_logged():
     _, written, metrics = stage(None, fields, {})
     np.testing.assert_allclose(written["score"], [2, 0])
     assert written["score"].dtype == np.float32
-    assert metrics == {"reward/rule": 0.5, "reward/model": 1.0}
+    assert merge_parts(metrics) == {"reward/rule": 0.5, "reward/model": 1.0}
 
 
 @pytest.mark.parametrize(
