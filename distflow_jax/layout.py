@@ -15,6 +15,10 @@ ROWS_COLUMNS = ("prompt", "response", "response_mask")
 ROUTED_EXPERTS = "routed_experts"
 # The field that samples/STEP.jsonl tells of each response, beside the columns of the host
 ADVANTAGE = "advantage"
+# Written by samplers: finished training steps of the weights that sampled each token, int32 [T]
+VERSION = "version"
+# Given by the loop: the step that trains a response, int64 [N]
+STEP = "step"
 
 # name -> float, scalar array, or Parts under any name; verl's names (docs/reference/metrics.md)
 Metrics = dict[str, Any]

@@ -12,7 +12,15 @@ import numpy as np
 
 from distflow_jax.batch import Rows, Samples
 from distflow_jax.data.step_columns import entries_of_host
-from distflow_jax.layout import ADVANTAGE, KEEP, ROWS, ROWS_COLUMNS, Layout, hosts_of
+from distflow_jax.layout import (
+    ADVANTAGE,
+    KEEP,
+    ROWS,
+    ROWS_COLUMNS,
+    VERSION,
+    Layout,
+    hosts_of,
+)
 from distflow_jax.parallel.host_exchange import Traffic
 
 Value = tuple[str | None, str]  # (source, field)
@@ -110,8 +118,8 @@ class FieldStore:
         self.columns = {field: take(column, chosen) for field, column in self.columns.items()}
 
     def free(self, source: str | None, field: str) -> None:
-        """Drops a value after its last reader. Numbers per response and advantages stay for the
-        records, and so do the columns that rows are packed of."""
+        """Drops a value after its last reader. Numbers per response, advantages and versions stay
+        for the records, and so do the columns that rows are packed of."""
         value = (source, field)
         self.values.pop(value, None)
         self._drop_copies(value)
@@ -120,7 +128,7 @@ class FieldStore:
                 self.received.pop((self.sources[name], name), None)
         elif field not in (*ROWS_COLUMNS, "uid"):  # rows may be packed later
             self._drop_received(value)
-            goes = self.sources.get(field) == source and field != ADVANTAGE
+            goes = self.sources.get(field) == source and field not in (ADVANTAGE, VERSION)
             if goes and any(np.ndim(x) for x in self.columns[field]):
                 del self.columns[field], self.sources[field]
 

@@ -30,13 +30,13 @@ class Episode:
     logged: dict[str, float]  # the environment's numbers, summed over the turns
 
 
-def turn_columns(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
+def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Episodes as the batch's columns."""
     return {
         "response": [e.response.tokens for e in episodes],
         "response_mask": [e.mask for e in episodes],
         "rollout_logp": [e.response.logp for e in episodes],
-        "version": np.full(len(episodes), version, np.int32),
+        "version": [e.response.version for e in episodes],
         "finished": np.array([e.response.finished for e in episodes], bool),
         "routed_experts": [e.response.routed_experts for e in episodes],
         "environment_reward": np.array([e.reward for e in episodes], np.float32),

@@ -44,9 +44,10 @@ class MeshConfig:
     # devices that divide one copy of the sampler's weights: those of a host, or of several hosts
     rollout_tensor: int = 1
     # the devices of every host that train and predict: "0:4" are the first four; "": all. Samplers
-    # use all devices
+    # use all devices, or those of roles.ROLLOUT
     devices: str = ""
-    # exceptions for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}
+    # exceptions for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}; for
+    # samplers {"ROLLOUT": {"devices": "6:8"}}, all trainers' devices or none of them
     roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -231,19 +232,28 @@ def role_mesh(sizes: MeshSizes, devices: Iterable[jax.Device] | None = None) -> 
     return Mesh(canonical_devices(sizes.submesh, devices).reshape(shape), names)
 
 
-def replica_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
-    """The mesh (replica, tensor) over all devices, from which samplers get their weights."""
-    all_devices = canonical_devices(devices=devices)
+def replica_mesh(
+    rollout_tensor: int,
+    devices: Iterable[jax.Device] | None = None,
+    submesh: Submesh | None = None,
+) -> Mesh:
+    """The mesh (replica, tensor) over all devices of samplers, as they hold their weights."""
+    all_devices = canonical_devices(submesh, devices)
     return Mesh(all_devices.reshape(-1, rollout_tensor), ("replica", "tensor"))
 
 
-def sampler_mesh(rollout_tensor: int, devices: Iterable[jax.Device] | None = None) -> Mesh:
+def sampler_mesh(
+    rollout_tensor: int,
+    devices: Iterable[jax.Device] | None = None,
+    submesh: Submesh | None = None,
+) -> Mesh:
     """The mesh (data, tensor) of this process's sampler, which decodes independently of others.
 
-    Its devices are the process's own, or those of the hosts that share a copy of the weights. For a
-    pod that is planned for, they are those of the first process.
+    Its devices are the process's own, or those of the hosts that share a copy of the weights; of
+    each host those of `submesh`. For a pod that is planned for, they are those of the first
+    process.
     """
-    all_devices = canonical_devices(devices=devices)
+    all_devices = canonical_devices(submesh, devices)
     process = jax.process_index() if devices is None else all_devices[0].process_index
     local = sum(d.process_index == process for d in all_devices)
     hosts = hosts_per_sampler(rollout_tensor, local)

@@ -150,7 +150,7 @@ def _smaller_cache(
     if not planned.samplers:
         return
     config, sizes, machine = planned.config, planned.sizes, planned.machine
-    ranks = machine.devices // sizes.rollout_tensor * sizes.sampler_hosts // machine.processes
+    ranks = sizes.sampler_ranks
     whole = cache_bytes(
         planned.source.config, sizes.engine, ranks=ranks, tensor=sizes.rollout_tensor
     )

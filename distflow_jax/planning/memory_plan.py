@@ -156,12 +156,13 @@ def plan_memory(
         nodes = [name] if unit is None else [task.node.id for task in unit.tasks]
         meanwhile, there = _there(nodes, residencies, there)
         program = programs.get(name)
+        where = _EVERYWHERE if unit is None else _samplers_layout(planned)
         extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
         segments.append(
             _segment(
                 name,
-                _EVERYWHERE if program is None else unit.layout,
+                where if program is None else unit.layout,
                 [items[item] for item in meanwhile],
                 batch.get(name, 0),
                 extra,
@@ -194,12 +195,18 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
     if planned.samplers:
         model, sizes = planned.source.config, planned.sizes
         weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
-        mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices)
+        mesh = mesh_lib.sampler_mesh(
+            sizes.rollout_tensor, planned.devices, sizes.sampler_submesh
+        )
         slots = StateShapes(model, sizes.engine, mesh).specs()
         for key in planned.samplers:
-            found[key, "params"] = Held("sampler_weights", weights, _EVERYWHERE)
-            found[key, "cache"] = Held("cache", device_bytes(slots), _EVERYWHERE)
+            found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))
+            found[key, "cache"] = Held("cache", device_bytes(slots), _samplers_layout(planned))
     return found
+
+
+def _samplers_layout(planned: RunPlan) -> Layout:
+    return Layout("mesh", submesh=planned.sizes.sampler_submesh)
 
 
 def _there(

@@ -2,17 +2,21 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from distflow_jax.layout import submesh_text
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.parallel.mesh import (
     MeshConfig,
     MeshSizes,
+    Submesh,
     check_hosts,
     resolve_sizes,
     resolve_submesh,
 )
 from distflow_jax.planning.machine import Machine
+
+SAMPLERS = "ROLLOUT"  # the key of mesh.roles for the samplers' devices
 
 
 def mesh_sizes(
@@ -22,19 +26,49 @@ def mesh_sizes(
 
     Raises ValueError if a mesh does not fit the machine or the model, with sizes that do.
     """
-    check_width("mesh.rollout_tensor", config.rollout_tensor, model, machine)
     common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
     roles = {
         name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
         for name, sizes in config.roles.items()
+        if name != SAMPLERS
     }
-    for name in ("ROLLOUT", "REWARD"):
-        if name in roles:
-            raise ValueError(
-                f"mesh.roles.{name} has no training mesh: a sampler's width is mesh.rollout_tensor "
-                "and rewards are computed on the host; take it out"
-            )
+    if "REWARD" in roles:
+        raise ValueError(
+            "mesh.roles.REWARD has no training mesh: rewards are computed on the host; take it out"
+        )
     return common, roles
+
+
+def sampler_submesh(
+    config: MeshConfig, meshes: Sequence[MeshSizes], machine: Machine
+) -> Submesh | None:
+    """The devices of every host that samplers have, by mesh.roles.ROLLOUT; None: all of them.
+
+    Raises ValueError for keys other than devices, and for devices that `meshes`, those of the
+    training roles, share only in part.
+    """
+    sizes = config.roles.get(SAMPLERS)
+    if sizes is None:
+        return None
+    where = f"mesh.roles.{SAMPLERS}"
+    if others := sorted(set(sizes) - {"devices"}):
+        raise ValueError(
+            f"{where} has devices alone, got {', '.join(others)}: a sampler's width is "
+            "mesh.rollout_tensor; take these out"
+        )
+    submesh = resolve_submesh(f"{where}.devices", sizes.get("devices", ""), machine.local_devices)
+    whole = (0, machine.local_devices)
+    first, last = submesh or whole
+    trained = {(m.submesh or whole) for m in meshes}
+    if all(b <= first or last <= a for a, b in trained):
+        return submesh
+    if trained == {(first, last)}:
+        return submesh
+    shown = ", ".join(f"'{submesh_text(part)}'" for part in sorted(trained))
+    raise ValueError(
+        f"{where}.devices='{first}:{last}' and mesh.devices, with those of other mesh.roles, {shown} "
+        "overlap: give samplers all of the trainers' devices or none of them"
+    )
 
 
 def _role_sizes(

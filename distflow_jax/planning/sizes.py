@@ -14,10 +14,10 @@ from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.observe.profile import parse_steps
-from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
+from distflow_jax.parallel.mesh import MeshConfig, MeshSizes, Submesh, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.mesh_sizes import mesh_sizes
+from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes, sampler_submesh
 from distflow_jax.planning.room_checks import check_batch_room, check_sampler_room
 from distflow_jax.rollout.cache_sizing import fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
@@ -40,6 +40,8 @@ class Sizes:
     role_meshes: Mapping[str, MeshSizes]  # by role or model
     rollout_tensor: int
     sampler_hosts: int  # processes that share one sampler
+    sampler_submesh: Submesh | None  # of every host's devices, on which samplers are; None: all
+    sampler_ranks: int  # devices of one sampler, divided by rollout_tensor
     packing: PackingPlan
     engine: EngineConfig
     forward: ForwardConfig
@@ -106,7 +108,10 @@ def derive_sizes(
     check_batch_room(config, model, machine, mesh.ranks)
     together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
     check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
-    hosts = _sampler_hosts(config, machine)
+    submesh = sampler_submesh(config.mesh, meshes, machine)
+    of_samplers = machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
+    check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
+    hosts = _sampler_hosts(config, of_samplers)
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = "float32" if machine.platform == "cpu" else "bfloat16"
@@ -130,8 +135,10 @@ def derive_sizes(
         role_meshes=roles,
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
+        sampler_submesh=submesh,
+        sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
         packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
-        engine=_engine_config(config, model, machine, dtype, hosts),
+        engine=_engine_config(config, model, of_samplers, dtype, hosts),
         forward=_forward_config(
             training,
             dtype,
@@ -243,6 +250,11 @@ def _sampler_hosts(config: Config, machine: Machine) -> int:
             f"most {machine.local_devices}"
         )
     return hosts
+
+
+def _sampler_ranks(mesh: MeshConfig, machine: Machine, hosts: int) -> int:
+    """Data ranks of one sampler; `machine` has the samplers' devices alone."""
+    return machine.devices // mesh.rollout_tensor * hosts // machine.processes
 
 
 def _forward_config(

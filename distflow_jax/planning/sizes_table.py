@@ -89,7 +89,7 @@ def _weights(sizes: Sizes, model: DecoderConfig) -> tuple[str, str]:
 
 
 def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine) -> str:
-    ranks = machine.devices // sizes.rollout_tensor * sizes.sampler_hosts // machine.processes
+    ranks = sizes.sampler_ranks
     size = cache_bytes(model, sizes.engine, ranks=ranks, tensor=sizes.rollout_tensor)
     pages = num_pages(sizes.engine, ranks)
     chosen = ""

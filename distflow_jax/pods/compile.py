@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def compile_program(program: Program, pod: Pod) -> Costs:
 def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) -> Costs:
     """Costs of the weight sync of the first sampled policy. Raises TooLarge."""
     params = sampled_params(planned, programs)
-    local = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, planned.devices)
+    local = _sampler_mesh(planned, planned.devices)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     runs = []
     sync = make_sync(planned.source, planned.config, planned.sizes, planned.devices)
@@ -63,7 +63,7 @@ def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
 
     A sampler is independent of the others, and compiled as a slice of its own. Raises TooLarge.
     """
-    hosts = mesh_lib.sampler_mesh(planned.sizes.rollout_tensor, pod.devices)
+    hosts = _sampler_mesh(planned, pod.devices)
     pod = pod.slice_of(pod.numbers(hosts))
     engine = make_engine(planned.source, planned.config, planned.sizes, pod.devices)
     weights = weight_layout(engine.model, engine.config, engine.mesh)
@@ -83,3 +83,8 @@ def reporting_size(program: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error) or not sizes:
             raise
         raise TooLarge(f"{program} alone needs {sizes[1]}iB of {sizes[2]}iB of HBM") from error
+
+
+def _sampler_mesh(planned: RunPlan, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
+    sizes = planned.sizes
+    return mesh_lib.sampler_mesh(sizes.rollout_tensor, devices, sizes.sampler_submesh)

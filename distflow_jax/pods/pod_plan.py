@@ -336,9 +336,9 @@ def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
             f"--mean_response={mean_response} is above rollout.max_response_length={longest}; use "
             "at most that"
         )
-    ranks = pod.size // sizes.rollout_tensor
     responses = config.data.prompts_per_step * config.rollout.num_samples
     hosts = pod.hosts // sizes.sampler_hosts  # samplers
+    ranks = sizes.sampler_ranks * hosts
     return Load(
         responses=-(-responses // ranks),
         slots=sizes.engine.slots * hosts // ranks,

@@ -1,4 +1,4 @@
-"""Weights moved from a submesh to the samplers, which use all devices of every host.
+"""Weights moved from a submesh to samplers on other devices of every host, or on all of them.
 
 One resharding program first brings to every host's submesh what the host's samplers will hold, with
 as few copies of each shard as the size of the submesh allows. Then shards are copied from device to
@@ -20,7 +20,7 @@ from distflow_jax.resharding.routes import Layouts, Put, Take
 
 
 class SubmeshRoute:
-    """The route from a submesh to the local mesh over all of a host's devices; see routes.Route.
+    """The route from a submesh to a local mesh that has more devices, or others; see routes.Route.
 
     Where the samplers' tensor width (within a host) divides the submesh, a device of the submesh
     needs no memory beyond its own final shard of a chunk.
@@ -81,7 +81,8 @@ class SubmeshRoute:
     def _choose_sources(self, staging: Mesh, local: Mesh, wide: int) -> list[tuple[Any, int, Any]]:
         """(own device, index within the staged shard, source device), in the canonical order.
 
-        A device that already has the shard takes its own; the others alternate among its holders.
+        A device that already has the shard takes its own; the others alternate among its holders,
+        which may all be trainers'.
         """
         process = jax.process_index()
         holders: dict[int, list[Any]] = {}

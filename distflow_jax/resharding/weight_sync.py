@@ -131,7 +131,8 @@ class WeightSync:
 
     def _make_plan(self, mesh: Mesh, params: Any) -> "_SyncPlan":
         replicas = jax.tree.leaves(self._shardings)[0].mesh
-        kind = SubmeshRoute if mesh.size < replicas.size else WholeRoute
+        same = set(mesh.devices.flat) == set(replicas.devices.flat)
+        kind = WholeRoute if same else SubmeshRoute
         route = kind(mesh, replicas, self._local_mesh)
         arriving = jax.eval_shape(self._prepare, params)
         leaving = _like(arriving, jax.tree.map(lambda x: x.sharding, params))

@@ -25,7 +25,7 @@ def make_engine(
     return RolloutEngine(
         source.config,
         sizes.engine,
-        mesh_lib.sampler_mesh(sizes.rollout_tensor, devices),
+        _mesh(sizes, devices),
         stop_ids=source.tokenizer.stop_ids,
         seed=config.seed,
         tokenizer=source.tokenizer,
@@ -42,8 +42,8 @@ def make_sync(
 
     This process receives the weights on its own sampler mesh, as `make_engine` has it.
     """
-    replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, devices)
-    local_mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, devices)
+    replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, devices, sizes.sampler_submesh)
+    local_mesh = _mesh(sizes, devices)
     return WeightSync(
         param_shardings(source.config, replica_mesh),
         local_mesh,
@@ -51,3 +51,7 @@ def make_sync(
         weight_layout(source.config, sizes.engine, local_mesh),
         functools.partial(lora.merged, scale=config.lora.scale),
     )
+
+
+def _mesh(sizes: Sizes, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
+    return mesh_lib.sampler_mesh(sizes.rollout_tensor, devices, sizes.sampler_submesh)

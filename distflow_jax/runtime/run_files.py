@@ -8,12 +8,13 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Samples
 from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.layout import ROUTED_EXPERTS
+from distflow_jax.layout import ROUTED_EXPERTS, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
@@ -108,6 +109,9 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
         for name, values in samples.fields.items()
         if name not in ("prompt", "response", "response_mask", "rollout_logp", ROUTED_EXPERTS)
     }
+    if VERSION in scalars:
+        masks = samples.response_mask
+        scalars[VERSION] = [_version(x, m) for x, m in zip(scalars[VERSION], masks, strict=True)]
     return [
         {
             "uid": samples.uid[i].tolist(),
@@ -121,3 +125,15 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
         }
         for i, prompt in enumerate(samples.prompt)
     ]
+
+
+def _version(version: Any, mask: np.ndarray) -> int | list[int]:
+    """The version that sampled a response, or that of each token [T] where there are several.
+
+    Observations, where `mask` [T] is false, were not sampled.
+    """
+    if not np.ndim(version):  # of a user's own sampler
+        return int(version)
+    found = np.unique(version[mask])
+    return version.tolist() if len(found) > 1 else int(found.max(initial=0))
+

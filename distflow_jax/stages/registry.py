@@ -111,7 +111,7 @@ STAGES: dict[tuple[str, str], StageKind] = {
         "uid prompt",
         "response",
         f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
-        per_token="rollout_logp",
+        per_token="rollout_logp version",
     ),
     ("REWARD", "COMPUTE"): _kind(
         build_reward, RewardContext, "uid prompt response", "score", "unshaped_score"

@@ -51,7 +51,7 @@ def build_rollout(context: SamplingContext) -> Stage:
         )
         if greedy:  # one answer for all entries of a prompt
             episodes = [episodes[group] for group in group_numbers(uid)]
-        written = turn_columns(episodes, state.version)
+        written = turn_columns(episodes)
         metrics = {"perf/generate_calls": stats.generate_calls}
         if engine.config.prefix_tokens:
             metrics["rollout/prefix/hits"] = stats.prefix_hits

@@ -85,7 +85,7 @@ def main():
 
     def rollout(state, fields, options):
         wanted = [recorded[counter, sample] for counter, sample in fields["uid"].tolist()]
-        written = turn_columns([single_turn(r) for r in wanted], 0)
+        written = turn_columns([single_turn(r) for r in wanted])
         return state, {name: written[name] for name in sampler_node.writes}, {}
 
     def reward(state, fields, options):

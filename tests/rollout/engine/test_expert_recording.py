@@ -243,7 +243,7 @@ def test_conversations_are_recorded_with_all_that_was_said(sampler):
     sampler.state = state.decode
     assert any(e.turns > 1 for e in episodes)
     assert_recorded([e.response for e in episodes])
-    written = turn_columns(episodes, 0)["routed_experts"]
+    written = turn_columns(episodes)["routed_experts"]
     assert all(x is e.response.routed_experts for x, e in zip(written, episodes, strict=True))
 
 
