@@ -37,6 +37,7 @@ from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
+from distflow_jax.flow.flow import Flow
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
@@ -53,6 +54,7 @@ from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
+from distflow_jax.runtime.run_flow import make_flow
 from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import (
     check_lost,
@@ -186,6 +188,7 @@ class Run:
         self.times = StepTimes(prepared.plan, self.instruments)
         with terminal.activity("first_state"):
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
+        self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
 
@@ -197,9 +200,11 @@ class Run:
             for resource in (self.instruments, self.utilization):
                 files.callback(resource.close)
             self._start()
+            if self.flow is not None:
+                files.callback(self.flow.close)
             buffered = self.config.coordinator.double_buffer
             batches = _read(self.prepared.loader, self.instruments.spans)
-            prompts = files.enter_context(Prefetch(batches, enabled=buffered))
+            prompts = files.enter_context(Prefetch(batches, enabled=buffered and not self.flow))
             while state.step < steps:
                 started = time.perf_counter()
                 state.step += 1
@@ -232,7 +237,12 @@ class Run:
         """Syncs weights, walks over the plan once, and returns the step's metrics on the host."""
         state, plan, coordinator = self.state, self.prepared.plan, self.runtime.coordinator
         self.sync_weights(state.step - 1)
-        rounds = self._begin(prompts)
+        ahead: dict[str, Any] = {}
+        rounds = None
+        if self.flow is None:
+            rounds = self._begin(prompts)
+        else:
+            ahead = self._take_groups(self.flow)
         state.models, metrics = run_step(
             plan,
             state.step,
@@ -240,13 +250,13 @@ class Run:
             state.models,
             coordinator,
             self.phases.span,
-            rounds and rounds.next,
+            rounds.next if rounds else _never,
             rehearse=None if self.times.warm else _empty,
         )
         self.runtime.offload.update(state.models)
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
-            metrics = without_empty(jax.device_get(metrics))
+            metrics = without_empty(jax.device_get(metrics | ahead))
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             metrics |= self._statistics(samples)
@@ -262,13 +272,17 @@ class Run:
 
     def sync_weights(self, version: int) -> None:
         """Brings the weights of `version` finished steps to each sampler. Collective."""
+        if self.flow is not None:
+            self.flow.drain()
         sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
+        if self.flow is not None:
+            self.flow.load(self.state.models[self._sampler].params, version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the sampler's weights, which `step` steps trained; writes the responses.
         Collective."""
         with self.recorder.timed("evaluation", step):
-            with self.phases.span("testing"):
+            with self.phases.span("testing"), self._free_sampler():
                 scored = evaluate_sampler(self.prepared, self.runtime, self.state)
                 metrics = validation_metrics(scored, self.config.eval.num_samples)
             self.recorder.evaluation(step, records(scored))
@@ -292,7 +306,35 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
+            self.flow = make_flow(self.prepared, runtime, state)
         self.recorder.ready(runtime)
+
+    @property
+    def _sampler(self) -> str:
+        """State key of the sampler that evaluates, and that runs ahead."""
+        return next(iter(self.prepared.samplers))
+
+    @contextlib.contextmanager
+    def _free_sampler(self) -> Iterator[None]:
+        """A block in which the sampler's state is that of a run whose samplers do not run ahead."""
+        if self.flow is None:
+            yield
+            return
+        with self.flow.suspended() as held:
+            (self.state.models[self._sampler],) = held
+            yield
+            held[:] = [self.state.models[self._sampler]]
+
+    def _take_groups(self, flow: Flow) -> dict[str, Any]:
+        """Hands the coordinator the step's groups; returns metrics of the nodes that ran ahead."""
+        state, coordinator = self.state, self.runtime.coordinator
+        with self.phases.span("wait_for_samples"):
+            store, measured = flow.take(state.step)
+        state.counter = flow.finish(state.step)
+        batch = self.config.data.prompts_per_step
+        state.batches = -(-state.counter // batch)
+        coordinator.use(store)
+        return coordinator.merged(measured) | flow.counts()
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -355,6 +397,11 @@ class Run:
         if step and self.checkpointer.latest() != step:
             self.save()
         return EXIT_DONE
+
+
+def _never() -> bool:
+    """No round of a region: its nodes ran before the step."""
+    return False
 
 
 def _read(loader: Loader, spans: Spans) -> Iterator[list[Prompt]]:

@@ -27,6 +27,7 @@ FLOORS = [
     {"runtime"},
     {"planning"},
     {"config"},
+    {"flow"},
     {"stages"},
     {"checkpoint", "serving", "coordinator", "environments"},
     {"training", "rollout", "observe"},

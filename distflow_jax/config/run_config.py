@@ -15,6 +15,7 @@ from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.config.config_dict import check_values
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.data.loader import DataConfig
+from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig
@@ -124,6 +125,7 @@ class Config:
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    flow: FlowConfig = dataclasses.field(default_factory=FlowConfig)
     coordinator: CoordinatorConfig = dataclasses.field(default_factory=CoordinatorConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)

@@ -97,9 +97,10 @@ class Loader:
         share: SamplerShare | None = None,
         answers: int = 0,
         max_answer: int = 0,
+        observed_lag: int = 1,
     ):
         """`answers`: answers read from each row (1: `chosen`; 2: `rejected` too), of up to
-        `max_answer` tokens each."""
+        `max_answer` tokens each. `observed_lag`: see LengthEstimates."""
         self._answers, self._max_answer = answers, max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
@@ -109,7 +110,7 @@ class Loader:
         self.position = 0
         self.rows = self._rows_in_limit()
         self.dropped = len(dataset) - len(self.rows)
-        self.lengths = LengthEstimates(len(dataset))
+        self.lengths = LengthEstimates(len(dataset), observed_lag)
         order = grain.MapDataset.range(len(self.rows))
         if config.shuffle:
             # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.

@@ -40,11 +40,13 @@ def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[li
 class LengthEstimates:
     """Expected response length of every row of a data set, from earlier responses.
 
-    The estimate for step k uses steps up to k - 2: step k's prompts are assigned while step k - 1
-    runs. The same on every process, with or without reading ahead, and after a resume.
+    The estimate for step k uses steps up to k - 1 - `lag`: with a lag of 1 step k's prompts are
+    assigned while step k - 1 runs. The same on every process, with or without reading ahead, and
+    after a resume.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, lag: int = 1):
+        self._lag = lag
         self._length = np.zeros(num_rows, np.float32)  # 0: never answered
         self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []  # (step, rows, lengths)
         self._lock = threading.Lock()
@@ -57,7 +59,7 @@ class LengthEstimates:
     def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Expected tokens of each row, float32 [n]; an unknown row gets the mean of the known."""
         with self._lock:
-            self._apply(step - 2)
+            self._apply(step - 1 - self._lag)
             known = self._length[self._length > 0]
             mean = np.float32(known.mean(dtype=np.float64)) if len(known) else np.float32(1)
             found = self._length[rows]
@@ -66,7 +68,7 @@ class LengthEstimates:
     def state(self, step: int) -> dict[str, Any]:
         """The estimates for a checkpoint after `step`, JSON-able."""
         with self._lock:
-            self._apply(step - 1)
+            self._apply(step - self._lag)
             return {
                 "length": base64.b64encode(zlib.compress(self._length.tobytes())).decode(),
                 "pending": [[s, r.tolist(), n.tolist()] for s, r, n in self._pending],

@@ -150,7 +150,7 @@ def run_turns(
     At most `most` responses run at a time, or one group if that is more; prompts with the longest
     expected responses come first.
     """
-    driver = _Driver(scheduler, environments, limits, on_response)
+    driver = TurnDriver(scheduler, environments, limits, on_response)
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i))
     pending = collections.deque(order)
     try:
@@ -169,8 +169,12 @@ def run_turns(
     return [driver.done[key] for key in sorted(driver.done)]
 
 
-class _Driver:
-    """The responses at work, between the scheduler and the threads of their environments."""
+class TurnDriver:
+    """The responses at work, between the scheduler and the threads of their environments.
+
+    Attributes:
+      done: episodes that have ended, by (request, sample).
+    """
 
     def __init__(
         self,
@@ -179,7 +183,7 @@ class _Driver:
         limits: TurnLimits,
         on_response: Callable[[Response], None] | None,
     ):
-        self.done: dict[tuple[int, int], Episode] = {}  # by (request, sample)
+        self.done: dict[tuple[int, int], Episode] = {}
         self._scheduler, self._environments, self._limits = scheduler, environments, limits
         self._on_response = on_response
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()

@@ -60,7 +60,7 @@ class Rule:
     def observed_lag(self) -> int:
         """Batches of B counters between one that is dealt to samplers and the newest whose response
         lengths all processes know by then."""
-        return 1 + (self.max_lag + 1) * self.max_rounds
+        return (self.max_lag + 1) * self.max_rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Admission:
       step: finished steps, 0 at the start of a run.
       counter: the first one that these steps did not look at.
       last: the first counter that the data do not have; None: they never end.
+      steps: the last step of the run, beyond which nothing begins; None: there is none.
       judged: whether groups get verdicts, as in a region; otherwise all are kept.
     """
 
@@ -96,10 +97,11 @@ class Admission:
         step: int = 0,
         counter: int = 0,
         last: int | None = None,
+        steps: int | None = None,
         judged: bool = False,
     ):
         self.rule, self.finished, self.position = rule, step, counter
-        self._last, self._judged = last, judged
+        self._last, self._steps, self._judged = last, steps, judged
         self._verdicts: dict[int, bool] = {}  # of counters from `position` on
 
     def judge(self, counter: int, keep: bool) -> None:
@@ -132,6 +134,7 @@ class Admission:
     def end(self, held: int) -> int:
         """The first counter that may not begin with the weights of `held` finished steps."""
         step = self.rule.newest_step(held)
+        step = step if self._steps is None else min(step, self._steps)
         return self.position if step <= self.finished else self.cut(step).end
 
     def finish(self, step: int) -> Cut:

@@ -82,7 +82,8 @@ def initialize(job: Job, *, watched_next: bool = False) -> None:
         _joined.gate = Answer(connection, job.coordinator, _leave)
         _join(job, service)
     if process_count() > 1:
-        _joined.exchange = _connect_hosts(reachable_host(job))
+        _joined.host = reachable_host(job)
+        _joined.exchange = _connect_hosts(_joined.host)
     if not watched_next:
         met_others()
 
@@ -139,6 +140,21 @@ def _connect_hosts(host: str) -> HostExchange:
 def host_exchange() -> HostExchange | None:
     """Connections to the other processes; None in a run of one."""
     return _joined.exchange
+
+
+def second_exchange() -> HostExchange | None:
+    """Connections of their own to the other processes, for another thread; None in a run of one.
+
+    Collective. The caller closes them.
+    """
+    if _joined.exchange is None:
+        return None
+    listener = listen(_joined.host)
+    address = [_joined.host, listener.getsockname()[1], secrets.token_hex(16)]
+    gathered = all_gather_json(address)
+    addresses = [(host, port) for host, port, _ in gathered]
+    token = bytes.fromhex(gathered[0][2])
+    return HostExchange(process_index(), addresses, listener, token)
 
 
 def shutdown() -> None:
@@ -200,6 +216,7 @@ def coordination_cpu_seconds() -> float:
 @dataclasses.dataclass
 class _Joined:
     exchange: HostExchange | None = None
+    host: str = ""  # address at which the others reach this process
     gate: admission.Gate | Answer | None = None  # of process 0; of the others
     before_leaving: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 

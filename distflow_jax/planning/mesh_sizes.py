@@ -66,8 +66,8 @@ def sampler_submesh(
         return submesh
     shown = ", ".join(f"'{submesh_text(part)}'" for part in sorted(trained))
     raise ValueError(
-        f"{where}.devices='{first}:{last}' and mesh.devices, with those of other mesh.roles, {shown} "
-        "overlap: give samplers all of the trainers' devices or none of them"
+        f"{where}.devices='{first}:{last}' and mesh.devices, with those of other mesh.roles, "
+        f"{shown} overlap: give samplers all of the trainers' devices or none of them"
     )
 
 

@@ -30,6 +30,8 @@ from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
+from distflow_jax.flow.admission import Rule
+from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.layout import Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
@@ -191,6 +193,15 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
+    check_flow(
+        config.flow,
+        made,
+        config.algorithm,
+        sampler_hosts=sizes.sampler_hosts,
+        own_devices=sizes.samplers_have_own_devices,
+        environment=config.rollout.environment,
+        offload=config.training.offload,
+    )
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)
     return RunPlan(config, graph, machine, source, sizes, made, models, until)
@@ -260,6 +271,7 @@ def open_loader(run: RunPlan) -> Loader:
         share=sampler_share(run.sizes, run.machine),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
+        observed_lag=flow_rule(config, run.plan).observed_lag,
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
@@ -268,6 +280,12 @@ def open_loader(run: RunPlan) -> Loader:
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
     return loader
+
+
+def flow_rule(config: Config, plan: Plan) -> Rule:
+    """The rule by which samplers of a run begin groups."""
+    rounds = plan.region.max_rounds if plan.region and config.flow.ahead else 1
+    return Rule(config.data.prompts_per_step, config.flow.max_lag, rounds)
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:

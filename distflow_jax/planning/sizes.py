@@ -63,6 +63,12 @@ class Sizes:
         return self.micro_rows * (self.microbatches if ranks > 1 else 1)
 
     @property
+    def samplers_have_own_devices(self) -> bool:
+        """Whether samplers have devices that no trainer uses."""
+        trained = {mesh.submesh for mesh in (self.mesh, *self.role_meshes.values())}
+        return self.sampler_submesh is not None and self.sampler_submesh not in trained
+
+    @property
     def pipeline_ranks(self) -> int:
         """Pipeline ranks of the mesh that has the most."""
         return max(m.pipeline for m in (self.mesh, *self.role_meshes.values()))
@@ -313,8 +319,7 @@ def _engine_config(
         cache_tokens=rollout.cache_tokens // samplers,
         prefill_tokens=rollout.prefill_tokens,
         prefix_tokens=rollout.prefix_tokens,
-        # after a long observation, all of a response but its last token may be prefilled again
-        max_read=data.max_prompt_length + response - 1 if rollout.environment else 0,
+        max_read=_longest_read(config, response),
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
         record_experts=config.training.router_replay,
@@ -347,6 +352,15 @@ def _engine_config(
         useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
     )
     return dataclasses.replace(engine, slots=slots)
+
+
+def _longest_read(config: Config, response: int) -> int:
+    """Tokens that a sampler may have to read at once; 0: a prompt's."""
+    longest = config.data.max_prompt_length + response
+    if config.flow.ahead:  # of a response that was put back
+        return longest
+    # after a long observation, all of a response but its last token may be prefilled again
+    return longest - 1 if config.rollout.environment else 0
 
 
 def trains_on_pairs(graph: Graph) -> bool:

@@ -177,15 +177,22 @@ class RewardPool:
         futures = [future for chunk in chunks for future in self._submit(chunk)]
         return [future.result() for future in futures]
 
-    def check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        """Raises RuntimeError, with the first traceback, if too many of a step's rewards failed."""
-        failed = [result.error for result in results if result.error is not None]
-        if len(failed) > self._config.max_error_rate * len(results):
+    def check_error_rate(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Metrics `reward/errors` (exceptions and crashes) and `reward/timeouts` of a step.
+
+        `parts`: `failures` of all its rewards. Raises RuntimeError, with the first traceback, if
+        too many failed.
+        """
+        scored, failed, timeouts = (
+            sum(part[name] for part in parts) for name in ("scored", "failed", "timeouts")
+        )
+        if failed > self._config.max_error_rate * scored:
+            first = next(part["first"] for part in parts if part["failed"])
             raise RuntimeError(
-                f"{len(failed)} of {len(results)} rewards failed ({failed.count('timeout')} by "
-                f"timeout), more than reward.max_error_rate {self._config.max_error_rate}; the "
-                f"first: {failed[0]}"
+                f"{failed} of {scored} rewards failed ({timeouts} by timeout), more than "
+                f"reward.max_error_rate {self._config.max_error_rate}; the first: {first}"
             )
+        return {"reward/errors": failed - timeouts, "reward/timeouts": timeouts}
 
     def close(self) -> None:
         """Kills the workers and cancels waiting requests. May be called twice."""
@@ -225,11 +232,15 @@ def most_workers() -> int:
     return max(1, min(memory // WORKER_BYTES, by_files // WORKER_FILES))
 
 
-def error_counts(results: Sequence[RewardResult]) -> dict[str, int]:
-    """Metrics `reward/errors` (exceptions and crashes) and `reward/timeouts`."""
+def failures(results: Sequence[RewardResult]) -> dict[str, Any]:
+    """Counts of some rewards and of their errors, with the first error; JSON-able."""
     failed = [result.error for result in results if result.error is not None]
-    timeouts = failed.count("timeout")
-    return {"reward/errors": len(failed) - timeouts, "reward/timeouts": timeouts}
+    return {
+        "scored": len(results),
+        "failed": len(failed),
+        "timeouts": failed.count("timeout"),
+        "first": failed[0] if failed else "",
+    }
 
 
 def _serve(

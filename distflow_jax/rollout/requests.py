@@ -81,6 +81,7 @@ class GroupRequest:
     sampling: SamplingParams
     hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
     first_sample: int = 0  # sample number of the first response: (counter, number) keys the noise
+    turn: int = 0  # requests of a lower turn take slots first
 
     @property
     def samples(self) -> range:

@@ -47,6 +47,7 @@ class Runtime:
     offload: Offload  # holds no state where nothing waits on the host
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
+    contexts: ContextFactory  # of the plan's nodes
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -98,6 +99,7 @@ def build(
         offload=offload,
         member=member,
         hosts=sizes.sampler_hosts,
+        contexts=contexts,
     )
 
 

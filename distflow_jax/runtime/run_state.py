@@ -25,6 +25,8 @@ class RunState:
     models: dict[str, Any]  # of models, samplers and nodes with a state of their own, by state key
     step: int = 0
     batches: int = 0  # of the loader that were used: one a step, or as many as a region took
+    # first prompt that no step looked at, where samplers run ahead; None: all of `batches` were
+    counter: int | None = None
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
@@ -37,6 +39,10 @@ class RunState:
         kept = [value for name, value in metrics.items() if name.endswith(_KEPT)]
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         self.rejected = self.rejected + 1 if 0 in kept else 0
+
+    def position(self, batch: int) -> int:
+        """Counter of the first prompt that no step looked at; `batch`: prompts of a step."""
+        return self.batches * batch if self.counter is None else self.counter
 
     def policy_params(self, key: str) -> Any:
         """Parameters of the policy of this state key, trained or frozen."""
@@ -71,6 +77,7 @@ def first_or_restored_state(
         step=step,
         batches=prepared.loader.position // prepared.config.data.prompts_per_step,
         starting_weights=digests,
+        counter=info.get("counter"),
         nonfinite=info["nonfinite"],
         rejected=info.get("rejected", 0),  # older checkpoints have none
     )
@@ -135,6 +142,7 @@ def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointe
         "nonfinite": state.nonfinite,
         "starting_weights": state.starting_weights,
         "rejected": state.rejected,
+        "counter": state.counter,
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}
@@ -143,4 +151,5 @@ def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointe
 
 def loader_position(prepared: PreparedRun, state: RunState) -> int:
     """Counter after the last prompt that the run trained on."""
-    return state.batches * prepared.config.data.prompts_per_step
+    batch = prepared.config.data.prompts_per_step
+    return state.position(batch) // batch * batch

@@ -195,6 +195,11 @@ def kind_of(node: Node) -> StageKind:
     return STAGES[node.role, node.type]
 
 
+def takes_policy_ratio(node: Node) -> bool:
+    """Whether a node's update weighs tokens by how likely the policy was to sample them."""
+    return not _is_users(node) and kind_of(node).build is build_policy_update
+
+
 def per_token_fields(node: Node) -> set[str]:
     """The fields that a node on the host writes with one number per response token."""
     inside = node.per_token

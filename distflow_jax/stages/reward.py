@@ -13,7 +13,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.layout import Parts
 from distflow_jax.observe.metrics import merge
-from distflow_jax.rewards.pool import error_counts
+from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rewards.shaping import overlong_penalty
@@ -48,16 +48,13 @@ def build_reward(context: RewardContext) -> Stage:
 
     def reward(state, fields, options):
         prompts, responses = fields["prompt"], fields["response"]
-        if early:
-            results = [
-                early[counter, sample].result() for counter, sample in fields["uid"].tolist()
-            ]
-            early.clear()
+        uids = list(map(tuple, fields["uid"].tolist()))
+        if early and all(uid in early for uid in uids):
+            results = [early.pop(uid).result() for uid in uids]
         else:
             results = pool.score(
                 [request(p, tokens) for p, tokens in zip(prompts, responses, strict=True)]
             )
-        pool.check_error_rate(results)
         score_N = np.array([result.score for result in results], np.float32)
         numbers = [result.logged for result in results]
         if "environment_reward" in fields:
@@ -76,7 +73,7 @@ def build_reward(context: RewardContext) -> Stage:
             score_N += penalty_N
             numbers += [{"overlong_penalty": float(penalty)} for penalty in penalty_N]
         written = {"score": score_N, "unshaped_score": unshaped_N}
-        parts = Parts(((_sums(numbers), error_counts(results)),), merged)
+        parts = Parts(((_sums(numbers), failures(results)),), merged)
         return (
             state,
             {name: written[name] for name in node.writes},
@@ -86,7 +83,7 @@ def build_reward(context: RewardContext) -> Stage:
     def merged(parts: Sequence[Any]) -> dict[str, float]:
         means = merge(part[0] for part in parts)
         metrics = {f"reward/{name}": mean for name, mean in means.items()}
-        metrics |= {name: sum(part[1][name] for part in parts) for name in error_counts([])}
+        metrics |= pool.check_error_rate([part[1] for part in parts])
         return {f"{context.prefix}{name}": value for name, value in metrics.items()}
 
     return reward

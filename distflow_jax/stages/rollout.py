@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.layout import ROUTED_EXPERTS, Parts
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stages.stage_context import SamplingContext
 
 
@@ -20,16 +22,7 @@ def build_rollout(context: SamplingContext) -> Stage:
     entries get that answer: ReMax's baseline. With an environment responses are in turns.
     """
     engine, node, environments = context.engine, context.node, context.environments
-    greedy = bool(node.options.get("greedy", False))
-    record = ROUTED_EXPERTS in node.writes
-    if record and not engine.config.record_experts:
-        raise ValueError(
-            f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
-            "training.router_replay alone: set that, or take it out of the node's writes"
-        )
-    sampling = dataclasses.replace(context.rollout.sampling_params(), record=record)
-    if greedy:
-        sampling = dataclasses.replace(sampling, num_samples=1, temperature=0.0, top_k=0, top_p=1.0)
+    greedy, sampling = is_greedy(node), node_sampling(context)
 
     def rollout(state, fields, options):
         uid = fields["uid"]
@@ -51,7 +44,6 @@ def build_rollout(context: SamplingContext) -> Stage:
         )
         if greedy:  # one answer for all entries of a prompt
             episodes = [episodes[group] for group in group_numbers(uid)]
-        written = turn_columns(episodes)
         metrics = {"perf/generate_calls": stats.generate_calls}
         if engine.config.prefix_tokens:
             metrics["rollout/prefix/hits"] = stats.prefix_hits
@@ -62,9 +54,35 @@ def build_rollout(context: SamplingContext) -> Stage:
         metrics = {f"{context.prefix}{name}": value for name, value in metrics.items()}
         if environments is not None:
             metrics[node.id] = environment_parts(episodes, context.prefix)
-        return state, {name: written[name] for name in node.writes}, metrics
+        return state, written_columns(node, episodes), metrics
 
     return rollout
+
+
+def is_greedy(node: Node) -> bool:
+    """Whether a sampling node answers each prompt once, by its likeliest tokens."""
+    return bool(node.options.get("greedy", False))
+
+
+def node_sampling(context: SamplingContext) -> SamplingParams:
+    """How a node samples. ValueError for a field that its sampler does not record."""
+    node = context.node
+    record = ROUTED_EXPERTS in node.writes
+    if record and not context.engine.config.record_experts:
+        raise ValueError(
+            f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
+            "training.router_replay alone: set that, or take it out of the node's writes"
+        )
+    sampling = dataclasses.replace(context.rollout.sampling_params(), record=record)
+    if is_greedy(node):
+        sampling = dataclasses.replace(sampling, num_samples=1, temperature=0.0, top_k=0, top_p=1.0)
+    return sampling
+
+
+def written_columns(node: Node, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The columns that a sampling node writes, by their names inside the stage."""
+    columns = turn_columns(episodes)
+    return {name: columns[name] for name in node.writes}
 
 
 def environment_parts(episodes: Sequence[Episode], prefix: str = "") -> Parts:

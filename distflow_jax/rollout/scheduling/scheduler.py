@@ -172,6 +172,10 @@ class Scheduler:
             group.left = 1
             self._loop.waiting.push_resumed(group, partial)
 
+    def drain(self) -> None:
+        """Waits for the decode call in flight: no program uses the weights until `step`."""
+        self._loop.drain()
+
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two calls.
 

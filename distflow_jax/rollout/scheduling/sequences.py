@@ -43,9 +43,10 @@ class Group:
     logits_by: int | None = None  # version that read the prefix; None: the present one
 
     @property
-    def priority(self) -> tuple[float, int, int]:
-        """Lowest first: longest expected response, then longest limit, then order of arrival."""
-        return (-self.request.prompt.expected_length, -self.request.sampling.limit, self.id)
+    def priority(self) -> tuple[float, ...]:
+        """Lowest first: turn, longest expected response, longest limit, order of arrival."""
+        expected, limit = self.request.prompt.expected_length, self.request.sampling.limit
+        return (self.request.turn, -expected, -limit, self.id)
 
 
 @dataclasses.dataclass

@@ -1,0 +1,217 @@
+"""Episodes of requests that come at any time, on one engine whose weights may change meanwhile."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
+from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.rollout.scheduling.scheduler import Scheduler
+
+Key = Hashable  # of a request, chosen by the caller
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A request that is not complete."""
+
+    key: Key
+    request: GroupRequest
+    episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)  # by sample
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its responses have ended."""
+        return len(self.episodes) == len(self.request.samples)
+
+
+class EpisodeSampler:
+    """Answers requests on one engine: `submit` them, call `round` while it is `busy`.
+
+    When nothing is under way it begins anew, so that no bit of a response depends on what was
+    sampled before. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        state: SamplerState,
+        environments: Environments | None = None,
+        on_response: Callable[[Response], None] | None = None,
+    ):
+        """`state`: donated. `on_response` is called as soon as a response has ended."""
+        self._engine, self._environments, self._on_response = engine, environments, on_response
+        self._state = state
+        self._open: dict[Key, _Request] = {}
+        self._pending: collections.deque[_Request] = collections.deque()  # for slots of their own
+        self._ended: list[_Request] = []
+        self._scheduler: Scheduler | None = None
+        self._driver: TurnDriver | None = None
+        self._calls = self._tokens = 0
+
+    @property
+    def version(self) -> int:
+        """Training steps that the weights have seen."""
+        return self._state.version
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether responses are in turns, with environments."""
+        return self._environments is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a response is waiting or under way, or a request is yet to be returned by `round`.
+        """
+        return bool(self._open or self._ended)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Requests that are not complete, the oldest first."""
+        return list(self._open)
+
+    def take_counts(self) -> dict[str, int]:
+        """Decode calls and sampled tokens since the last call of this."""
+        self._count()
+        found = {"generate_calls": self._calls, "tokens": self._tokens}
+        self._calls = self._tokens = 0
+        return found
+
+    def submit(self, key: Key, request: GroupRequest) -> None:
+        """Adds a request. ValueError for one that no slot can take."""
+        entry = _Request(key, request)
+        if self._environments is None:
+            self._submit(entry)
+        else:
+            self._pending.append(entry)
+        self._open[key] = entry
+
+    def round(self) -> list[tuple[Key, list[Episode]]]:
+        """One round of the scheduler; returns requests that are complete now, their responses in
+        the order of their numbers."""
+        if self._open:
+            if self._environments is None:
+                self._started().step()
+            else:
+                self._round_of_turns()
+        ended, self._ended = self._ended, []
+        if self._scheduler is not None and not self.busy:
+            self._stop()
+        return [(e.key, [e.episodes[i] for i in sorted(e.episodes)]) for e in ended]
+
+    def drain(self) -> None:
+        """Waits for the decode call in flight: no program uses the weights until `round`."""
+        if self._scheduler is not None:
+            self._scheduler.drain()
+
+    def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
+        """Swaps the weights between two decode calls, see Scheduler.load."""
+        self._state = dataclasses.replace(self._state, params=params, version=version)
+        if self._scheduler is not None:
+            self._scheduler.load(params, version, cache=cache)
+
+    def suspend(self) -> tuple[SamplerState, list[Partial]]:
+        """Puts everything back that is under way; the state is free until `resume`.
+
+        ValueError with environments at work, which cannot be put back.
+        """
+        if self._environments is not None and self.busy:
+            raise ValueError("responses in turns cannot be put back: wait until none is under way")
+        partials = [] if self._scheduler is None else self._scheduler.export()
+        self._stop()
+        return self._state, partials
+
+    def resume(self, state: SamplerState, partials: list[Partial]) -> None:
+        """Goes on after `suspend`: tokens that were sampled are read again."""
+        self._state = state
+        if partials:
+            self._started().restore(partials, self._keep_of_partial)
+
+    def close(self) -> SamplerState:
+        """Drops everything that is under way; returns the state."""
+        self._open.clear()
+        self._pending.clear()
+        self._stop()
+        return self._state
+
+    # -- one turn ---------------------------------------------------------------------------------
+
+    def _started(self) -> Scheduler:
+        if self._scheduler is None:
+            state = self._state
+            self._scheduler = Scheduler(
+                self._engine, state.params, version=state.version, state=state.decode
+            )
+        return self._scheduler
+
+    def _stop(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+        if self._scheduler is not None:
+            self._count()
+            self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
+            self._scheduler = None
+
+    def _count(self) -> None:
+        if self._scheduler is not None:
+            stats = self._scheduler.stats
+            self._calls += stats.generate_calls
+            self._tokens += stats.tokens
+            stats.generate_calls = stats.tokens = 0
+
+    def _submit(self, entry: _Request) -> None:
+        self._started().submit(entry.request, lambda response: self._keep(entry, response))
+
+    def _keep(self, entry: _Request, response: Response) -> None:
+        entry.episodes[response.sample] = single_turn(response)
+        if self._on_response is not None:
+            self._on_response(response)
+        self._end_if_complete(entry)
+
+    def _keep_of_partial(self, response: Response) -> None:
+        (entry,) = (
+            e
+            for e in self._open.values()
+            if e.request.prompt.counter == response.prompt.counter
+            and response.sample in e.request.samples
+            and response.sample not in e.episodes
+        )
+        self._keep(entry, response)
+
+    def _end_if_complete(self, entry: _Request) -> None:
+        if entry.complete:
+            del self._open[entry.key]
+            self._ended.append(entry)
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def _round_of_turns(self) -> None:
+        scheduler = self._started()
+        if self._driver is None:
+            limit = (self._pending or [next(iter(self._open.values()))])[0].request.sampling.limit
+            limits = TurnLimits.of(self._environments, limit)
+            self._driver = TurnDriver(scheduler, self._environments, limits, self._on_response)
+            self._turn = limits.turn
+        driver, most = self._driver, self._engine.max_concurrent_decodes
+        while self._pending and (
+            not driver.live or driver.live + len(self._pending[0].request.samples) <= most
+        ):
+            entry = self._pending.popleft()
+            request = dataclasses.replace(entry.request, hold=True).with_limit(self._turn)
+            driver.begin(entry.key, request)
+        driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
+        if scheduler.busy:
+            for response in scheduler.step():
+                driver.turn_ended(response)
+        for (key, sample), episode in list(driver.done.items()):
+            entry = self._open[key]
+            entry.episodes[sample] = episode
+            del driver.done[key, sample]
+            self._end_if_complete(entry)

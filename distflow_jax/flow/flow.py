@@ -1,0 +1,192 @@
+"""Asynchronous steps of one process: samplers run ahead, the training takes a step's groups.
+
+The rule of admission.py says which groups may begin and which of them a step takes; nothing else
+decides, and no process asks another one. What processes tell each other is that they have their
+groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import EndOfData, Until, joined
+from distflow_jax.flow.admission import Cut
+from distflow_jax.flow.host_nodes import Group, HostNodes, step_metrics
+from distflow_jax.flow.producer import Producer
+from distflow_jax.layout import Metrics, Parts
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.rollout.sampler import SamplerState
+
+IDLE_SECONDS = 0.01  # between two looks at what other threads have done
+
+
+class Flow:
+    """The groups of a run on one process, from their prompts to the steps that train them.
+
+    Call `publish` when the weights have changed, `take` for a step's groups, `finish` after it has
+    trained. On devices of the trainer this thread samples while it waits in `take`.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        host_nodes: Callable[..., HostNodes],
+        gather: BackgroundGather,
+        *,
+        until: Until | None,
+        done: frozenset[str],
+        cache: str,
+    ):
+        """`host_nodes(finished, failed)` makes the thread of host nodes. `until`: of a region.
+        `done`: ids of the nodes that run ahead."""
+        self.producer, self._gather = producer, gather
+        self._lock = producer.lock
+        self._until, self._done, self._cache = until, done, cache
+        self._error: BaseException | None = None
+        self._told: set[int] = set()  # counters whose verdicts the others know
+        self._template: FieldStore | None = None
+        self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
+        self._host = host_nodes(self._finished, self._failed)
+
+    def load(self, params: Any, version: int) -> None:
+        """Gives the sampler newer weights, between two decode calls."""
+        self.producer.sampler.load(params, version, cache=self._cache)
+
+    def drain(self) -> None:
+        """Waits until no program uses the sampler's weights."""
+        self.producer.sampler.drain()
+
+    def take(self, step: int) -> tuple[FieldStore, Metrics]:
+        """The step's groups of this process, complete, once all processes have theirs. Collective.
+
+        Raises EndOfData where the data have no group for the step, and what a sampler, an
+        environment or a node that ran ahead has raised.
+        """
+        admission = self.producer.admission
+        while True:
+            with self._lock:
+                cut = admission.cut(step)
+            if cut.start == cut.end:
+                raise EndOfData
+            self._drive(lambda cut=cut: self._has(cut))
+            told = self._gather.begin(self._news())
+            self._drive(told.done)
+            with self._lock:
+                for counter, keep in (news for theirs in told.result() for news in theirs):
+                    admission.judge(counter, bool(keep))
+                cut = admission.cut(step)
+            if cut.final:
+                return self._joined(cut)
+
+    def finish(self, step: int) -> int:
+        """Ends a step that `take` has given; returns the first counter that it did not look at."""
+        with self._lock:
+            return self.producer.admission.finish(step).end
+
+    def counts(self) -> Metrics:
+        """Numbers of what was sampled since the last call."""
+        counts = self.producer.sampler.take_counts()
+        return {"perf/generate_calls": counts["generate_calls"]}
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[list[SamplerState]]:
+        """A block in which the sampler is free for something else, such as an evaluation.
+
+        What is under way is put back, and goes on after it; responses in turns end first. The block
+        is given a list with the sampler's state, and leaves the state in it.
+        """
+        sampler = self.producer.sampler
+        while sampler.in_turns and sampler.busy:
+            self._round()
+        state, partials = sampler.suspend()
+        held = [state]
+        yield held
+        sampler.resume(held[0], partials)
+
+    def close(self) -> SamplerState:
+        """Drops what is under way; returns the sampler's state."""
+        self._host.close()
+        self._gather.close()
+        return self.producer.sampler.close()
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _drive(self, until: Callable[[], bool]) -> None:
+        """Samples until something is true."""
+        producer = self.producer
+        while not until():
+            if self._error is not None:
+                raise self._error
+            producer.admit()
+            if producer.sampler.busy:
+                self._round()
+            else:
+                with self._lock:
+                    self._lock.wait(IDLE_SECONDS)
+
+    def _round(self) -> None:
+        for group in self.producer.round():
+            self._host.submit(group)
+
+    def _has(self, cut: Cut) -> bool:
+        """Whether this process's groups of a cut have begun, and are done."""
+        producer = self.producer
+        with self._lock:
+            groups = [g for c, g in producer.groups.items() if c < cut.end]
+            return producer.begun_up_to(cut.end) and all(group.done for group in groups)
+
+    def _finished(self, group: Group) -> None:
+        if self._until is not None:
+            verdicts = np.asarray(self._until(group.store.columns), bool)
+            if verdicts.shape != (len(group.store.uid),):
+                raise ValueError(
+                    f"the region's `until` gave {verdicts.shape} verdicts for "
+                    f"{len(group.store.uid)} responses: one bool for each is needed"
+                )
+            group.keep = bool(verdicts.all())
+        with self._lock:
+            group.done = True
+            self._lock.notify_all()
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            self._lock.notify_all()
+
+    def _news(self) -> list[tuple[int, bool]]:
+        """Verdicts of this process that the others do not know."""
+        if self._until is None:
+            return []
+        with self._lock:
+            groups = [g for g in self.producer.groups.values() if g.done]
+        news = [(g.counter, g.keep) for g in groups if g.counter not in self._told]
+        self._told |= {counter for counter, _ in news}
+        return news
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
+        with self._lock:
+            groups = self.producer.forget(range(cut.start, cut.end))
+        self._told -= set(range(cut.start, cut.end))
+        groups.sort(key=lambda group: group.counter)
+        stores = [group.store for group in groups]
+        if stores:
+            self._template = stores[0]
+        if self._template is None:
+            raise ValueError(
+                "a process has no group in the first step: raise data.prompts_per_step, or use "
+                "fewer processes"
+            )
+        store = joined(stores or [self._template], np.array(cut.kept, np.int64))
+        store.done = self._done
+        metrics = step_metrics(groups)
+        for name, value in metrics.items():
+            if isinstance(value, Parts):
+                self._parts[name] = dataclasses.replace(value, values=())
+        return store, self._parts | metrics  # all processes merge the same
+

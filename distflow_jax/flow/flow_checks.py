@@ -1,0 +1,89 @@
+"""Settings that asynchronous steps cannot run with, found before any device works."""
+
+from collections.abc import Sequence
+
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.plan import Plan, Task
+from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.flow.host_nodes import units_ahead
+from distflow_jax.stages.registry import takes_policy_ratio
+
+
+def check_flow(
+    config: FlowConfig,
+    plan: Plan,
+    algorithm: AlgorithmConfig,
+    *,
+    sampler_hosts: int,
+    own_devices: bool,
+    environment: str,
+    offload: str,
+) -> None:
+    """Raises ValueError unless a plan can run with these settings of the section `flow`.
+
+    `sampler_hosts`: processes that share a sampler; `own_devices`: whether samplers have devices
+    that no trainer uses.
+    """
+    if not config.ahead:
+        return
+    lag = f"flow.max_lag={config.max_lag}"
+    sampling = sampling_tasks(plan)
+    if not sampling:
+        raise ValueError(
+            f"{lag} needs a node that samples, and dag {plan.name!r} trains on the data's own "
+            "answers; use 0"
+        )
+    keys = sorted({task.state_key for task in sampling})
+    if len(keys) > 1:
+        raise ValueError(
+            f"{lag} needs one sampler, and dag {plan.name!r} has {', '.join(keys)}; use 0, or one "
+            "model for all ROLLOUT nodes"
+        )
+    if sampler_hosts > 1:
+        raise ValueError(
+            f"{lag} needs samplers of one host, but mesh.rollout_tensor spreads a sampler over "
+            f"{sampler_hosts}; use a smaller one, or max_lag=0"
+        )
+    if config.swap == "boundary" and not own_devices:
+        raise ValueError(
+            "flow.swap='boundary' needs samplers with devices of their own, and they share the "
+            "trainer's: give mesh.roles.ROLLOUT.devices devices that mesh.devices leaves out, or "
+            "use swap='in_flight'"
+        )
+    if config.cache == "recompute" and environment:
+        raise ValueError(
+            f"flow.cache='recompute' reads responses again, which rollout.environment="
+            f"{environment!r} does not allow; use cache='keep'"
+        )
+    if offload != "none":
+        raise ValueError(
+            f"training.offload={offload!r} takes models away while samplers run ahead ({lag}); use "
+            "'none', or max_lag=0"
+        )
+    off_policy = {algorithm.correction, algorithm.rejection} != {"none"}
+    ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]
+    if ratio and not off_policy and algorithm.proximal == "recomputed":
+        raise ValueError(
+            f"{lag} trains on tokens of older weights, and without a correction node {ratio[0]!r} "
+            "takes its ratio against a policy that sampled nothing: set algorithm.correction (such "
+            "as token_tis), algorithm.rejection, or algorithm.proximal=rollout or a3po"
+        )
+    _check_region(plan, sampling, lag)
+
+
+def sampling_tasks(plan: Plan) -> list[Task]:
+    """The nodes of a plan that sample, in order."""
+    kind = ("ROLLOUT", "MODEL_INFERENCE", None)
+    return [t for t in plan.tasks if (t.node.role, t.node.type, t.node.fn) == kind]
+
+
+def _check_region(plan: Plan, sampling: Sequence[Task], lag: str) -> None:
+    if plan.region is None:
+        return
+    sampled = {task.node.id for task in sampling}
+    ahead = sampled | {u.tasks[0].node.id for u in units_ahead(plan, sampled)}
+    if late := [name for name in plan.region.nodes if name not in ahead]:
+        raise ValueError(
+            f"{lag} judges each group of the region by itself, but node {late[0]!r} needs a whole "
+            "batch: give it scope group, or use max_lag=0"
+        )

@@ -1,0 +1,116 @@
+"""The sampling side of asynchronous steps: it begins groups by the rule, and hands them on."""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.dag.graph import Node
+from distflow_jax.data.step_columns import given_columns, group_numbers
+from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.flow.admission import Admission
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.layout import Layout
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingNode:
+    """A node whose samples run ahead, and how it samples."""
+
+    node: Node
+    sampling: SamplingParams
+    environment_prefix: str | None  # of the environment's metrics; None: no environment
+
+
+class Producer:
+    """The groups of one process: begun, sampled, and complete.
+
+    `admission` and the groups are shared with the thread that trains, under `lock`.
+    """
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        admission: Admission,
+        nodes: Sequence[SamplingNode],
+        draw: Callable[[], list[Prompt] | None],
+        *,
+        writers: Mapping[str | None, Layout],
+        num_samples: int,
+        lock: threading.Condition,
+    ):
+        """`draw()`: this process's prompts of the next batch, None at the end of the data."""
+        self.sampler, self.admission, self.lock = sampler, admission, lock
+        self._nodes, self._draw = tuple(nodes), draw
+        self._writers, self._num_samples = dict(writers), num_samples
+        batch = admission.rule.groups
+        self._drawn = admission.position // batch * batch  # counters of all batches that are drawn
+        self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
+        self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
+
+    def admit(self) -> bool:
+        """Begins all groups that may begin with the weights that the sampler holds.
+
+        Returns whether any did.
+        """
+        with self.lock:
+            end, position = self.admission.end(self.sampler.version), self.admission.position
+        while self._drawn < end:
+            batch = self._draw()
+            if batch is None:
+                break
+            self._drawn += self.admission.rule.groups
+            wanted = [prompt for prompt in batch if prompt.counter >= position]
+            self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
+        begun = False
+        while self._waiting and self._waiting[0].counter < end:
+            self._begin(self._waiting.popleft())
+            begun = True
+        return begun
+
+    def round(self) -> list[Group]:
+        """One round of the sampler; returns groups whose samples are complete now."""
+        ended = [
+            self._take(self.groups[counter], node_id, episodes)
+            for (counter, node_id), episodes in self.sampler.round()
+        ]
+        return [group for group in ended if not group.sampling]
+
+    def begun_up_to(self, end: int) -> bool:
+        """Whether all groups below a counter have begun that are this process's."""
+        return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
+
+    def forget(self, counters: Sequence[int]) -> list[Group]:
+        """Takes groups out, those of a finished step; under `lock`."""
+        return [self.groups.pop(counter) for counter in counters if counter in self.groups]
+
+    def _begin(self, prompt: Prompt) -> None:
+        given = given_columns([prompt], self._num_samples)
+        store = FieldStore.of_step(self._writers, given)
+        group = Group(prompt.counter, store, {n.node.id for n in self._nodes})
+        with self.lock:
+            turn = self.admission.step_of(prompt.counter)
+            self.groups[prompt.counter] = group
+        for node in self._nodes:
+            request = GroupRequest(prompt, node.sampling, turn=turn)
+            self.sampler.submit((prompt.counter, node.node.id), request)
+
+    def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> Group:
+        (found,) = (n for n in self._nodes if n.node.id == node_id)
+        node = found.node
+        if is_greedy(node):  # one answer for all entries of a prompt
+            episodes = [episodes[i] for i in group_numbers(group.store.uid)]
+        columns: dict[str, Any] = written_columns(node, episodes)
+        for name, field in node.writes.items():
+            group.store.put(node.id, field, columns[name])
+        if found.environment_prefix is not None:
+            parts = environment_parts(episodes, found.environment_prefix)
+            group.metrics.setdefault(node.id, []).append(parts)
+        group.sampling.remove(node_id)
+        return group

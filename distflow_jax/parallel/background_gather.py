@@ -1,0 +1,40 @@
+"""Values gathered from all processes while each goes on with its work."""
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from distflow_jax.parallel.host_exchange import HostExchange
+
+
+class BackgroundGather:
+    """Gathers one value of every process after the other, in a thread of its own.
+
+    A process that has nothing to do before all have come to a point can do something else
+    meanwhile. All processes begin the same gathers in the same order, each at its own time.
+    """
+
+    def __init__(self, exchange: HostExchange | None):
+        """`exchange`: connections that nothing else uses; None in a run of one process."""
+        self._exchange = exchange
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-gather")
+
+    def begin(self, value: Any) -> Future[list[Any]]:
+        """Begins to gather a JSON-able value; the future has those of all processes, in order.
+
+        It raises ConnectionError if another process has ended.
+        """
+        if self._exchange is None:
+            alone: Future[list[Any]] = Future()
+            alone.set_result([json.loads(json.dumps(value))])
+            return alone
+        return self._thread.submit(self._gather, json.dumps(value).encode())
+
+    def close(self) -> None:
+        """Ends the thread, and the connections."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _gather(self, data: bytes) -> list[Any]:
+        return [json.loads(text) for text in self._exchange.all_gather(data)]
