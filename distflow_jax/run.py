@@ -272,11 +272,12 @@ class Run:
 
     def sync_weights(self, version: int) -> None:
         """Brings the weights of `version` finished steps to each sampler. Collective."""
-        if self.flow is not None:
-            self.flow.drain()
-        sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
-        if self.flow is not None:
-            self.flow.load(self.state.models[self._sampler].params, version)
+        if self.flow is None:
+            sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
+            return
+        policy = self.prepared.samplers[self._sampler]
+        with self.phases.span("update_weights"):
+            self.flow.publish(self.state.policy_params(policy), version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the sampler's weights, which `step` steps trained; writes the responses.

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -61,14 +62,18 @@ class EpisodeSampler:
         return self._state.version
 
     @property
+    def params(self) -> Any:
+        """The weights."""
+        return self._state.params
+
+    @property
     def in_turns(self) -> bool:
         """Whether responses are in turns, with environments."""
         return self._environments is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a response is waiting or under way, or a request is yet to be returned by `round`.
-        """
+        """Whether a response is waiting or under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
     @property
@@ -130,8 +135,10 @@ class EpisodeSampler:
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""
         self._state = state
-        if partials:
-            self._started().restore(partials, self._keep_of_partial)
+        for partial in reversed(partials):  # each is put before all others
+            (entry,) = (e for e in self._open.values() if e.request is partial.request)
+            keep = functools.partial(self._keep, entry)
+            self._started().restore([partial], keep)
 
     def close(self) -> SamplerState:
         """Drops everything that is under way; returns the state."""
@@ -167,23 +174,13 @@ class EpisodeSampler:
             stats.generate_calls = stats.tokens = 0
 
     def _submit(self, entry: _Request) -> None:
-        self._started().submit(entry.request, lambda response: self._keep(entry, response))
+        self._started().submit(entry.request, functools.partial(self._keep, entry))
 
     def _keep(self, entry: _Request, response: Response) -> None:
         entry.episodes[response.sample] = single_turn(response)
         if self._on_response is not None:
             self._on_response(response)
         self._end_if_complete(entry)
-
-    def _keep_of_partial(self, response: Response) -> None:
-        (entry,) = (
-            e
-            for e in self._open.values()
-            if e.request.prompt.counter == response.prompt.counter
-            and response.sample in e.request.samples
-            and response.sample not in e.episodes
-        )
-        self._keep(entry, response)
 
     def _end_if_complete(self, entry: _Request) -> None:
         if entry.complete:

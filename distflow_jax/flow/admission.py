@@ -137,6 +137,13 @@ class Admission:
         step = step if self._steps is None else min(step, self._steps)
         return self.position if step <= self.finished else self.cut(step).end
 
+    def has_step(self, step: int) -> bool:
+        """Whether a step is one of the run, and has a group as far as is known."""
+        if self._steps is not None and step > self._steps:
+            return False
+        cut = self.cut(step) if step > self.finished else None
+        return cut is not None and cut.start < cut.end
+
     def finish(self, step: int) -> Cut:
         """Ends a step, of which the cut must be final. Its verdicts are forgotten."""
         cut = self.cut(step)

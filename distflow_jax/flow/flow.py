@@ -7,18 +7,24 @@ groups of a step, and a region's verdicts, once for each step (parallel/backgrou
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, Until, joined
+from distflow_jax.dag.plan import Unit
+from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.flow.admission import Cut
+from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.host_nodes import Group, HostNodes, step_metrics
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.sampler_thread import SamplerThread
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
 
 IDLE_SECONDS = 0.01  # between two looks at what other threads have done
@@ -28,37 +34,60 @@ class Flow:
     """The groups of a run on one process, from their prompts to the steps that train them.
 
     Call `publish` when the weights have changed, `take` for a step's groups, `finish` after it has
-    trained. On devices of the trainer this thread samples while it waits in `take`.
+    trained. Samplers with devices of their own sample in a thread; on the trainer's devices this
+    thread samples, while it waits in `take`.
     """
 
     def __init__(
         self,
         producer: Producer,
-        host_nodes: Callable[..., HostNodes],
+        sync: WeightSync,
         gather: BackgroundGather,
+        units: Sequence[Unit],
+        runners: Mapping[str, Runner],
         *,
+        config: FlowConfig,
+        own_devices: bool,
         until: Until | None,
         done: frozenset[str],
-        cache: str,
     ):
-        """`host_nodes(finished, failed)` makes the thread of host nodes. `until`: of a region.
-        `done`: ids of the nodes that run ahead."""
-        self.producer, self._gather = producer, gather
+        """`units` run on each group. `until`: of a region. `done`: ids of all nodes that run ahead.
+        `own_devices`: whether the sampler has devices that no trainer uses."""
+        self.producer, self._sync, self._gather = producer, sync, gather
         self._lock = producer.lock
-        self._until, self._done, self._cache = until, done, cache
+        self._config, self._until, self._done = config, until, done
         self._error: BaseException | None = None
         self._told: set[int] = set()  # counters whose verdicts the others know
         self._template: FieldStore | None = None
         self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
-        self._host = host_nodes(self._finished, self._failed)
+        self._version = producer.sampler.version  # the newest that was published
+        self._host = HostNodes(units, runners, self._finished, self._failed)
+        self._thread: SamplerThread | None = None
+        if own_devices:
+            exact = producer.admission.rule.exact_version
+            self._thread = SamplerThread(
+                producer,
+                sync.arrive,
+                exact=exact if config.swap == "boundary" else None,
+                cache=config.cache,
+                sampled=self._host.submit,
+                failed=self._failed,
+            )
+            self._thread.start()
 
-    def load(self, params: Any, version: int) -> None:
-        """Gives the sampler newer weights, between two decode calls."""
-        self.producer.sampler.load(params, version, cache=self._cache)
-
-    def drain(self) -> None:
-        """Waits until no program uses the sampler's weights."""
-        self.producer.sampler.drain()
+    def publish(self, params: Any, version: int) -> None:
+        """Gives the sampler the trainer's weights after `version` steps. Collective."""
+        if version == self._version:
+            return
+        self._version = version
+        if self._thread is not None:
+            self._thread.deliver(self._sync.leave(params), version)
+            return
+        sampler = self.producer.sampler
+        sampler.drain()
+        jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
+        weights = jax.block_until_ready(self._sync(params))
+        sampler.load(weights, version, cache=self._config.cache)
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, complete, once all processes have theirs. Collective.
@@ -96,19 +125,23 @@ class Flow:
     def suspended(self) -> Iterator[list[SamplerState]]:
         """A block in which the sampler is free for something else, such as an evaluation.
 
-        What is under way is put back, and goes on after it; responses in turns end first. The block
-        is given a list with the sampler's state, and leaves the state in it.
+        It holds the weights that were published last. What is under way is put back, and goes on
+        afterwards; responses in turns end first. The block is given a list with the sampler's
+        state, and leaves the state in it.
         """
-        sampler = self.producer.sampler
-        while sampler.in_turns and sampler.busy:
-            self._round()
-        state, partials = sampler.suspend()
-        held = [state]
-        yield held
-        sampler.resume(held[0], partials)
+        thread, sampler = self._thread, self.producer.sampler
+        with contextlib.nullcontext() if thread is None else thread.hold(self._version):
+            while sampler.in_turns and sampler.busy:
+                self._round()
+            state, partials = sampler.suspend()
+            held = [state]
+            yield held
+            sampler.resume(held[0], partials)
 
     def close(self) -> SamplerState:
         """Drops what is under way; returns the sampler's state."""
+        if self._thread is not None:
+            self._thread.close()
         self._host.close()
         self._gather.close()
         return self.producer.sampler.close()
@@ -121,12 +154,13 @@ class Flow:
         while not until():
             if self._error is not None:
                 raise self._error
-            producer.admit()
-            if producer.sampler.busy:
-                self._round()
-            else:
-                with self._lock:
-                    self._lock.wait(IDLE_SECONDS)
+            if self._thread is None:
+                producer.admit()
+                if producer.sampler.busy:
+                    self._round()
+                    continue
+            with self._lock:
+                self._lock.wait(IDLE_SECONDS)
 
     def _round(self) -> None:
         for group in self.producer.round():
@@ -189,4 +223,3 @@ class Flow:
             if isinstance(value, Parts):
                 self._parts[name] = dataclasses.replace(value, values=())
         return store, self._parts | metrics  # all processes merge the same
-

@@ -54,13 +54,15 @@ class Producer:
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
         self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
 
-    def admit(self) -> bool:
+    def admit(self, up_to: int | None = None) -> bool:
         """Begins all groups that may begin with the weights that the sampler holds.
 
-        Returns whether any did.
+        `up_to`: none of later steps. Returns whether any began.
         """
         with self.lock:
             end, position = self.admission.end(self.sampler.version), self.admission.position
+            if up_to is not None:
+                end = min(end, self.admission.cut(up_to).end)
         while self._drawn < end:
             batch = self._draw()
             if batch is None:

@@ -195,9 +195,7 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
     if planned.samplers:
         model, sizes = planned.source.config, planned.sizes
         weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
-        mesh = mesh_lib.sampler_mesh(
-            sizes.rollout_tensor, planned.devices, sizes.sampler_submesh
-        )
+        mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices, sizes.sampler_submesh)
         slots = StateShapes(model, sizes.engine, mesh).specs()
         for key in planned.samplers:
             found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))

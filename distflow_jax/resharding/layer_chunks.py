@@ -5,7 +5,7 @@ layers of each rank, [S c, ...], those of the first rank in front.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -117,14 +117,33 @@ class LayerSync:
             out = self._sync_chunk(out, layers, start)
         return out
 
+    def leave(self, layers: Any) -> list[tuple[int, Any]]:
+        """All chunks in the memory of the host, with their starts."""
+        return [(s, self._step.leave(layers, np.int32(s))) for s in self._chunks.starts]
+
+    def arrive(self, left: Sequence[tuple[int, Any]]) -> Any:
+        """All layers, from the chunks that have left."""
+        if self._out is None:
+            return self._listed(
+                (start, self._step.arrive(None, chunk, np.int32(start))) for start, chunk in left
+            )
+        out = self._empty()
+        for start, chunk in left:
+            out = jax.block_until_ready(self._step.arrive(out, chunk, np.int32(start)))
+        return out
+
     def trace(self, layers: Any) -> tuple[jax.stages.Traced, int]:
         """The program that moves a chunk on the trainer's devices, and how often it runs."""
         return self._step.trace(self._out, layers, np.int32(0)), len(self._chunks.starts)
 
     def _sync_list(self, layers: Any) -> list[Any]:
+        return self._listed(
+            (start, self._sync_chunk(None, layers, start)) for start in self._chunks.starts
+        )
+
+    def _listed(self, chunks: Iterable[tuple[int, Any]]) -> list[Any]:
         found: dict[int, Any] = {}
-        for start in self._chunks.starts:
-            chunk = self._sync_chunk(None, layers, start)
+        for start, chunk in chunks:
             found |= zip(self._chunks.layer_numbers(start), chunk, strict=True)
         return [found[number] for number in sorted(found)]
 

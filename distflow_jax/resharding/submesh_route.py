@@ -5,6 +5,7 @@ as few copies of each shard as the size of the submesh allows. Then shards are c
 device within the host and brought into the form of the samplers there.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -56,11 +57,21 @@ class SubmeshRoute:
         def copy_within_host(chunk):
             return jax.tree.map(self._copy_within_host, chunk, staged, arriving)
 
+        def to_host(chunk):
+            return jax.tree.map(self._to_host, chunk, staged)
+
+        def from_host(chunk):
+            return jax.tree.map(
+                self._from_host, chunk, arriving, is_leaf=lambda x: isinstance(x, HostShards)
+            )
+
         common = jax.tree.map(self._common.layout, staged)
         return SubmeshStep(
             jax.jit(reshard, out_shardings=common),
             copy_within_host,
             jax.jit(put, donate_argnums=0, out_shardings=held),
+            to_host,
+            from_host,
         )
 
     def _staged(self, layout: NamedSharding) -> NamedSharding:
@@ -70,11 +81,27 @@ class SubmeshRoute:
     def _copy_within_host(
         self, x: jax.Array, staged: NamedSharding, layout: NamedSharding
     ) -> jax.Array:
-        held = [
+        held = self._shards(x, staged)
+        arrays = [held[index][source] for _, index, source in self._sources]
+        copies = jax.device_put(arrays, [device for device, *_ in self._sources])
+        return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
+
+    def _shards(self, x: jax.Array, staged: NamedSharding) -> list[dict[Any, jax.Array]]:
+        """{device: what it holds of an array} for each of the parts of a staged shard."""
+        return [
             {shard.device: shard.data for shard in split.addressable_shards}
             for split in _split(relabel(x, staged), self._split_count)
         ]
-        arrays = [held[index][source] for _, index, source in self._sources]
+
+    def _to_host(self, x: jax.Array, staged: NamedSharding) -> "HostShards":
+        held = self._shards(x, staged)
+        places = {(index, source) for _, index, source in self._sources}
+        return HostShards(
+            x.shape, {place: np.asarray(held[place[0]][place[1]]) for place in places}
+        )
+
+    def _from_host(self, x: "HostShards", layout: NamedSharding) -> jax.Array:
+        arrays = [x.shards[index, source] for _, index, source in self._sources]
         copies = jax.device_put(arrays, [device for device, *_ in self._sources])
         return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
 
@@ -99,11 +126,39 @@ class SubmeshRoute:
         return sources
 
 
-class SubmeshStep:
-    """Reshards on the submesh, copies within the host, and writes there; see routes.Step."""
+@dataclasses.dataclass(frozen=True)
+class HostShards:
+    """An array on its way, in the memory of the host: what this host's samplers take of it."""
 
-    def __init__(self, reshard: Callable, copy_within_host: Callable[[Any], Any], put: Callable):
+    shape: tuple[int, ...]  # of the whole array
+    shards: dict[tuple[int, Any], np.ndarray]  # by part of a staged shard, and device it came from
+
+
+class SubmeshStep:
+    """Reshards on the submesh, copies within the host, and writes there; see routes.Step.
+
+    `leave` and `arrive` are its halves, with the chunk in the memory of the host between them: the
+    first is collective, the second is this process's alone.
+    """
+
+    def __init__(
+        self,
+        reshard: Callable,
+        copy_within_host: Callable[[Any], Any],
+        put: Callable,
+        to_host: Callable[[Any], Any],
+        from_host: Callable[[Any], Any],
+    ):
         self._reshard, self._copy_within_host, self._put = reshard, copy_within_host, put
+        self._to_host, self._from_host = to_host, from_host
+
+    def leave(self, params: Any, start: np.int32) -> Any:
+        """A chunk in the memory of the host: HostShards."""
+        return self._to_host(self._reshard(params, start))
+
+    def arrive(self, out: Any, chunk: Any, start: np.int32) -> Any:
+        """Writes a chunk that has left into the weights, as a call does."""
+        return self._put(out, self._from_host(chunk), start)
 
     def __call__(self, out: Any, params: Any, start: np.int32) -> Any:
         """Runs the programs of the step."""

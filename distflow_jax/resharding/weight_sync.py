@@ -103,6 +103,26 @@ class WeightSync:
             held[_LAYERS] = plan.layers(params[_LAYERS])
         return jax.tree.map(relabel, held, self._form.layouts(self._local_mesh))
 
+    def leave(self, params: Any) -> "LeftWeights":
+        """The weights in the memory of the host, on their way to devices that only samplers have.
+
+        Collective. The parameters may change afterwards.
+        """
+        plan = self._plan(params)
+        params = jax.tree.map(plan.view, params)
+        tables = {k: step.leave(_some(params, k), _FIRST) for k, step in plan.tables.items()}
+        layers = None if plan.layers is None else plan.layers.leave(params[_LAYERS])
+        return LeftWeights(plan, tables, layers)
+
+    def arrive(self, left: "LeftWeights") -> Any:
+        """The weights that have left, on the devices of this process's sampler."""
+        held: dict[str, Any] = {}
+        for keys, chunk in left.tables.items():
+            held |= jax.block_until_ready(left.plan.tables[keys].arrive(None, chunk, _FIRST))
+        if left.layers is not None:
+            held[_LAYERS] = left.plan.layers.arrive(left.layers)
+        return jax.tree.map(relabel, held, self._form.layouts(self._local_mesh))
+
     def programs(self, params: Any) -> Iterator[tuple[jax.stages.Traced, int]]:
         """(program, number of runs) for each program of a sync on the trainer's devices.
 
@@ -194,6 +214,15 @@ class _SyncPlan:
     view: Callable[[Any], Any]
     tables: Mapping[tuple[str, ...], Step]
     layers: LayerSync | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftWeights:
+    """Weights in the memory of the host: what this process's sampler takes of each chunk."""
+
+    plan: _SyncPlan
+    tables: Mapping[tuple[str, ...], Any]
+    layers: list[tuple[int, Any]] | None
 
 
 def _like(prepared: Any, given: Any) -> Any:

@@ -136,4 +136,3 @@ def _version(version: Any, mask: np.ndarray) -> int | list[int]:
         return int(version)
     found = np.unique(version[mask])
     return version.tolist() if len(found) > 1 else int(found.max(initial=0))
-

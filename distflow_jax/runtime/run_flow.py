@@ -7,7 +7,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.admission import Admission
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.flow_checks import sampling_tasks
-from distflow_jax.flow.host_nodes import HostNodes, units_ahead
+from distflow_jax.flow.host_nodes import units_ahead
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
@@ -64,9 +64,12 @@ def make_flow(prepared: PreparedRun, runtime: Runtime, state: RunState) -> Flow 
     )
     return Flow(
         producer,
-        functools.partial(HostNodes, units, runtime.runners),
+        runtime.sync,
         BackgroundGather(processes.second_exchange()),
+        units,
+        runtime.runners,
+        config=config.flow,
+        own_devices=prepared.sizes.samplers_have_own_devices,
         until=prepared.until,
         done=frozenset(sampled | {unit.tasks[0].node.id for unit in units}),
-        cache=config.flow.cache,
     )

@@ -1,0 +1,161 @@
+"""The thread that samples beside the training, on devices that only samplers have.
+
+It issues programs of this process's sampler alone; programs that span processes stay with the main
+thread. Weights come to it in the memory of the host, and it takes them between two decode calls.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.producer import Producer
+
+IDLE_SECONDS = 0.05  # between two looks at what other threads have done
+JOIN_SECONDS = 60.0  # for a decode call to end
+
+
+class SamplerThread:
+    """Samples by the rule until it is closed.
+
+    With `exact` each step's groups are answered wholly by one version of the weights, exact(step),
+    one step after the other: results depend on no timing. Without, the newest weights are taken at
+    once.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        arrive: Callable[[Any], Any],
+        *,
+        exact: Callable[[int], int] | None,
+        cache: str,
+        sampled: Callable[[Group], None],
+        failed: Callable[[BaseException], None],
+    ):
+        """`arrive(left)`: the weights on the sampler's devices, of those that have left the
+        trainer. `sampled(group)` and `failed(error)` are called in this thread."""
+        self._producer, self._arrive, self._exact, self._cache = producer, arrive, exact, cache
+        self._sampled, self._failed = sampled, failed
+        self._lock = producer.lock
+        self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
+        self._wanted: int | None = None  # version at which somebody wants the sampler
+        self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
+        self._step = producer.admission.finished + 1  # the next to be sampled, with `exact`
+        self._oldest = producer.sampler.version
+        self._thread = threading.Thread(target=self._serve, name="sampler", daemon=True)
+
+    def start(self) -> None:
+        """Begins to sample."""
+        self._thread.start()
+
+    def deliver(self, left: Any, version: int) -> None:
+        """Hands over weights on their way."""
+        with self._lock:
+            if self._exact is None:
+                self._inbox.clear()  # only the newest are taken
+            self._inbox[version] = left
+            self._lock.notify_all()
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[None]:
+        """A block in which the thread waits and the sampler holds the weights of a version.
+
+        They must have been delivered, or be held already.
+        """
+        with self._lock:
+            self._wanted = version
+            self._lock.notify_all()
+            while not self._held:
+                if not self._thread.is_alive():
+                    raise RuntimeError("the sampler's thread has ended")
+                self._lock.wait(IDLE_SECONDS)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted, self._held = None, False
+                self._lock.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread after the decode call that runs."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                worked = self._work() if self._exact is None else self._work_exactly()
+                if not worked:
+                    with self._lock:
+                        self._lock.wait(IDLE_SECONDS)
+        except BaseException as error:  # the step that needs the samples raises it
+            self._failed(error)
+
+    def _work(self) -> bool:
+        """A round with the newest weights; whether there was anything to do."""
+        with self._lock:
+            newest = max(self._inbox, default=None)
+        if newest is not None:
+            self._take(newest)
+        if self._wanted is not None and self._producer.sampler.version >= self._wanted:
+            self._wait_held()
+            return True
+        self._producer.admit()
+        return self._round()
+
+    def _work_exactly(self) -> bool:
+        """A round of the present step's groups, by the version that is theirs."""
+        if self._round():
+            return True
+        producer, held = self._producer, self._producer.sampler.version
+        with self._lock:
+            wanted, left = self._wanted, producer.admission.has_step(self._step)
+        target = max(self._oldest, self._exact(self._step)) if left else None
+        goals = [version for version in (target, wanted) if version is not None]
+        if not goals:
+            return False
+        goal = min(goals)
+        if held < goal:
+            if goal not in self._inbox:
+                return False
+            self._take(goal)
+        if wanted is not None and wanted == goal:
+            self._wait_held()
+            return True
+        producer.admit(up_to=self._step)
+        self._step += 1
+        return True
+
+    def _round(self) -> bool:
+        if not self._producer.sampler.busy:
+            return False
+        for group in self._producer.round():
+            self._sampled(group)
+        return True
+
+    def _take(self, version: int) -> None:
+        """Takes weights that have left, in place of those that are held."""
+        with self._lock:
+            left = self._inbox[version]
+            for older in [v for v in self._inbox if v <= version]:
+                del self._inbox[older]
+        sampler = self._producer.sampler
+        sampler.drain()
+        jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
+        sampler.load(self._arrive(left), version, cache=self._cache)
+
+    def _wait_held(self) -> None:
+        with self._lock:
+            self._held = True
+            self._lock.notify_all()
+            while self._held and not self._closing:
+                self._lock.wait(IDLE_SECONDS)
