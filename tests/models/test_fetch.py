@@ -27,9 +27,10 @@ TIED = DecoderConfig(**SIZES, max_position=128)
 
 def wheel_with(path, members, **records):
     """A wheel; `records` replace lines of its RECORD, {"a.gguf": "sha256=..."} for instance."""
-    info = f"{path.stem.partition('-')[0]}-1.0.dist-info"
+    name = path.stem.partition("-")[0]
+    info = f"{name}-1.0.dist-info"
     members = members | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {path.stem}\nVersion: 1.0\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
     }
     lines = {name: f"sha256={record_hash(data)}" for name, data in members.items()} | records
