@@ -33,11 +33,13 @@ from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
+from distflow_jax.coordinator.staleness import staleness_metrics
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.flow import Flow
+from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
@@ -54,14 +56,14 @@ from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
-from distflow_jax.runtime.run_flow import make_flow
-from distflow_jax.runtime.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.run_state import (
     check_lost,
     first_or_restored_state,
     loader_position,
     save_state,
 )
+from distflow_jax.runtime.samplers.run_flow import make_flow
+from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.stages.evaluate import records, validation_metrics
@@ -307,7 +309,7 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
-            self.flow = make_flow(self.prepared, runtime, state)
+            self.flow = make_flow(self.prepared, runtime, state, self.instruments.spans)
         self.recorder.ready(runtime)
 
     @property
@@ -335,6 +337,8 @@ class Run:
         batch = self.config.data.prompts_per_step
         state.batches = -(-state.counter // batch)
         coordinator.use(store)
+        for field, column in self._with_step({"uid": store.uid}).items():
+            store.put(None, field, column)
         return coordinator.merged(measured) | flow.counts()
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
@@ -357,7 +361,13 @@ class Run:
         if batch is None:
             return None
         self.state.batches += 1
-        return given_columns(batch, self.config.rollout.num_samples)
+        return self._with_step(given_columns(batch, self.config.rollout.num_samples))
+
+    def _with_step(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The columns, with the number of the step where a node reads it."""
+        if STEP in dict(self.prepared.plan.loader_fields):
+            given[STEP] = np.full(len(given["uid"]), self.state.step, np.int64)
+        return given
 
     def _statistics(self, samples: Samples) -> dict[str, float]:
         """Metrics of the step's samples over all processes. Collective."""
@@ -366,6 +376,9 @@ class Run:
             table = gather_table(samples)
             metrics = batch_metrics(table, coordinator.tokens_per_rank())
             metrics |= self.utilization.metrics(state.step, coordinator)
+            if self.flow is not None:
+                lag = self.config.flow.max_lag
+                metrics |= staleness_metrics(samples, state.step, lag)
             loader.observe(state.batches, table.counter, table.response)
         return metrics | {
             "training/global_step": state.step,

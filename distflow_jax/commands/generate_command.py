@@ -12,7 +12,7 @@ from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.plan_run import open_environments
 from distflow_jax.rollout.requests import SamplingParams
-from distflow_jax.runtime.standalone_sampler import open_answerer
+from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
 
 def main(options: SimpleNamespace) -> int:

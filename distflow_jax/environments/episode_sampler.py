@@ -73,7 +73,7 @@ class EpisodeSampler:
 
     @property
     def busy(self) -> bool:
-        """Whether a response is waiting or under way, or a request is yet to be returned by `round`."""
+        """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
     @property

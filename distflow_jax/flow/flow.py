@@ -50,9 +50,12 @@ class Flow:
         own_devices: bool,
         until: Until | None,
         done: frozenset[str],
+        span: Callable[[], contextlib.AbstractContextManager],
     ):
         """`units` run on each group. `until`: of a region. `done`: ids of all nodes that run ahead.
-        `own_devices`: whether the sampler has devices that no trainer uses."""
+        `own_devices`: whether the sampler has devices that no trainer uses. `span()` times a round
+        of the sampler, in any thread."""
+        self._span = span
         self.producer, self._sync, self._gather = producer, sync, gather
         self._lock = producer.lock
         self._config, self._until, self._done = config, until, done
@@ -70,7 +73,7 @@ class Flow:
                 sync.arrive,
                 exact=exact if config.swap == "boundary" else None,
                 cache=config.cache,
-                sampled=self._host.submit,
+                round=self._round,
                 failed=self._failed,
             )
             self._thread.start()
@@ -109,6 +112,8 @@ class Flow:
                     admission.judge(counter, bool(keep))
                 cut = admission.cut(step)
             if cut.final:
+                if self._thread is None:  # the devices are the trainer's from here on
+                    self.producer.sampler.drain()
                 return self._joined(cut)
 
     def finish(self, step: int) -> int:
@@ -163,7 +168,9 @@ class Flow:
                 self._lock.wait(IDLE_SECONDS)
 
     def _round(self) -> None:
-        for group in self.producer.round():
+        with self._span():
+            groups = self.producer.round()
+        for group in groups:
             self._host.submit(group)
 
     def _has(self, cut: Cut) -> bool:

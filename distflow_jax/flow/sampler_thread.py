@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
@@ -33,13 +32,14 @@ class SamplerThread:
         *,
         exact: Callable[[int], int] | None,
         cache: str,
-        sampled: Callable[[Group], None],
+        round: Callable[[], None],
         failed: Callable[[BaseException], None],
     ):
         """`arrive(left)`: the weights on the sampler's devices, of those that have left the
-        trainer. `sampled(group)` and `failed(error)` are called in this thread."""
+        trainer. `round()`, a round of the sampler that hands groups on, and `failed(error)` are
+        called in this thread."""
         self._producer, self._arrive, self._exact, self._cache = producer, arrive, exact, cache
-        self._sampled, self._failed = sampled, failed
+        self._round_of_sampler, self._failed = round, failed
         self._lock = producer.lock
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._wanted: int | None = None  # version at which somebody wants the sampler
@@ -138,8 +138,7 @@ class SamplerThread:
     def _round(self) -> bool:
         if not self._producer.sampler.busy:
             return False
-        for group in self._producer.round():
-            self._sampled(group)
+        self._round_of_sampler()
         return True
 
     def _take(self, version: int) -> None:

@@ -24,6 +24,7 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
+from distflow_jax.dag.token_age import with_proximal_weights
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
@@ -32,7 +33,7 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.admission import Rule
 from distflow_jax.flow.flow_checks import check_flow
-from distflow_jax.layout import Layout
+from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
@@ -65,6 +66,8 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     with _named(config.dag):
         if config.training.router_replay:
             graph = with_router_replay(graph)
+        if config.algorithm.proximal == "a3po":
+            graph = with_proximal_weights(graph)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
 
@@ -81,7 +84,8 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
                 f"mesh.roles.{name}: no role or model of dag {config.dag!r} is called so "
                 f"({hint(name, known)})"
             )
-    given = dict.fromkeys(DATA[graph.data], sampler_layout(sizes))
+    step = [STEP] if any(STEP in node.reads.values() for node in graph.nodes) else []
+    given = dict.fromkeys((*DATA[graph.data], *step), sampler_layout(sizes))
     # two nodes in one program would need the models of both
     fuse = config.training.fuse and config.training.offload == "none"
     with _named(config.dag):

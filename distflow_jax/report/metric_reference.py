@@ -286,6 +286,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "above 0 for long: prompts are too easy or too hard for this policy",
         ),
     ),
+    "Asynchronous steps": (
+        Metric(
+            "training/off_policy/trajectory_staleness/{mean,max,min}",
+            "training steps since the weights that sampled a response's oldest token",
+            "mean near flow.max_lag: samplers are far ahead; give them fewer devices, or lower it",
+        ),
+        Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
+    ),
     "Rewards": (
         Metric(
             "reward/errors",
@@ -351,6 +359,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/score", "reward calls, also those that run while others are decoded"),
         Metric("timing_s/{update_actor,update_critic}", "that update"),
         Metric("timing_s/update_weights", "weight sync from trainer to sampler"),
+        Metric(
+            "timing_s/wait_for_samples",
+            "with flow.max_lag: until all processes have their groups of the step; on devices of "
+            "the trainer's, sampling",
+            "most of the step, with samplers beside it: give them more devices, or raise max_lag",
+        ),
         Metric("timing_s/{testing,save_checkpoint}", "evaluation; start of a checkpoint"),
         Metric("timing_s/{compile_programs,compile_sampler}", "compilation, before step 1"),
         Metric("timing_s/{statistics,write_profile}", "metrics of the step; writing of a profile"),

@@ -97,7 +97,7 @@ class SubmeshRoute:
         held = self._shards(x, staged)
         places = {(index, source) for _, index, source in self._sources}
         return HostShards(
-            x.shape, {place: np.asarray(held[place[0]][place[1]]) for place in places}
+            x.shape, {(i, source): np.asarray(held[i][source]) for i, source in places}
         )
 
     def _from_host(self, x: "HostShards", layout: NamedSharding) -> jax.Array:

@@ -22,6 +22,7 @@ from distflow_jax.stages.stage_context import (
     SamplingContext,
     TrainContext,
 )
+from distflow_jax.stages.token_age import build_token_age
 from distflow_jax.stages.update_model import (
     build_policy_update,
     build_preference_update,
@@ -142,6 +143,14 @@ OBJECTIVES: dict[str, StageKind] = {
 
 # by the name that a node gives in `fn`
 NAMED: dict[str, StageKind] = {
+    "token_age": _kind(
+        build_token_age,
+        RewardContext,
+        "version step",
+        "",
+        "age prox_alpha",
+        per_token="age prox_alpha",
+    ),
     "choose_pairs": _kind(build_choose_pairs, RewardContext, "uid score", "keep"),
     "weighted_sum": _kind(build_weighted_sum, RewardContext, None, "score"),
 }

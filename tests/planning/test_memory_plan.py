@@ -37,7 +37,7 @@ from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.build import build, make_meshes, trace
-from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.samplers.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
 
 SMALL = [

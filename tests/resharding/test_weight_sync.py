@@ -27,12 +27,14 @@ FIVE = dataclasses.replace(TINY, num_layers=5)
 LORA = LoraConfig(rank=2, alpha=6.0)
 
 
-def sync_of(model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), chunk_bytes=1):
+def sync_of(
+    model, *, tensor=2, dtype="bfloat16", form=("stacked", "auto"), chunk_bytes=1, submesh=None
+):
     """By default one layer of each stage at a time."""
     model = without_adapters(model)
     return WeightSync(
-        param_shardings(model, replica_mesh(tensor)),
-        sampler_mesh(tensor),
+        param_shardings(model, replica_mesh(tensor, submesh=submesh)),
+        sampler_mesh(tensor, submesh=submesh),
         dtype,
         SamplerLayout(model, "cpu", *form),
         functools.partial(lora.merged, scale=LORA.scale),
@@ -82,6 +84,32 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), random_params(model, 2))
     placed_again = jax.device_put(cast, layouts)
     assert_same(weights, SamplerLayout(model, "cpu", *form).convert_placed(placed_again))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(
+    ("sizes", "submesh", "form"),
+    [
+        (MeshSizes(2, 2, (0, 4)), (4, 8), ("stacked", "auto")),
+        (MeshSizes(2, 1, (2, 4)), (4, 8), ("apart", "int8")),
+        (MeshSizes(2, 2, (4, 8)), (0, 2), ("turned", "auto")),
+        (MeshSizes(2, 2, (0, 4)), (0, 4), ("stacked", "auto")),
+    ],
+    ids=str,
+)
+def test_samplers_on_a_part_get_them_too(sizes, submesh, form, chunk_bytes):
+    """Other devices than the trainer's, or the same ones; at once, or by way of the host."""
+    sync = sync_of(FOUR, form=form, submesh=submesh, chunk_bytes=chunk_bytes)
+    local = sampler_mesh(2, submesh=submesh)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(FOUR, 1))
+    given = jax.device_put(cast, param_shardings(FOUR, local))
+    want = SamplerLayout(FOUR, "cpu", *form).convert_placed(given)
+    trained = placed(FOUR, sizes)
+    assert_same(sync(trained), want)
+    if submesh != sizes.submesh:
+        left = sync.leave(trained)
+        jax.tree.map(lambda x: x.delete(), trained)  # an update may follow at once
+        assert_same(sync.arrive(left), want)
 
 
 @pytest.mark.parametrize("sizes", [MeshSizes(2, 2, pipeline=2), MeshSizes(2, 1, (5, 7))], ids=str)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.paths import TESTS
 
-from distflow_jax.rewards.pool import RewardConfig, RewardPool, error_counts
+from distflow_jax.rewards.pool import RewardConfig, RewardPool, failures
 from distflow_jax.rewards.records import RewardRequest
 
 FILE = TESTS / "support" / "user_rewards.py"
@@ -26,6 +26,13 @@ def requests(*solutions):
 
 def scores(results):
     return [result.score for result in results]
+
+
+def counts(results):
+    """(rewards that failed, those of them that missed their deadline)"""
+    found = failures(results)
+    assert found["scored"] == len(results)
+    return found["failed"], found["timeouts"]
 
 
 def pool_of(function, **options):
@@ -63,7 +70,7 @@ def test_a_dying_worker_is_replaced_and_costs_only_its_request(row_pool, death):
 def test_errors_are_counted_and_keep_their_place(row_pool):
     results = row_pool.score(requests("raise", "2", "text", "nan", "sys.exit", "hang", "7"))
     assert scores(results) == [-1, 2, -1, -1, -1, -1, 7]
-    assert error_counts(results) == {"reward/errors": 4, "reward/timeouts": 1}
+    assert counts(results) == (5, 1)
     assert "KeyError: 'no such answer'" in results[0].error
     assert "user_rewards.py, line" in results[0].error.split("\n")[0]
     assert "Traceback" in results[0].error
@@ -99,9 +106,11 @@ def test_check_names_what_is_wrong(row_pool):
 
 def test_error_rate(row_pool):
     results = row_pool.score(requests("raise", *map(str, range(9))))
-    row_pool.check_error_rate(results)  # 1 of 10 is allowed
+    parts = [failures(results[:4]), failures(results[4:])]
+    # 1 of 10 is allowed
+    assert row_pool.check_error_rate(parts) == {"reward/errors": 1, "reward/timeouts": 0}
     with pytest.raises(RuntimeError, match=r"(?s)1 of 9 rewards failed.*0\.1.*Traceback.*KeyError"):
-        row_pool.check_error_rate(results[:9])
+        row_pool.check_error_rate([failures(results[4:9]), failures(results[:4])])
     row_pool.check_error_rate([])
 
 
@@ -140,7 +149,7 @@ def test_one_bad_row_of_a_batch_does_not_cost_the_others():
     with pool_of("trl_acts", timeout_seconds=1.0, num_workers=1) as pool:
         results = pool.score(requests("1", "raise", "3", "exit", "hang", "6"))
     assert scores(results) == [1, 0, 3, 0, 0, 6]
-    assert error_counts(results) == {"reward/errors": 2, "reward/timeouts": 1}
+    assert counts(results) == (3, 1)
 
 
 def test_coroutines_wait_together_and_each_has_the_deadline():
@@ -211,7 +220,7 @@ def test_math_gives_up_on_its_own_inside_a_worker():
     with RewardPool(RewardConfig(function="math", num_workers=1)) as pool:
         results = pool.score(requests(r"\boxed{47}", r"\boxed{94/2}", r"\boxed{9^{9^{9^{9}}}}"))
     assert scores(results) == [1, 1, 0]
-    assert error_counts(results) == {"reward/errors": 0, "reward/timeouts": 0}
+    assert counts(results) == (0, 0)
 
 
 def test_close_ends_hanging_calls_and_their_children(tmp_path):

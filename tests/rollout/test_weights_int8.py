@@ -37,7 +37,7 @@ from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.runtime.standalone_sampler import read_weights
+from distflow_jax.runtime.samplers.standalone_sampler import read_weights
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 MODELS = pytest.mark.parametrize("model", [TINY, UNTIED], ids=["tied", "untied"])

@@ -14,8 +14,8 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.make_sampler import make_engine
-from distflow_jax.runtime.standalone_sampler import answer_sizes
+from distflow_jax.runtime.samplers.make_sampler import make_engine
+from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 
 SMALL = (
     "random:qwen3_moe?hidden=32&layers=2&heads=4&kv_heads=2&mlp=16&experts=4&active=2&vocab=512"

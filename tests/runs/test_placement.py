@@ -24,7 +24,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.standalone_sampler import open_answerer
+from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=192&vocab=512&max_position=1024"
 MIXTURE = (

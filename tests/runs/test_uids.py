@@ -15,7 +15,7 @@ from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.runtime.standalone_sampler import open_answerer
+from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
 SETTINGS = [
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",

@@ -110,6 +110,45 @@ SIZES = [
     ),
     ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
     ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
+    (
+        "mesh.devices=0:4 ; mesh.roles={'ROLLOUT':{'devices':'2:6'}}",
+        "mesh.roles.ROLLOUT.devices='2:6' and mesh.devices, with those of other mesh.roles, '0:4' "
+        "overlap: give samplers all of the trainers' devices or none of them",
+    ),
+    ("mesh.roles={'ROLLOUT':{'devices':'4:8'}}", "mesh.devices, with those of other mesh.roles,"),
+    (
+        "mesh.devices=0:4 ; mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}",
+        "mesh.roles.ROLLOUT has devices alone, got tensor: a sampler's width is",
+    ),
+    (
+        "mesh.devices=0:4 ; mesh.roles={'ROLLOUT':{'devices':'4:7'}} ; mesh.rollout_tensor=2",
+        "mesh.rollout_tensor=2 neither divides the 3 devices of a host",
+    ),
+    (
+        "mesh.devices=0:4 ; mesh.roles={'ROLLOUT':{'devices':'4:7'}}",
+        "rollout.num_slots=32 is not divisible by sampler ranks=3; use 30 or 33",
+    ),
+    ("flow.max_lag=-1", "flow.max_lag must not be negative, got -1; 0: samplers do not run ahead"),
+    ("flow.max_lag=1 ; flow.swap=late", "flow.swap must be one of in_flight, boundary, got 'late'"),
+    ("flow.swap=boundary", "flow.swap='boundary' has no effect with flow.max_lag=0; raise that"),
+    ("flow.cache=recompute", "flow.cache='recompute' has no effect with flow.max_lag=0"),
+    (
+        "flow.max_lag=1 ; flow.swap=boundary ; flow.cache=recompute",
+        "flow.cache='recompute' has no effect with flow.swap='boundary'",
+    ),
+    (
+        "flow.max_lag=1",
+        "flow.max_lag=1 trains on tokens of older weights, and without a correction node "
+        "'actor_train' takes its ratio against a policy that sampled nothing: set",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.swap=boundary",
+        "flow.swap='boundary' needs samplers with devices of their own, and they share the",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; training.offload=idle",
+        "training.offload='idle' takes models away while samplers run ahead (flow.max_lag=1)",
+    ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),

@@ -138,7 +138,7 @@ def evaluate(
 
     correction, sums, maxima = _correction(old_logp, batch, algorithm, denominators)
     if batch.rollout_logp is not None:
-        trainer = logp if algorithm.proximal == "rollout" else old_logp
+        trainer = old_logp if algorithm.proximal == "recomputed" else logp
         terms = off_policy_terms(trainer, batch.rollout_logp, rows)
         sequences = counted(rows)
         sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}

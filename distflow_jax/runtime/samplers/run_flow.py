@@ -9,6 +9,7 @@ from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.host_nodes import units_ahead
 from distflow_jax.flow.producer import Producer, SamplingNode
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
@@ -17,7 +18,9 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.rollout import node_sampling
 
 
-def make_flow(prepared: PreparedRun, runtime: Runtime, state: RunState) -> Flow | None:
+def make_flow(
+    prepared: PreparedRun, runtime: Runtime, state: RunState, spans: Spans
+) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
 
     It takes the sampler's state. The samplers must have been started.
@@ -72,4 +75,5 @@ def make_flow(prepared: PreparedRun, runtime: Runtime, state: RunState) -> Flow 
         own_devices=prepared.sizes.samplers_have_own_devices,
         until=prepared.until,
         done=frozenset(sampled | {unit.tasks[0].node.id for unit in units}),
+        span=functools.partial(spans.span, tasks[0].node.id),
     )

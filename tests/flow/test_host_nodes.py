@@ -1,0 +1,141 @@
+"""Which nodes run ahead, and that they run on each group once, in the plan's order."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.host_metrics import merge_parts
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.plan_walker import make_runner
+from distflow_jax.dag.planner import plan
+from distflow_jax.flow.host_nodes import Group, HostNodes, step_metrics, units_ahead
+from distflow_jax.layout import Layout, Parts
+
+HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
+LAYOUTS = {
+    "ACTOR": MESH,
+    "CRITIC": MESH,
+    "REFERENCE": MESH,
+    "ROLLOUT": HOST,
+    "REWARD": HOST,
+    "REWARD MODEL_INFERENCE": MESH,
+}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "remax", "online_dpo"])
+def test_rewards_of_built_in_graphs_run_ahead(name):
+    built = plan(load_graph(name, Config()), LAYOUTS, ("uid", "prompt"))
+    sampled = {t.node.id for t in built.tasks if t.node.role == "ROLLOUT"}
+    found = {unit.tasks[0].node.id for unit in units_ahead(built, sampled)}
+    assert found == {
+        t.node.id
+        for t in built.tasks
+        if (t.node.role, t.layout.kind) == ("REWARD", "host") and t.node.scope != "batch"
+    }
+    assert found
+
+
+def built(*, scope="group", when=None):
+    """A score, what follows from it, and nodes that wait for the step."""
+    nodes = [
+        Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"]),
+        Node("score", "REWARD", "COMPUTE", ["gen"], ["response"], {"out": "score"}),
+        Node(
+            *("mean", "REWARD", "COMPUTE", ["score"], ["score"], {"out": "centred"}),
+            scope=scope,
+            when=when,
+        ),
+        Node("late", "REWARD", "COMPUTE", ["score"], ["score"], {"out": "x"}, scope="batch"),
+        Node("after", "REWARD", "COMPUTE", ["late"], ["x"], {"out": "y"}),
+        Node("train", "ACTOR", "COMPUTE", ["mean"], ["centred"], {"out": "z"}, when=when),
+    ]
+    return plan(Graph("g", nodes), LAYOUTS, ("uid", "prompt"))
+
+
+@pytest.mark.parametrize(
+    "how, ahead",
+    [
+        ({}, ["score", "mean"]),
+        ({"scope": "batch"}, ["score"]),
+        ({"when": {"every": 2}}, ["score"]),
+        ({"when": {"after": 3}}, ["score"]),
+    ],
+)
+def test_what_waits_for_the_step(how, ahead):
+    found = units_ahead(built(**how), {"gen"})
+    assert [unit.tasks[0].node.id for unit in found] == ahead
+
+
+def group_of(counter, responses):
+    writers = dict.fromkeys((None, "gen", "score", "mean"), HOST)
+    uid = np.array([[counter, i] for i in range(len(responses))], np.int64)
+    store = FieldStore.of_step(writers, {"uid": uid, "prompt": [None] * len(responses)})
+    store.put("gen", "response", responses)
+    return Group(counter, store, set())
+
+
+def score(state, fields, options):
+    values = np.array([len(r) for r in fields["response"]], np.float32)
+    total = Parts(((float(values.sum()), len(values)),), mean_of)
+    return state, {"out": values}, {"score": total, "seen_calls": 1, "size": len(values)}
+
+
+def mean_of(parts):
+    return {"reward/mean": sum(s for s, _ in parts) / sum(n for _, n in parts)}
+
+
+def centre(state, fields, options):
+    return state, {"out": fields["score"] - fields["score"].mean()}, {}
+
+
+def run_on(groups, stages):
+    ended, errors, event = [], [], threading.Event()
+
+    def finished(group):
+        ended.append(group.counter)
+        if len(ended) == len(groups):
+            event.set()
+
+    def failed(error):
+        errors.append(error)
+        event.set()
+
+    plan_ = built()
+    units = units_ahead(plan_, {"gen"})
+    runners = {unit.name: make_runner(unit, stages) for unit in units}
+    nodes = HostNodes(units, runners, finished, failed)
+    for group in groups:
+        nodes.submit(group)
+    assert event.wait(30)
+    nodes.close()
+    return ended, errors
+
+
+def test_each_group_gets_what_a_step_would_give_it():
+    groups = [group_of(5, ["a", "bbb"]), group_of(3, ["cc", "cccc", ""])]
+    ended, errors = run_on(groups, {"score": score, "mean": centre})
+    assert ended == [5, 3] and not errors
+    np.testing.assert_allclose(groups[0].store.values["mean", "centred"], [-1, 1])
+    np.testing.assert_allclose(groups[1].store.values["mean", "centred"], [0, 2, -2])
+    metrics = merge_parts(step_metrics(groups))
+    assert metrics == {"reward/mean": 2.0, "seen_calls": 2, "size": 2.5}
+
+
+def test_an_error_reaches_the_step():
+    def broken(state, fields, options):
+        raise RuntimeError("no score today")
+
+    ended, (error,) = run_on([group_of(1, ["a"])], {"score": broken, "mean": centre})
+    assert not ended and "no score today" in str(error)
+
+
+def test_a_node_with_a_state_is_refused():
+    def counts(state, fields, options):
+        return (state or 0) + 1, {"out": np.zeros(1)}, {}
+
+    _, (error,) = run_on([group_of(1, ["a"])], {"score": counts, "mean": centre})
+    assert "give it scope batch" in str(error) and "'score'" in str(error)

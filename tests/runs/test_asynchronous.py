@@ -1,0 +1,213 @@
+"""Runs whose samplers run ahead: every prompt trains once, in its step, and no token is too old."""
+
+import collections
+import json
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support import haste
+from support.documented import unexplained_metrics
+from support.paths import ROOT
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.producer import Producer
+from distflow_jax.report.run_writer import read_metrics
+
+SMALL = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "data.prompts_per_step=8",
+    "rollout.num_slots=24",
+    "training.steps=6",
+    "training.optimizer.lr=0.003",
+    "algorithm.correction=token_tis",
+    "eval.every=3",
+    "eval.num_prompts=8",
+    "observe.trackers=()",
+)
+PROMPTS, STEPS, SAMPLES = 8, 6, 4
+PART = ("mesh.devices=0:4", "mesh.roles={'ROLLOUT': {'devices': '4:5'}}")
+
+
+def config_of(*assignments):
+    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+
+
+def lasting(folder):
+    """Metrics of a run but those of time, memory and machines."""
+    changing = ("timing", "perf/")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(changing)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def samples_of(folder):
+    """{step: records of this process's responses}"""
+    return {
+        int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (folder / "samples").glob("[0-9]*.jsonl")
+    }
+
+
+def check_ages(folder, lag, *, steps=STEPS):
+    """No token is too old, and no response trains twice; returns the ages of tokens, counted."""
+    ages, uids = collections.Counter(), collections.Counter()
+    samples = samples_of(folder)
+    assert sorted(samples) == list(range(1, steps + 1))
+    for step, records in samples.items():
+        for record in records:
+            versions = np.ravel(record["version"])
+            assert 0 <= step - 1 - versions.max() and step - 1 - versions.min() <= lag
+            ages.update((step - 1 - versions).tolist())
+            uids[tuple(record["uid"])] += 1
+    assert set(uids.values()) == {1}
+    return ages, uids
+
+
+def check_batches(uids, *, steps=STEPS):
+    """The batches are those of a synchronous run: all prompts, in their order."""
+    assert {uid for uid, _ in uids} == set(range(PROMPTS * steps))
+    assert len(uids) == PROMPTS * steps * SAMPLES
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_samplers_that_share_the_trainers_devices(tmp_path, lag):
+    """Rollouts end when the step has its groups; the others go on under the next weights."""
+    config = config_of(f"flow.max_lag={lag}", "rollout.max_response_length=24")
+    assert run.train_here(config, tmp_path) == 0
+    ages, uids = check_ages(tmp_path, lag)
+    check_batches(uids)
+    assert set(ages) > {0}  # some are older
+    rows = lasting(tmp_path)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert not any(r["perf/compilations"] for r in read_metrics(tmp_path / "metrics.jsonl")[2:])
+    for row in rows[1:]:
+        shares = [row[f"training/off_policy/age_share/{age}"] for age in range(lag + 1)]
+        assert sum(shares) == pytest.approx(1.0)
+        assert row["training/off_policy/trajectory_staleness/max"] <= lag
+    assert not unexplained_metrics(tmp_path)
+
+
+def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
+    config = config_of("dag=dapo", "flow.max_lag=2", "eval.every=0")
+    assert run.train_here(config, tmp_path) == 0
+    _, uids = check_ages(tmp_path, 2)
+    by_step = {s: {r["uid"][0] for r in records} for s, records in samples_of(tmp_path).items()}
+    for step in range(2, STEPS + 1):
+        if by_step[step] and by_step[step - 1]:
+            assert max(by_step[step - 1]) < min(by_step[step])
+    assert all(len(counters) <= PROMPTS for counters in by_step.values())
+    assert not unexplained_metrics(tmp_path)
+
+
+def delayed(monkeypatch, seed):
+    """Delays of samplers and trainers, of random lengths."""
+    draw = random.Random(seed)
+    rounds, steps = Producer.round, run.Run.run_step
+
+    def late_round(self):
+        time.sleep(draw.uniform(0, 0.05))
+        return rounds(self)
+
+    def late_step(self, prompts):
+        time.sleep(draw.uniform(0, 0.2))
+        return steps(self, prompts)
+
+    monkeypatch.setattr(Producer, "round", late_round)
+    monkeypatch.setattr(run.Run, "run_step", late_step)
+
+
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag):
+    """Samplers on a device of their own: whatever is late, metrics and samples are the same."""
+    config = config_of(*PART, f"flow.max_lag={lag}", "flow.swap=boundary")
+    for name, seed in (("first", None), ("second", 1)):
+        with monkeypatch.context() as patch:
+            if seed is not None:
+                delayed(patch, seed)
+            assert run.train_here(config, tmp_path / name) == 0
+    assert lasting(tmp_path / "first") == lasting(tmp_path / "second")
+    assert samples_of(tmp_path / "first") == samples_of(tmp_path / "second")
+    _, uids = check_ages(tmp_path / "first", lag)
+    check_batches(uids)
+    for step, records in samples_of(tmp_path / "first").items():
+        assert {record["version"] for record in records} == {max(0, step - 1 - lag)}
+
+
+def test_newest_weights_at_once(tmp_path, monkeypatch):
+    """Samplers beside the training, which is late: what it waits for is young."""
+    config = config_of(*PART, "flow.max_lag=2", "flow.cache=recompute")
+    delayed(monkeypatch, 2)
+    assert run.train_here(config, tmp_path) == 0
+    _, uids = check_ages(tmp_path, 2)
+    check_batches(uids)
+
+
+def test_samplers_on_a_part_without_lag(tmp_path):
+    """With a learning rate of 0 all their responses are those of samplers on all devices."""
+    same = ("training.optimizer.lr=1e-30", "training.steps=2", "eval.every=0")
+    folders = tmp_path / "part", tmp_path / "all"
+    assert run.train_here(config_of(*same, *PART), folders[0]) == 0
+    assert run.train_here(config_of(*same), folders[1]) == 0
+    part, whole = map(samples_of, folders)
+    for step, records in part.items():
+        by_uid = {tuple(r["uid"]): r["response"] for r in whole[step]}
+        equal = [by_uid[tuple(r["uid"])] == r["response"] for r in records]
+        assert np.mean(equal) > 0.9  # near-ties may differ
+
+
+def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
+    """It reaches the step that needs the group, with its own message."""
+
+    def broken(self, group):
+        raise RuntimeError("no verdict today")
+
+    monkeypatch.setattr(Flow, "_finished", broken)
+    with pytest.raises(RuntimeError, match="no verdict today"):
+        run.train_here(config_of("flow.max_lag=1", "eval.every=0"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("flow.max_lag=2",),
+        ("flow.max_lag=1", "dag=dapo"),
+        ("flow.max_lag=2", "dag=ppo", "flow.cache=recompute"),
+        ("flow.max_lag=1", "dag=remax"),
+        ("flow.max_lag=1", "algorithm.correction=none", "algorithm.proximal=a3po"),
+        ("flow.max_lag=2", *(f.replace("0:4", "0:2").replace("4:5", "2:3") for f in PART)),
+        (
+            "flow.max_lag=1",
+            "flow.swap=boundary",
+            *(f.replace("0:4", "0:2").replace("4:5", "2:3") for f in PART),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_two_processes(tmp_path, flags):
+    devices = 3 if any("ROLLOUT" in flag for flag in flags) else 1
+    assignments = [f"--config.{key}" for key in [*SMALL, *flags]]
+    launch = ["scripts/launch_local.py", "--processes=2", f"--devices_per_process={devices}", "--"]
+    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *launch, *train, *assignments],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lag = int(flags[0].partition("=")[2])
+    check_ages(tmp_path, lag)
+    assert not unexplained_metrics(tmp_path)

@@ -1,0 +1,45 @@
+"""Ages follow from versions and the step, a3po's weights from ages; graphs get them themselves."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distflow_jax.algorithms.correction import a3po_alpha
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import Node
+from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.token_age import ALPHA, NODE, with_proximal_weights
+from distflow_jax.stages.token_age import build_token_age
+
+VERSIONS = [np.array([3, 3, 4, 6], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)]
+
+
+def test_a_token_is_as_old_as_the_steps_since():
+    node = Node(NODE, "REWARD", "COMPUTE", [], ["version", "step"], ["age", ALPHA], fn=NODE)
+    stage = build_token_age(types.SimpleNamespace(node=node))
+    fields = {"version": VERSIONS, "step": np.full(3, 7, np.int64)}
+    _, written, metrics = stage(None, fields, {})
+    assert metrics == {}
+    for age, alpha, version in zip(written["age"], written[ALPHA], VERSIONS, strict=True):
+        assert age.dtype == alpha.dtype == np.float32
+        np.testing.assert_array_equal(age, 6 - version)
+        np.testing.assert_allclose(alpha, a3po_alpha(jnp.array(version), 7, 6), atol=1e-7)
+        assert not alpha[version == 6].any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "remax"])
+def test_every_update_of_a_built_in_graph_reads_the_weights(name):
+    graph = with_proximal_weights(load_graph(name, Config()))
+    by_id = {node.id: node for node in graph.nodes}
+    assert by_id[NODE].reads.keys() == {"version", "step"}
+    trained = [n for n in graph.nodes if (n.role, n.type) == ("ACTOR", "MODEL_TRAIN")]
+    assert trained and all(ALPHA in node.reads and NODE in node.deps for node in trained)
+    assert with_proximal_weights(graph) is graph
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "online_dpo"])
+def test_graphs_without_a_ratio_stay_as_they_are(name):
+    graph = load_graph(name, Config())
+    assert with_proximal_weights(graph) is graph
