@@ -76,11 +76,6 @@ class EpisodeSampler:
         """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
-    @property
-    def keys(self) -> list[Key]:
-        """Requests that are not complete, the oldest first."""
-        return list(self._open)
-
     def take_counts(self) -> dict[str, int]:
         """Decode calls and sampled tokens since the last call of this."""
         self._count()
@@ -122,12 +117,12 @@ class EpisodeSampler:
             self._scheduler.load(params, version, cache=cache)
 
     def suspend(self) -> tuple[SamplerState, list[Partial]]:
-        """Puts everything back that is under way; the state is free until `resume`.
+        """Suspends what is under way; the state is free until `resume`.
 
-        ValueError with environments at work, which cannot be put back.
+        ValueError with environments at work, which cannot be suspended.
         """
         if self._environments is not None and self.busy:
-            raise ValueError("responses in turns cannot be put back: wait until none is under way")
+            raise ValueError("responses in turns cannot be suspended: wait until none is under way")
         partials = [] if self._scheduler is None else self._scheduler.export()
         self._stop()
         return self._state, partials

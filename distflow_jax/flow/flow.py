@@ -1,27 +1,26 @@
 """Asynchronous steps of one process: samplers run ahead, the training takes a step's groups.
 
-The rule of admission.py says which groups may begin and which of them a step takes; nothing else
+The rule of lag_rule.py says which groups may begin and which of them a step takes; nothing else
 decides, and no process asks another one. What processes tell each other is that they have their
 groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py).
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData, Until, joined
-from distflow_jax.dag.plan import Unit
-from distflow_jax.dag.plan_walker import Runner
-from distflow_jax.flow.admission import Cut
+from distflow_jax.coordinator.rounds import EndOfData, joined
 from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.flow.host_nodes import Group, HostNodes, step_metrics
+from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics
+from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
-from distflow_jax.flow.sampler_thread import SamplerThread
+from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.resharding.weight_sync import WeightSync
@@ -41,42 +40,36 @@ class Flow:
     def __init__(
         self,
         producer: Producer,
+        nodes: NodesAhead,
         sync: WeightSync,
         gather: BackgroundGather,
-        units: Sequence[Unit],
-        runners: Mapping[str, Runner],
-        *,
         config: FlowConfig,
+        *,
         own_devices: bool,
-        until: Until | None,
-        done: frozenset[str],
         span: Callable[[], contextlib.AbstractContextManager],
     ):
-        """`units` run on each group. `until`: of a region. `done`: ids of all nodes that run ahead.
-        `own_devices`: whether the sampler has devices that no trainer uses. `span()` times a round
-        of the sampler, in any thread."""
-        self._span = span
-        self.producer, self._sync, self._gather = producer, sync, gather
+        """`own_devices`: whether the sampler has devices that no trainer uses. `span()` times a
+        round of the sampler, in any thread."""
+        self.producer, self._nodes, self._config = producer, nodes, config
+        self._sync, self._gather, self._span = sync, gather, span
         self._lock = producer.lock
-        self._config, self._until, self._done = config, until, done
-        self._error: BaseException | None = None
         self._told: set[int] = set()  # counters whose verdicts the others know
         self._template: FieldStore | None = None
         self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
         self._version = producer.sampler.version  # the newest that was published
-        self._host = HostNodes(units, runners, self._finished, self._failed)
-        self._thread: SamplerThread | None = None
+        # functions of the user are called from this one thread
+        self._host = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
+        self._running: list[Future[None]] = []
+        self._thread: SamplingThread | None = None
         if own_devices:
             exact = producer.admission.rule.exact_version
-            self._thread = SamplerThread(
+            self._thread = SamplingThread(
                 producer,
                 sync.arrive,
+                self._round,
                 exact=exact if config.swap == "boundary" else None,
                 cache=config.cache,
-                round=self._round,
-                failed=self._failed,
             )
-            self._thread.start()
 
     def publish(self, params: Any, version: int) -> None:
         """Gives the sampler the trainer's weights after `version` steps. Collective."""
@@ -130,8 +123,8 @@ class Flow:
     def suspended(self) -> Iterator[list[SamplerState]]:
         """A block in which the sampler is free for something else, such as an evaluation.
 
-        It holds the weights that were published last. What is under way is put back, and goes on
-        afterwards; responses in turns end first. The block is given a list with the sampler's
+        It holds the weights that were published last. What is under way is suspended, and
+        goes on afterwards; responses in turns end first. The block is given a list with the sampler's
         state, and leaves the state in it.
         """
         thread, sampler = self._thread, self.producer.sampler
@@ -147,7 +140,7 @@ class Flow:
         """Drops what is under way; returns the sampler's state."""
         if self._thread is not None:
             self._thread.close()
-        self._host.close()
+        self._host.shutdown(wait=False, cancel_futures=True)
         self._gather.close()
         return self.producer.sampler.close()
 
@@ -157,8 +150,7 @@ class Flow:
         """Samples until something is true."""
         producer = self.producer
         while not until():
-            if self._error is not None:
-                raise self._error
+            self._raise_errors()
             if self._thread is None:
                 producer.admit()
                 if producer.sampler.busy:
@@ -171,7 +163,20 @@ class Flow:
         with self._span():
             groups = self.producer.round()
         for group in groups:
-            self._host.submit(group)
+            self._running.append(self._host.submit(self._run_nodes, group))
+
+    def _run_nodes(self, group: Group) -> None:
+        self._nodes.run(group)
+        with self._lock:
+            group.done = True
+            self._lock.notify_all()
+
+    def _raise_errors(self) -> None:
+        """Raises what a sampler, or a node that ran ahead, has raised."""
+        if self._thread is not None:
+            self._thread.raise_error()
+        while self._running and self._running[0].done():
+            self._running.pop(0).result()
 
     def _has(self, cut: Cut) -> bool:
         """Whether this process's groups of a cut have begun, and are done."""
@@ -180,27 +185,9 @@ class Flow:
             groups = [g for c, g in producer.groups.items() if c < cut.end]
             return producer.begun_up_to(cut.end) and all(group.done for group in groups)
 
-    def _finished(self, group: Group) -> None:
-        if self._until is not None:
-            verdicts = np.asarray(self._until(group.store.columns), bool)
-            if verdicts.shape != (len(group.store.uid),):
-                raise ValueError(
-                    f"the region's `until` gave {verdicts.shape} verdicts for "
-                    f"{len(group.store.uid)} responses: one bool for each is needed"
-                )
-            group.keep = bool(verdicts.all())
-        with self._lock:
-            group.done = True
-            self._lock.notify_all()
-
-    def _failed(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = error
-            self._lock.notify_all()
-
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""
-        if self._until is None:
+        if self._nodes.until is None:
             return []
         with self._lock:
             groups = [g for g in self.producer.groups.values() if g.done]
@@ -224,7 +211,7 @@ class Flow:
                 "fewer processes"
             )
         store = joined(stores or [self._template], np.array(cut.kept, np.int64))
-        store.done = self._done
+        store.done = self._nodes.ids
         metrics = step_metrics(groups)
         for name, value in metrics.items():
             if isinstance(value, Parts):

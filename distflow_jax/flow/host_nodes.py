@@ -1,12 +1,13 @@
 """Nodes that need the fields of one group alone: they run as soon as these are there."""
 
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import Until
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.layout import Metrics, Parts
@@ -44,49 +45,38 @@ def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
     return tuple(found)
 
 
-class HostNodes:
-    """Runs units on groups, one group after the other, in a thread of its own.
+@dataclasses.dataclass(frozen=True)
+class NodesAhead:
+    """The nodes that run ahead: samplers, and units that run on each group by themselves."""
 
-    Functions of the user are called from this one thread.
-    """
+    sampled: frozenset[str]  # ids of sampling nodes
+    units: tuple[Unit, ...]
+    runners: Mapping[str, Runner]  # by the unit's name
+    until: Until | None = None  # verdict on a group; of a region
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        runners: Mapping[str, Runner],
-        finished: Callable[[Group], None],
-        failed: Callable[[BaseException], None],
-    ):
-        """`finished(group)` and `failed(error)` are called in this thread."""
-        self._units, self._runners = tuple(units), runners
-        self._finished, self._failed = finished, failed
-        self._groups: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="host-nodes", daemon=True)
-        self._thread.start()
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of all of them."""
+        return self.sampled | {unit.tasks[0].node.id for unit in self.units}
 
-    def submit(self, group: Group) -> None:
-        """Has all units run on a group whose samples are complete."""
-        self._groups.put(group)
-
-    def close(self) -> None:
-        """Ends the thread after the group that it is at."""
-        self._groups.put(None)
-        self._thread.join(timeout=5.0)
-
-    def _serve(self) -> None:
-        while (group := self._groups.get()) is not None:
-            try:
-                for unit in self._units:
-                    self._run(unit, group)
-                self._finished(group)
-            except BaseException as error:  # the step that needs the group raises it
-                self._failed(error)
-                return
+    def run(self, group: Group) -> None:
+        """Runs all units on a group whose samples are complete, and judges it."""
+        for unit in self.units:
+            self._run(unit, group)
+        if self.until is None:
+            return
+        verdicts = np.asarray(self.until(group.store.columns), bool)
+        if verdicts.shape != (len(group.store.uid),):
+            raise ValueError(
+                f"the region's `until` gave {verdicts.shape} verdicts for {len(group.store.uid)} "
+                "responses: one bool for each is needed"
+            )
+        group.keep = bool(verdicts.all())
 
     def _run(self, unit: Unit, group: Group) -> None:
         store = group.store
         values = [store.values[edge.source, edge.field] for edge in unit.inputs]
-        kept, written, measured = self._runners[unit.name]({}, values)
+        kept, written, measured = self.runners[unit.name]({}, values)
         if kept:
             raise ValueError(
                 f"node {unit.name!r} keeps a state, and with flow.max_lag above 0 its groups come "

@@ -12,8 +12,8 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import given_columns, group_numbers
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.flow.admission import Admission
 from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns

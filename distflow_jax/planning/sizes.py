@@ -357,7 +357,7 @@ def _engine_config(
 def _longest_read(config: Config, response: int) -> int:
     """Tokens that a sampler may have to read at once; 0: a prompt's."""
     longest = config.data.max_prompt_length + response
-    if config.flow.ahead:  # of a response that was put back
+    if config.flow.ahead:  # of a response that was suspended
         return longest
     # after a long observation, all of a response but its last token may be prefilled again
     return longest - 1 if config.rollout.environment else 0

@@ -26,6 +26,7 @@ ELSEWHERE = {
 # pages that are followed here; pages with none but commands of --help need no entry
 FOLLOWED = {
     "docs/adapters.md",
+    "docs/asynchronous.md",
     "docs/data.md",
     "docs/memory.md",
     "docs/parallelism.md",
@@ -106,6 +107,13 @@ def test_adapters(tmp_path):
     place(tmp_path)
     follow(blocks(page("adapters.md")), tmp_path)
     assert (tmp_path / "exports/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_asynchronous(tmp_path):
+    follow(blocks(page("asynchronous.md")), place(tmp_path), environment(tmp_path))
+    rows = read_metrics(tmp_path / "runs/ahead/metrics.jsonl")
+    assert max(row["training/off_policy/trajectory_staleness/max"] for row in rows[1:]) == 1
 
 
 @pytest.mark.slow

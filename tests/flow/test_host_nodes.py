@@ -1,7 +1,5 @@
 """Which nodes run ahead, and that they run on each group once, in the plan's order."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.flow.host_nodes import Group, HostNodes, step_metrics, units_ahead
+from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
 from distflow_jax.layout import Layout, Parts
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
@@ -92,50 +90,38 @@ def centre(state, fields, options):
     return state, {"out": fields["score"] - fields["score"].mean()}, {}
 
 
-def run_on(groups, stages):
-    ended, errors, event = [], [], threading.Event()
-
-    def finished(group):
-        ended.append(group.counter)
-        if len(ended) == len(groups):
-            event.set()
-
-    def failed(error):
-        errors.append(error)
-        event.set()
-
-    plan_ = built()
-    units = units_ahead(plan_, {"gen"})
+def run_on(groups, stages, until=None):
+    units = units_ahead(built(), {"gen"})
     runners = {unit.name: make_runner(unit, stages) for unit in units}
-    nodes = HostNodes(units, runners, finished, failed)
+    nodes = NodesAhead(frozenset({"gen"}), units, runners, until)
+    assert nodes.ids == {"gen", "score", "mean"}
     for group in groups:
-        nodes.submit(group)
-    assert event.wait(30)
-    nodes.close()
-    return ended, errors
+        nodes.run(group)
 
 
 def test_each_group_gets_what_a_step_would_give_it():
     groups = [group_of(5, ["a", "bbb"]), group_of(3, ["cc", "cccc", ""])]
-    ended, errors = run_on(groups, {"score": score, "mean": centre})
-    assert ended == [5, 3] and not errors
+    run_on(groups, {"score": score, "mean": centre})
     np.testing.assert_allclose(groups[0].store.values["mean", "centred"], [-1, 1])
     np.testing.assert_allclose(groups[1].store.values["mean", "centred"], [0, 2, -2])
     metrics = merge_parts(step_metrics(groups))
     assert metrics == {"reward/mean": 2.0, "seen_calls": 2, "size": 2.5}
 
 
-def test_an_error_reaches_the_step():
-    def broken(state, fields, options):
-        raise RuntimeError("no score today")
-
-    ended, (error,) = run_on([group_of(1, ["a"])], {"score": broken, "mean": centre})
-    assert not ended and "no score today" in str(error)
-
-
 def test_a_node_with_a_state_is_refused():
     def counts(state, fields, options):
         return (state or 0) + 1, {"out": np.zeros(1)}, {}
 
-    _, (error,) = run_on([group_of(1, ["a"])], {"score": counts, "mean": centre})
-    assert "give it scope batch" in str(error) and "'score'" in str(error)
+    with pytest.raises(ValueError, match="'score' keeps a state, .* give it scope batch"):
+        run_on([group_of(1, ["a"])], {"score": counts, "mean": centre})
+
+
+def test_a_region_judges_whole_groups():
+    def until(columns):
+        return np.asarray(columns["score"]) > 1
+
+    groups = [group_of(0, ["aa", "bbb"]), group_of(1, ["a", "bbb"])]
+    run_on(groups, {"score": score, "mean": centre}, until)
+    assert [group.keep for group in groups] == [True, False]
+    with pytest.raises(ValueError, match=r"`until` gave \(1,\) verdicts for 2 responses"):
+        run_on(groups[:1], {"score": score, "mean": centre}, lambda columns: [True])

@@ -17,7 +17,7 @@ from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.host_nodes import NodesAhead
 from distflow_jax.flow.producer import Producer
 from distflow_jax.report.run_writer import read_metrics
 
@@ -170,7 +170,7 @@ def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     def broken(self, group):
         raise RuntimeError("no verdict today")
 
-    monkeypatch.setattr(Flow, "_finished", broken)
+    monkeypatch.setattr(NodesAhead, "run", broken)
     with pytest.raises(RuntimeError, match="no verdict today"):
         run.train_here(config_of("flow.max_lag=1", "eval.every=0"), tmp_path)
 

@@ -10,7 +10,7 @@ from distflow_jax.algorithms.correction import a3po_alpha
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.load_graph import load_graph
-from distflow_jax.dag.token_age import ALPHA, NODE, with_proximal_weights
+from distflow_jax.dag.proximal_weights import ALPHA, NODE, with_proximal_weights
 from distflow_jax.stages.token_age import build_token_age
 
 VERSIONS = [np.array([3, 3, 4, 6], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)]

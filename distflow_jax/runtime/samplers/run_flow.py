@@ -4,10 +4,10 @@ import functools
 import threading
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.admission import Admission
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.flow_checks import sampling_tasks
-from distflow_jax.flow.host_nodes import units_ahead
+from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
+from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
@@ -38,8 +38,7 @@ def make_flow(
         )
         for context in contexts
     ]
-    sampled = {task.node.id for task in tasks}
-    units = units_ahead(plan, sampled)
+    sampled = frozenset(task.node.id for task in tasks)
     sampler = EpisodeSampler(
         runtime.engine,
         state.models[tasks[0].state_key],
@@ -67,13 +66,10 @@ def make_flow(
     )
     return Flow(
         producer,
+        NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         runtime.sync,
         BackgroundGather(processes.second_exchange()),
-        units,
-        runtime.runners,
-        config=config.flow,
+        config.flow,
         own_devices=prepared.sizes.samplers_have_own_devices,
-        until=prepared.until,
-        done=frozenset(sampled | {unit.tasks[0].node.id for unit in units}),
         span=functools.partial(spans.span, tasks[0].node.id),
     )

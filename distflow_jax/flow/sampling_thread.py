@@ -5,8 +5,8 @@ thread. Weights come to it in the memory of the host, and it takes them between 
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ IDLE_SECONDS = 0.05  # between two looks at what other threads have done
 JOIN_SECONDS = 60.0  # for a decode call to end
 
 
-class SamplerThread:
+class SamplingThread:
     """Samples by the rule until it is closed.
 
     With `exact` each step's groups are answered wholly by one version of the weights, exact(step),
@@ -29,28 +29,28 @@ class SamplerThread:
         self,
         producer: Producer,
         arrive: Callable[[Any], Any],
+        round: Callable[[], None],
         *,
         exact: Callable[[int], int] | None,
         cache: str,
-        round: Callable[[], None],
-        failed: Callable[[BaseException], None],
     ):
         """`arrive(left)`: the weights on the sampler's devices, of those that have left the
-        trainer. `round()`, a round of the sampler that hands groups on, and `failed(error)` are
-        called in this thread."""
+        trainer. `round()`: a round of the sampler that hands its groups on. Both are called in the
+        thread, which begins at once."""
         self._producer, self._arrive, self._exact, self._cache = producer, arrive, exact, cache
-        self._round_of_sampler, self._failed = round, failed
-        self._lock = producer.lock
+        self._round_of_sampler, self._lock = round, producer.lock
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._wanted: int | None = None  # version at which somebody wants the sampler
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
         self._step = producer.admission.finished + 1  # the next to be sampled, with `exact`
         self._oldest = producer.sampler.version
-        self._thread = threading.Thread(target=self._serve, name="sampler", daemon=True)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self._end = self._executor.submit(self._serve)
 
-    def start(self) -> None:
-        """Begins to sample."""
-        self._thread.start()
+    def raise_error(self) -> None:
+        """Raises what has ended the thread, if anything has."""
+        if self._end.done():
+            self._end.result()
 
     def deliver(self, left: Any, version: int) -> None:
         """Hands over weights on their way."""
@@ -70,8 +70,7 @@ class SamplerThread:
             self._wanted = version
             self._lock.notify_all()
             while not self._held:
-                if not self._thread.is_alive():
-                    raise RuntimeError("the sampler's thread has ended")
+                self.raise_error()
                 self._lock.wait(IDLE_SECONDS)
         try:
             yield
@@ -85,20 +84,17 @@ class SamplerThread:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(JOIN_SECONDS)
+        wait([self._end], JOIN_SECONDS)
+        self._executor.shutdown(wait=False)
 
     # -- in the thread ----------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
-            while not self._closing:
-                worked = self._work() if self._exact is None else self._work_exactly()
-                if not worked:
-                    with self._lock:
-                        self._lock.wait(IDLE_SECONDS)
-        except BaseException as error:  # the step that needs the samples raises it
-            self._failed(error)
+        while not self._closing:
+            worked = self._work() if self._exact is None else self._work_exactly()
+            if not worked:
+                with self._lock:
+                    self._lock.wait(IDLE_SECONDS)
 
     def _work(self) -> bool:
         """A round with the newest weights; whether there was anything to do."""

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from distflow_jax.flow.admission import Admission, Rule
+from distflow_jax.flow.lag_rule import Admission, Rule
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
