@@ -123,8 +123,8 @@ class Flow:
     def suspended(self) -> Iterator[list[SamplerState]]:
         """A block in which the sampler is free for something else, such as an evaluation.
 
-        It holds the weights that were published last. What is under way is suspended, and
-        goes on afterwards; responses in turns end first. The block is given a list with the sampler's
+        It holds the weights that were published last. What is under way is suspended, and goes on
+        afterwards; responses in turns end first. The block is given a list with the sampler's
         state, and leaves the state in it.
         """
         thread, sampler = self._thread, self.producer.sampler

@@ -88,6 +88,9 @@ class RolloutEngine(engine_api.Engine):
         self.buckets = self.prompts.buckets  # compiled lengths of a row of prompts, tokens
         self.width = shapes.members  # slots that can share a prompt
         self.few_slots = self.programs.few_slots  # of a data rank: see `generate`
+        # XLA:CPU has a thread per device: of several programs in flight, one whose first devices
+        # wait for the last one can be left without a thread for that, for ever
+        self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
     # -- JetStream's interface -------------------------------------------------------------------
 
@@ -219,7 +222,11 @@ class RolloutEngine(engine_api.Engine):
         stays though no slot reads it. Returns the entry too. There must be pages for it.
         """
         rank, columns = insert_columns(self.shapes, slots, requests, members)
-        return self.programs.insert(state, prefix, rank, np.int32(entry), np.bool_(hold), columns)
+        entry, hold = np.int32(entry), np.bool_(hold)
+        prefix = _in_turn(self._one_at_a_time, prefix)
+        return _in_turn(
+            self._one_at_a_time, self.programs.insert(state, prefix, rank, entry, hold, columns)
+        )
 
     def join(
         self,
@@ -236,7 +243,10 @@ class RolloutEngine(engine_api.Engine):
         and tokens are used."""
         rank, columns = insert_columns(self.shapes, slots, requests, members)
         entry, hold = np.int32(entry), np.bool_(hold)
-        return self.programs.admit(state, prompt_end(prefix), rank, entry, hold, columns)
+        end = prompt_end(_in_turn(self._one_at_a_time, prefix))
+        return _in_turn(
+            self._one_at_a_time, self.programs.admit(state, end, rank, entry, hold, columns)
+        )
 
     def change(
         self,
@@ -253,7 +263,9 @@ class RolloutEngine(engine_api.Engine):
         `generate` comes back early.
         """
         columns = change_columns(self.shapes, drop, unhold, inject)
-        return self.programs.change(state, *columns, np.int32(exit_below))
+        return _in_turn(
+            self._one_at_a_time, self.programs.change(state, *columns, np.int32(exit_below))
+        )
 
     def collect(
         self, state: DecodeState, slots: Sequence[int], *, ends: Collection[int] = ()
@@ -286,3 +298,8 @@ class RolloutEngine(engine_api.Engine):
         for few in (False, True)[: 1 + bool(self.few_slots)]:
             state, result = self.generate(params, state, few=few)
             result.convert_to_numpy()
+
+
+def _in_turn(wait: bool, x: Any) -> Any:
+    """Outputs of a program, waited for where programs must not be in flight together."""
+    return jax.block_until_ready(x) if wait else x
