@@ -77,7 +77,8 @@ def first_or_restored_state(
         step=step,
         batches=prepared.loader.position // prepared.config.data.prompts_per_step,
         starting_weights=digests,
-        counter=info.get("counter"),
+        # otherwise steps take whole batches, as the loader gives them
+        counter=info.get("counter") if prepared.config.flow.ahead else None,
         nonfinite=info["nonfinite"],
         rejected=info.get("rejected", 0),  # older checkpoints have none
     )

@@ -33,6 +33,7 @@ SMALL = (
     "observe.trackers=()",
 )
 PROMPTS, STEPS, SAMPLES = 8, 6, 4
+SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 PART = ("mesh.devices=0:4", "mesh.roles={'ROLLOUT': {'devices': '4:5'}}")
 
 
@@ -106,6 +107,16 @@ def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
             assert max(by_step[step - 1]) < min(by_step[step])
     assert all(len(counters) <= PROMPTS for counters in by_step.values())
     assert not unexplained_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("lags", [(2, 0), (0, 2)], ids=str)
+def test_a_run_goes_on_with_another_lag(tmp_path, lags):
+    """Groups that were sampled ahead are sampled again: every prompt trains once."""
+    for lag, steps in zip(lags, (3, STEPS), strict=True):
+        flags = (f"flow.max_lag={lag}", f"training.steps={steps}", "eval.every=0")
+        assert run.train_here(config_of(*flags, *SHARED), tmp_path) == 0
+    _, uids = check_ages(tmp_path, max(lags))
+    check_batches(uids)
 
 
 def delayed(monkeypatch, seed):
