@@ -190,6 +190,7 @@ class Run:
         self.times = StepTimes(prepared.plan, self.instruments)
         with terminal.activity("first_state"):
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
+        self._saved_step = self.state.step  # of the newest checkpoint
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
@@ -228,11 +229,7 @@ class Run:
                     self.save()
                 check_lost(self.state, self.config.training, self.folder)
                 if stopping and state.step < steps:
-                    self.recorder.stop_reason = PREEMPTED
-                    log.warning(
-                        "stopped by SIGTERM after step %d; start again to go on", state.step
-                    )
-                    return EXIT_PREEMPTED
+                    return self._end_preempted(stop)
         return EXIT_DONE
 
     def run_step(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any]:
@@ -291,13 +288,18 @@ class Run:
             self.recorder.evaluation(step, records(scored))
         return metrics
 
-    def save(self) -> None:
-        """Starts a checkpoint of this step."""
+    def save(self, *, goes_on: bool = True) -> None:
+        """Starts a checkpoint of this step; `goes_on`: whether others are to follow."""
+        step = self.state.step
+        ahead = self.flow is not None and goes_on and step < self.config.training.steps
         with (
-            self.recorder.timed("checkpoint", self.state.step),
+            self.recorder.timed("checkpoint", step),
             self.phases.span("save_checkpoint"),
         ):
-            save_state(self.prepared, self.state, self.checkpointer)
+            save_state(self.prepared, self.state, self.checkpointer, added_to=ahead)
+            if ahead:
+                self.flow.save(step)
+        self._saved_step = step
 
     # -- what surrounds the loop ------------------------------------------------------------------
 
@@ -309,7 +311,9 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
-            self.flow = make_flow(self.prepared, runtime, state, self.instruments.spans)
+            self.flow = make_flow(
+                self.prepared, runtime, state, self.instruments.spans, self.checkpointer
+            )
         self.recorder.ready(runtime)
 
     @property
@@ -379,6 +383,7 @@ class Run:
             if self.flow is not None:
                 lag = self.config.flow.max_lag
                 metrics |= staleness_metrics(samples, state.step, lag)
+                self.flow.record(samples)
             loader.observe(state.batches, table.counter, table.response)
         return metrics | {
             "training/global_step": state.step,
@@ -402,14 +407,32 @@ class Run:
             metrics |= self.evaluate(step)
         return metrics
 
+    def _end_preempted(self, stop: StopSignal) -> int:
+        """Ends the run by SIGTERM, with as complete a checkpoint as the time allows. Collective."""
+        step = self.state.step
+        self.recorder.stop_reason = PREEMPTED
+        if self.flow is not None:
+            with self.phases.span("wait_for_samples"):
+                self.flow.end_saving(stop.deadline())
+            self.checkpointer.wait()
+            if (complete := self.checkpointer.latest()) != step:
+                log.warning(
+                    "the samples that the checkpoint of step %d needs are not complete: the run "
+                    "goes on after step %d, its last complete one; give it more time to end by "
+                    "the launcher's --grace_seconds",
+                    *(step, complete or 0),
+                )
+        log.warning("stopped by SIGTERM after step %d; start again to go on", step)
+        return EXIT_PREEMPTED
+
     def _end_early(self) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
         self.recorder.stop_reason = DATA_ENDED
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
-        if step and self.checkpointer.latest() != step:
-            self.save()
+        if step and self._saved_step != step:
+            self.save(goes_on=False)
         return EXIT_DONE
 
 

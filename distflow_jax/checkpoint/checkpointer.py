@@ -1,6 +1,7 @@
 """Checkpoints of a run: arrays and a JSON record per step, written by Orbax in the background.
 
     FOLDER/STEP/             a finished checkpoint, readable on any mesh and number of processes
+    FOLDER/STEP/additions/   what processes add to it later: without these it is not complete
     FOLDER/STEP.*-tmp*       an unfinished one: the run ended while it was written
     FOLDER/STEP.unreadable   a damaged one, renamed so that its step can be saved again
 
@@ -20,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from distflow_jax.checkpoint import checksums, late_writes
+from distflow_jax.checkpoint import additions, checksums, late_writes
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
@@ -52,24 +53,28 @@ class Checkpointer:
 
     `save`, `restore`, `latest`, `wait` and `close` are collective: all processes call them in the
     same order. Every process writes its own shards; process 0 writes the record.
+
+    Attributes:
+      folder: of all checkpoints.
     """
 
     def __init__(self, folder: str | os.PathLike, config: CheckpointConfig):
         quiet_orbax()
         # Orbax uses barriers of this kind: compile them here instead of in the middle of the run
         processes.barrier("checkpointer")
-        self._folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
+        self.folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
         late_writes.leave_out()
         self._saving: epath.Path | None = None  # the last checkpoint saved here; None: none yet
+        self._added_by = 0  # processes that will add to it
         # the callback runs in process 0 before a checkpoint gets its final name
         self._writer = ocp.AsyncCheckpointer(
             _handler(options),
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=lambda: _write_checksums(self._saving)
+                post_finalization_callback=lambda: _finish(self._saving, self._added_by)
             ),
             multiprocessing_options=options,
         )
@@ -81,7 +86,9 @@ class Checkpointer:
         )
         self._reader = ocp.Checkpointer(_handler(options), multiprocessing_options=options)
 
-    def save(self, step: int, arrays: Any, info: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, arrays: Any, info: Mapping[str, Any], *, added_to: bool = False
+    ) -> None:
         """Starts to write a checkpoint; returns once the arrays are copied to the host.
 
         A checkpoint gets its name when it is complete: a killed run has the one before. Waits for
@@ -92,6 +99,8 @@ class Checkpointer:
           step: name of the checkpoint.
           arrays: pytree of jax.Arrays of any shape, which may be donated after the call.
           info: JSON values, equal on all processes.
+          added_to: whether every process will add to it (AdditionWriter): until then the
+            checkpoint is not complete.
 
         Raises:
           ValueError: there is a checkpoint of this step already.
@@ -99,11 +108,12 @@ class Checkpointer:
         if self._saving is None or self._unreadable:
             self._tidy_up()
         self.wait()
-        if (self._folder / str(step)).exists():
-            raise ValueError(f"there is a checkpoint of step {step} in {self._folder} already")
-        self._saving = self._folder / str(step)
+        if (self.folder / str(step)).exists():
+            raise ValueError(f"there is a checkpoint of step {step} in {self.folder} already")
+        self._saving = self.folder / str(step)
         flat = _flatten(arrays)
-        record = {"arrays": _table(flat), "info": dict(info)}
+        self._added_by = processes.process_count() if added_to else 0
+        record = {"arrays": _table(flat), "info": dict(info), "additions": self._added_by}
         self._writer.save(
             self._saving,
             args=ocp.args.Composite(arrays=_Save(flat), record=ocp.args.JsonSave(record)),
@@ -125,11 +135,13 @@ class Checkpointer:
         with self._disk_errors():
             self._writer.wait_until_finished()
         if self._is_first and self._saving is not None:
-            for step in self._steps_on_disk()[: -self._keep]:
-                (self._folder / str(step)).rmtree()
+            complete = self._complete_steps()
+            for step in self._steps_on_disk() if complete else []:
+                if step < min(complete[-self._keep :]):
+                    (self.folder / str(step)).rmtree()
 
     def latest(self) -> int | None:
-        """Step of the newest finished checkpoint; None without one."""
+        """Step of the newest complete checkpoint; None without one."""
         steps = self._steps()
         return steps[-1] if steps else None
 
@@ -145,16 +157,16 @@ class Checkpointer:
         steps = self._steps_on_disk()
         self._check_step(step, steps)
         found = steps[-1] if step is None else step
-        failure, record = checksums.quick_damage(self._folder / str(found), "record"), {}
+        failure, record = checksums.quick_damage(self.folder / str(found), "record"), {}
         if not failure:
-            record, failure = self._record(self._folder / str(found))
+            record, failure = self._record(self.folder / str(found))
         if failure:
-            raise _unreadable(self._folder, found, failure, steps)
+            raise _unreadable(self.folder, found, failure, steps)
         return found, record["arrays"]
 
     def digest(self, step: int) -> str:
         """Hex digest of a checkpoint, by the checksums of its files."""
-        return checksums.digest(self._folder / str(step))
+        return checksums.digest(self.folder / str(step))
 
     def restore(
         self,
@@ -168,8 +180,9 @@ class Checkpointer:
         """Reads one checkpoint.
 
         Args:
-          step: step of the checkpoint. None is the newest one that can be read, with a warning for
-            each newer one; the next save renames these to STEP.unreadable.
+          step: step of the checkpoint. None is the newest complete one that can be read, with a
+            warning for each newer one; the next save removes incomplete ones, and renames others
+            to STEP.unreadable.
           abstract: pytree of jax.ShapeDtypeStruct with shardings. Arrays are returned in its
             structure and layout, whatever the layout in which they were saved.
           partial: whether the checkpoint may hold more arrays than `abstract`.
@@ -184,13 +197,12 @@ class Checkpointer:
           ValueError: the checkpoint holds other arrays than `abstract` (of another model or
             optimizer), or none can be read.
         """
-        steps = self._steps()
+        steps = self._steps(complete=step is None)
         self._check_step(step, steps)
         unreadable: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
-            path = self._folder / str(candidate)
-            mine = processes.process_index(), processes.process_count()
-            damage = checksums.damage(path, *mine) if verify else ""
+            path = self.folder / str(candidate)
+            damage = _damage(path, complete=step is None) if verify else ""
             failures = processes.all_gather_text(damage)
             result, mismatches = None, []
             if not any(failures):
@@ -199,7 +211,7 @@ class Checkpointer:
                 failures = processes.all_gather_text(failure)
             if any(mismatches):
                 raise ValueError(
-                    f"checkpoint {candidate} in {self._folder} is not of this model and optimizer: "
+                    f"checkpoint {candidate} in {self.folder} is not of this model and optimizer: "
                     f"{next(filter(None, mismatches))}. Use the config it was saved with, "
                     "or another --workdir"
                 )
@@ -214,10 +226,10 @@ class Checkpointer:
                 if text
             )
         if step is not None:
-            raise _unreadable(self._folder, step, unreadable[step], steps)
+            raise _unreadable(self.folder, step, unreadable[step], steps)
         reasons = "; ".join(f"step {s}: {reason}" for s, reason in unreadable.items())
         raise ValueError(
-            f"no checkpoint in {self._folder} can be read ({reasons}). "
+            f"no checkpoint in {self.folder} can be read ({reasons}). "
             "Remove the folder to start from step 0"
         )
 
@@ -238,22 +250,28 @@ class Checkpointer:
                 raise OSError(number, os.strerror(number), str(self._saving)) from error
             raise
 
-    def _steps(self) -> list[int]:
-        """Steps of finished checkpoints as process 0 sees them, equal on all processes."""
-        text = ",".join(map(str, self._steps_on_disk())) if self._is_first else ""
+    def _steps(self, *, complete: bool = True) -> list[int]:
+        """Steps of checkpoints as process 0 sees them, equal on all processes."""
+        steps = self._complete_steps if complete else self._steps_on_disk
+        text = ",".join(map(str, steps())) if self._is_first else ""
         agreed = processes.all_gather_text(text)[0]
         return [int(word) for word in agreed.split(",") if word]
 
     def _steps_on_disk(self) -> list[int]:
-        if not self._folder.exists():
+        if not self.folder.exists():
             return []
-        found = [step_of(path.name) for path in self._folder.iterdir() if path.is_dir()]
+        found = [step_of(path.name) for path in self.folder.iterdir() if path.is_dir()]
         return sorted(step for step in found if step is not None)
+
+    def _complete_steps(self) -> list[int]:
+        """Steps of checkpoints to which nothing has still to be added."""
+        steps = self._steps_on_disk()
+        return [step for step in steps if not additions.lacking(self.folder / str(step))]
 
     def _check_step(self, step: int | None, steps: list[int]) -> None:
         if not steps or (step is not None and step not in steps):
             which = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"no {which} in {self._folder}; there are: {steps or 'none'}")
+            raise FileNotFoundError(f"no {which} in {self.folder}; there are: {steps or 'none'}")
 
     def _item(self, path: epath.Path, name: str, args: ocp.args.CheckpointArgs) -> tuple[Any, str]:
         """(one of ITEMS, "") of a checkpoint, or (None, the reason why it cannot be read)."""
@@ -278,6 +296,8 @@ class Checkpointer:
         record, failure = self._record(path)
         if failure:
             return None, "", failure
+        if failure := additions.miscounted(path, record.get("additions", 0)):
+            return None, "", failure
         saved = record["arrays"]
         if partial:
             saved = {name: saved[name] for name in saved if name in flat}
@@ -294,24 +314,35 @@ class Checkpointer:
     def _report(self, unreadable: Mapping[int, str], fallback: int) -> None:
         self._unreadable = set(unreadable)
         if self._is_first:
+            newer = [step for step in self._steps_on_disk() if step > fallback]
+            unreadable = dict(unreadable) | {
+                step: lacking
+                for step in newer
+                if (lacking := additions.lacking(self.folder / str(step)))
+            }
             for step, reason in unreadable.items():
                 log.warning(
                     "checkpoint %d in %s cannot be read (%s); continuing from checkpoint %d",
-                    *(step, self._folder, reason, fallback),
+                    *(step, self.folder, reason, fallback),
                 )
 
     def _tidy_up(self) -> None:
-        """Removes unfinished checkpoints and renames unreadable ones, before the first save."""
+        """Removes unfinished and incomplete checkpoints and renames unreadable ones, before the
+        first save."""
         if self._is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name and path.is_dir():
                     path.rmtree()
+            for step in self._steps_on_disk():
+                if lacking := additions.lacking(self.folder / str(step)):
+                    log.warning("checkpoint %d is removed: %s", step, lacking)
+                    (self.folder / str(step)).rmtree()
             for step in self._unreadable:
-                target = self._folder / f"{step}.unreadable"
+                target = self.folder / f"{step}.unreadable"
                 if target.exists():
                     target.rmtree()
-                (self._folder / str(step)).rename(target)
+                (self.folder / str(step)).rename(target)
         self._unreadable = set()
         processes.all_gather_text("tidy")  # a barrier: no process saves before names are free
 
@@ -320,6 +351,16 @@ def _unreadable(folder: epath.Path, step: int, reason: str, steps: list[int]) ->
     others = [other for other in steps if other != step]
     there = f"the others are: {others}" if others else "there is no other"
     return ValueError(f"checkpoint {step} in {folder} cannot be read ({reason}); {there}")
+
+
+def _damage(checkpoint: epath.Path, *, complete: bool) -> str:
+    """Damage in this process's share of the files; "" if there is none.
+
+    `complete`: whether what was added to the checkpoint counts too.
+    """
+    added, failure = additions.checksum_table(checkpoint) if complete else ({}, "")
+    mine = processes.process_index(), processes.process_count()
+    return failure or checksums.damage(checkpoint, *mine, added)
 
 
 def _warn_of_age(checkpoint: epath.Path, lacking: str) -> None:
@@ -370,8 +411,11 @@ def _handler(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckp
     )
 
 
-def _write_checksums(checkpoint: epath.Path) -> None:
-    """Writes checksums.json of a complete checkpoint, which may still have its temporary name."""
+def _finish(checkpoint: epath.Path, added_by: int) -> None:
+    """Writes checksums.json of a whole checkpoint, which may still have its temporary name.
+
+    `added_by`: processes that will add to it.
+    """
     folder = checkpoint
     if not folder.exists():
         (folder,) = checkpoint.parent.glob(f"{checkpoint.name}.orbax-checkpoint-tmp*")
@@ -381,6 +425,8 @@ def _write_checksums(checkpoint: epath.Path) -> None:
         if (part := _part_of(folder / "arrays", index)).exists()
     }
     checksums.write(folder, ITEMS, parts)
+    if added_by:
+        additions.announce(folder, added_by)
 
 
 def _part_of(arrays: epath.Path, index: int) -> epath.Path:

@@ -13,6 +13,7 @@ are read by several threads.
 
 import hashlib
 import json
+import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ _THREADS = 4  # zlib and reads release the interpreter's lock
 def write_part(folder: epath.Path, index: int) -> None:
     """Writes the checksums of the files below `folder`, all of which process `index` wrote."""
     found = {path.relative_to(folder).as_posix(): path for path in files(folder)}
-    _part(folder, index).write_text(json.dumps(_checksums(found)))
+    _part(folder, index).write_text(json.dumps(of_files(found)))
 
 
 def write(checkpoint: epath.Path, items: Sequence[str], parts: Mapping[epath.Path, int]) -> None:
@@ -50,18 +51,25 @@ def write(checkpoint: epath.Path, items: Sequence[str], parts: Mapping[epath.Pat
         for path in files(checkpoint / item)
     }
     others = {name: path for name, path in names.items() if name not in known}
-    table = {name: known[name] for name in names if name in known} | _checksums(others)
+    table = {name: known[name] for name in names if name in known} | of_files(others)
     (checkpoint / FILE).write_text(json.dumps(table, indent=0))
 
 
-def damage(checkpoint: epath.Path, index: int = 0, count: int = 1) -> str:
+def damage(
+    checkpoint: epath.Path,
+    index: int = 0,
+    count: int = 1,
+    more: Mapping[str, Checksum] = types.MappingProxyType({}),
+) -> str:
     """One damaged file of those that process `index` of `count` verifies; "" if none is.
 
     Every file belongs to one process. Of a checkpoint without checksums the sizes are compared.
+    `more`: checksums of files that were added to it.
     """
     table, failure = _table(checkpoint)
     if failure:
         return failure
+    table |= more
     mine = sorted(table, key=lambda name: (-table[name][0], name))[index::count]
     return _wrong(checkpoint, {name: table[name] for name in mine}, has_checksums(checkpoint))
 
@@ -105,9 +113,14 @@ def _part(folder: epath.Path, index: int) -> epath.Path:
 
 def _table(checkpoint: epath.Path) -> tuple[dict[str, Checksum], str]:
     """({file: [bytes, CRC-32s] or [bytes]}, "") of a checkpoint, or ({}, why it has none)."""
-    name = FILE if has_checksums(checkpoint) else SIZES_FILE
+    return read_table(checkpoint / (FILE if has_checksums(checkpoint) else SIZES_FILE))
+
+
+def read_table(path: epath.Path) -> tuple[dict[str, Checksum], str]:
+    """({file: [bytes, CRC-32s] or [bytes]}, "") of a table's file, or ({}, why it has none)."""
+    name = path.name
     try:
-        table = json.loads((checkpoint / name).read_text())
+        table = json.loads(path.read_text())
         if name == SIZES_FILE:
             table = {file: [size] for file, size in table.items()}
         for file, entry in table.items():
@@ -129,15 +142,15 @@ def _wrong(checkpoint: epath.Path, table: Mapping[str, Checksum], content: bool)
         if (size := path.stat().length) != entry[0]:
             return f"{name} has {size} bytes of {entry[0]}"
     if content:
-        found = _checksums({name: checkpoint / name for name in table})
+        found = of_files({name: checkpoint / name for name in table})
         for name, entry in table.items():
             if found[name] != entry:
                 return f"{name} has another content than was written: its checksum differs"
     return ""
 
 
-def _checksums(found: Mapping[str, epath.Path]) -> dict[str, Checksum]:
-    """[bytes, CRC-32 of each segment] of files."""
+def of_files(found: Mapping[str, epath.Path]) -> dict[str, Checksum]:
+    """[bytes, CRC-32 of each segment] of files by name."""
     table = {name: [path.stat().length] for name, path in found.items()}
     places = [(name, start) for name, (size,) in table.items() for start in _segments(size)]
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
@@ -16,6 +19,29 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 Key = Hashable  # of a request, chosen by the caller
+
+
+@dataclasses.dataclass
+class Progress:
+    """Samples of a request: responses that have ended, by sample, and the tokens of
+    others."""
+
+    episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)
+    partials: list[Partial] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled."""
+        ended = sum(episode.num_sampled for episode in self.episodes.values())
+        return ended + sum(len(p.tokens) - len(p.fed) for p in self.partials)
+
+
+class Counts(NamedTuple):
+    """Numbers of what a sampler has sampled."""
+
+    generate_calls: int = 0
+    tokens: int = 0
+    under_way: int = 0  # tokens of requests that it has not returned
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +63,9 @@ class EpisodeSampler:
 
     When nothing is under way it begins anew, so that no bit of a response depends on what was
     sampled before. One thread at a time.
+
+    Attributes:
+      in_turns: whether responses are in turns, with environments.
     """
 
     def __init__(
@@ -48,13 +77,14 @@ class EpisodeSampler:
     ):
         """`state`: donated. `on_response` is called as soon as a response has ended."""
         self._engine, self._environments, self._on_response = engine, environments, on_response
+        self.in_turns = environments is not None
         self._state = state
         self._open: dict[Key, _Request] = {}
         self._pending: collections.deque[_Request] = collections.deque()  # for slots of their own
         self._ended: list[_Request] = []
         self._scheduler: Scheduler | None = None
         self._driver: TurnDriver | None = None
-        self._calls = self._tokens = 0
+        self._past = (0, 0)  # decode calls and tokens of earlier schedulers
 
     @property
     def version(self) -> int:
@@ -62,35 +92,46 @@ class EpisodeSampler:
         return self._state.version
 
     @property
-    def params(self) -> Any:
-        """The weights."""
-        return self._state.params
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether responses are in turns, with environments."""
-        return self._environments is not None
+    def counts(self) -> Counts:
+        """Numbers of all that was sampled so far."""
+        calls, tokens = self._past
+        if self._scheduler is not None:
+            calls += self._scheduler.stats.generate_calls
+            tokens += self._scheduler.stats.tokens
+        waiting = [*self._open.values(), *self._ended]
+        under_way = sum(e.num_sampled for entry in waiting for e in entry.episodes.values())
+        under_way += sum(len(p.tokens) - len(p.fed) for _, p in self._under_way())
+        if self._driver is not None:
+            under_way += self._driver.num_sampled
+        return Counts(calls, tokens, under_way)
 
     @property
     def busy(self) -> bool:
         """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
-    def take_counts(self) -> dict[str, int]:
-        """Decode calls and sampled tokens since the last call of this."""
-        self._count()
-        found = {"generate_calls": self._calls, "tokens": self._tokens}
-        self._calls = self._tokens = 0
-        return found
+    def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
+        """Adds a request, to go on with the `progress` of an earlier sampler.
 
-    def submit(self, key: Key, request: GroupRequest) -> None:
-        """Adds a request. ValueError for one that no slot can take."""
-        entry = _Request(key, request)
-        if self._environments is None:
-            self._submit(entry)
-        else:
-            self._pending.append(entry)
+        What has begun comes before all other requests, the last one first; of responses in turns
+        none goes on in the middle. ValueError for a request that no slot can take.
+        """
+        progress = progress or Progress()
+        entry = _Request(key, request, dict(progress.episodes))
         self._open[key] = entry
+        if entry.complete:
+            self._end_if_complete(entry)
+        elif self._environments is not None:
+            entry.episodes.clear()
+            self._pending.append(entry)
+        elif progress.episodes or progress.partials:
+            begun = {*progress.episodes, *(partial.sample for partial in progress.partials)}
+            new = [s for s in request.samples if s not in begun]
+            nothing = np.zeros(0, np.int32)
+            self._restore([*progress.partials, *(Partial(request, s, nothing) for s in new)])
+        else:
+            keep = functools.partial(self._keep, entry)
+            self._started().submit(request, keep)
 
     def round(self) -> list[tuple[Key, list[Episode]]]:
         """One round of the scheduler; returns requests that are complete now, their responses in
@@ -109,6 +150,11 @@ class EpisodeSampler:
         """Waits for the decode call in flight: no program uses the weights until `round`."""
         if self._scheduler is not None:
             self._scheduler.drain()
+
+    def free_weights(self) -> None:
+        """Frees the weights, for others that `load` brings."""
+        self.drain()
+        jax.tree.map(lambda x: x.delete(), self._state.params)
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two decode calls, see Scheduler.load."""
@@ -130,10 +176,20 @@ class EpisodeSampler:
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""
         self._state = state
-        for partial in reversed(partials):  # each is put before all others
-            (entry,) = (e for e in self._open.values() if e.request is partial.request)
-            keep = functools.partial(self._keep, entry)
-            self._started().restore([partial], keep)
+        self._restore(partials)
+
+    def progress(self) -> dict[Key, Progress]:
+        """Samples of each request that `round` has not returned.
+
+        Of responses in turns only those of requests that are complete.
+        """
+        found = {entry.key: Progress(dict(entry.episodes)) for entry in self._ended}
+        if self._environments is not None:
+            return found
+        found |= {key: Progress(dict(entry.episodes)) for key, entry in self._open.items()}
+        for entry, partial in self._under_way():
+            found[entry.key].partials.append(partial)
+        return found
 
     def close(self) -> SamplerState:
         """Drops everything that is under way; returns the state."""
@@ -157,19 +213,23 @@ class EpisodeSampler:
             self._driver.close()
             self._driver = None
         if self._scheduler is not None:
-            self._count()
+            self._past = self.counts[:2]
             self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
             self._scheduler = None
 
-    def _count(self) -> None:
-        if self._scheduler is not None:
-            stats = self._scheduler.stats
-            self._calls += stats.generate_calls
-            self._tokens += stats.tokens
-            stats.generate_calls = stats.tokens = 0
+    def _under_way(self) -> list[tuple[_Request, Partial]]:
+        """Sequences that have begun and not ended, the tokens of a decode call in flight apart."""
+        if self._scheduler is None:
+            return []
+        entries = {id(entry.request): entry for entry in self._open.values()}
+        found = [partial for _, partial in self._scheduler.under_way()]
+        return [(entries.get(id(partial.request)), partial) for partial in found]
 
-    def _submit(self, entry: _Request) -> None:
-        self._started().submit(entry.request, functools.partial(self._keep, entry))
+    def _restore(self, partials: Sequence[Partial]) -> None:
+        entries = {id(entry.request): entry for entry in self._open.values()}
+        for partial in reversed(partials):  # each comes before all others
+            keep = functools.partial(self._keep, entries[id(partial.request)])
+            self._started().restore([partial], keep)
 
     def _keep(self, entry: _Request, response: Response) -> None:
         entry.episodes[response.sample] = single_turn(response)

@@ -29,6 +29,11 @@ class Episode:
     reason: str  # one of REASONS
     logged: dict[str, float]  # the environment's numbers, summed over the turns
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled."""
+        return int(self.mask.sum())
+
 
 def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Episodes as the batch's columns."""

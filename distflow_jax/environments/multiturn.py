@@ -195,6 +195,14 @@ class TurnDriver:
         """Responses that have begun and not ended."""
         return len(self._by_thread)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens in turns that the scheduler has ended, of responses that `done` has or that are
+        at work."""
+        parts = [part for c in self._by_thread.values() for part in c.parts]
+        ended = sum(episode.num_sampled for episode in self.done.values())
+        return ended + sum(int(part.mask.sum()) for part in parts)
+
     def begin(self, index: int, request: GroupRequest) -> None:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)

@@ -7,6 +7,7 @@ groups of a step, and a region's verdicts, once for each step (parallel/backgrou
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from distflow_jax.batch import Samples
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, joined
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel.background_gather import BackgroundGather
@@ -47,9 +50,10 @@ class Flow:
         *,
         own_devices: bool,
         span: Callable[[], contextlib.AbstractContextManager],
+        saver: SampleSaver,
     ):
         """`own_devices`: whether the sampler has devices that no trainer uses. `span()` times a
-        round of the sampler, in any thread."""
+        round of the sampler, in any thread. `saver`: of samples, into checkpoints."""
         self.producer, self._nodes, self._config = producer, nodes, config
         self._sync, self._gather, self._span = sync, gather, span
         self._lock = producer.lock
@@ -57,6 +61,8 @@ class Flow:
         self._template: FieldStore | None = None
         self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
         self._version = producer.sampler.version  # the newest that was published
+        self._saver = saver
+        self._calls = 0  # decode calls that `counts` has counted
         # functions of the user are called from this one thread
         self._host = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
         self._running: list[Future[None]] = []
@@ -80,8 +86,7 @@ class Flow:
             self._thread.deliver(self._sync.leave(params), version)
             return
         sampler = self.producer.sampler
-        sampler.drain()
-        jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
+        sampler.free_weights()
         weights = jax.block_until_ready(self._sync(params))
         sampler.load(weights, version, cache=self._config.cache)
 
@@ -105,9 +110,14 @@ class Flow:
                     admission.judge(counter, bool(keep))
                 cut = admission.cut(step)
             if cut.final:
+                self._saver.settle()  # while the groups are there
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
                 return self._joined(cut)
+
+    def record(self, samples: Samples) -> None:
+        """Records the samples that the step trained on, of the groups that `take` gave it."""
+        self._saver.record(samples)
 
     def finish(self, step: int) -> int:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
@@ -115,9 +125,21 @@ class Flow:
             return self.producer.admission.finish(step).end
 
     def counts(self) -> Metrics:
-        """Numbers of what was sampled since the last call."""
-        counts = self.producer.sampler.take_counts()
-        return {"perf/generate_calls": counts["generate_calls"]}
+        """Decode calls since the last call of this."""
+        with self._lock:
+            before, self._calls = self._calls, self.producer.counts().generate_calls
+        return {"perf/generate_calls": self._calls - before}
+
+    def save(self, step: int) -> None:
+        """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
+        at_rest = contextlib.nullcontext() if self._thread is None else self._thread.hold(0)
+        self._saver.save(step, at_rest)
+
+    def end_saving(self, end: float) -> None:
+        """Waits until the samples of all checkpoints are complete and written, at most until `end`,
+        a time of time.monotonic()."""
+        self._drive(lambda: self._saver.settled or time.monotonic() > end)
+        self._saver.wait(max(0.0, end - time.monotonic()))
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[list[SamplerState]]:
@@ -142,6 +164,7 @@ class Flow:
             self._thread.close()
         self._host.shutdown(wait=False, cancel_futures=True)
         self._gather.close()
+        self._saver.close()
         return self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -170,9 +193,11 @@ class Flow:
         with self._lock:
             group.done = True
             self._lock.notify_all()
+        self._saver.settle()
 
     def _raise_errors(self) -> None:
-        """Raises what a sampler, or a node that ran ahead, has raised."""
+        """Raises what a sampler, a node that ran ahead or a disk has raised."""
+        self._saver.check()
         if self._thread is not None:
             self._thread.raise_error()
         while self._running and self._running[0].done():
@@ -200,6 +225,7 @@ class Flow:
     def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
         with self._lock:
             groups = self.producer.forget(range(cut.start, cut.end))
+            ledger = self._saver.took(cut, groups)
         self._told -= set(range(cut.start, cut.end))
         groups.sort(key=lambda group: group.counter)
         stores = [group.store for group in groups]
@@ -216,4 +242,5 @@ class Flow:
         for name, value in metrics.items():
             if isinstance(value, Parts):
                 self._parts[name] = dataclasses.replace(value, values=())
-        return store, self._parts | metrics  # all processes merge the same
+        # all processes merge the same
+        return store, self._parts | metrics | ledger.metrics()

@@ -10,6 +10,7 @@ from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import Until
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner
+from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Metrics, Parts
 
 
@@ -20,9 +21,16 @@ class Group:
     counter: int  # of the prompt
     store: FieldStore
     sampling: set[str]  # ids of the nodes whose samples are not complete
+    # responses of the nodes whose samples are complete, by the node's id
+    samples: dict[str, list[Episode]] = dataclasses.field(default_factory=dict)
     metrics: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     done: bool = False  # all nodes that run ahead have run
     keep: bool = True  # the verdict of a region, once it is done
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were sampled, of nodes whose samples are complete."""
+        return sum(e.num_sampled for episodes in self.samples.values() for e in episodes)
 
 
 def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:

@@ -137,6 +137,14 @@ class Admission:
         step = step if self._steps is None else min(step, self._steps)
         return self.position if step <= self.finished else self.cut(step).end
 
+    def end_of(self, step: int) -> int | None:
+        """The first counter after those of a step, or of the run's last; None: not known yet."""
+        step = step if self._steps is None else min(step, self._steps)
+        if step <= self.finished:
+            return self.position
+        cut = self.cut(step)
+        return cut.end if cut.final else None
+
     def has_step(self, step: int) -> bool:
         """Whether a step is one of the run, and has a group as far as is known."""
         if self._steps is not None and step > self._steps:

@@ -3,17 +3,18 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import given_columns, group_numbers
-from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.episode_sampler import Counts, EpisodeSampler, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.lag_rule import Admission
+from distflow_jax.flow.saved_samples import Key, SavedSamples
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns
@@ -26,6 +27,10 @@ class SamplingNode:
     node: Node
     sampling: SamplingParams
     environment_prefix: str | None  # of the environment's metrics; None: no environment
+
+
+# a request by counter and node, and what an earlier run has sampled of it
+_Beginning = tuple[Key, GroupRequest, Progress | None]
 
 
 class Producer:
@@ -44,11 +49,15 @@ class Producer:
         writers: Mapping[str | None, Layout],
         num_samples: int,
         lock: threading.Condition,
+        saved: SavedSamples,
     ):
-        """`draw()`: this process's prompts of the next batch, None at the end of the data."""
+        """`draw()`: this process's prompts of the next batch, None at the end of the data. `saved`:
+        samples of a checkpoint, which the groups go on with."""
         self.sampler, self.admission, self.lock = sampler, admission, lock
         self._nodes, self._draw = tuple(nodes), draw
         self._writers, self._num_samples = dict(writers), num_samples
+        self.saved = saved
+        self._counts = sampler.counts  # after the last round
         batch = admission.rule.groups
         self._drawn = admission.position // batch * batch  # counters of all batches that are drawn
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
@@ -63,26 +72,52 @@ class Producer:
             end, position = self.admission.end(self.sampler.version), self.admission.position
             if up_to is not None:
                 end = min(end, self.admission.cut(up_to).end)
-        while self._drawn < end:
+        while self._drawn < max(end, self.saved.end):
             batch = self._draw()
             if batch is None:
                 break
-            self._drawn += self.admission.rule.groups
             wanted = [prompt for prompt in batch if prompt.counter >= position]
             self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
-        begun = False
-        while self._waiting and self._waiting[0].counter < end:
-            self._begin(self._waiting.popleft())
-            begun = True
-        return begun
+            self._drawn += self.admission.rule.groups
+        # what an earlier run has begun goes on, even if this one's max_lag is smaller
+        ready = [p for p in self._waiting if p.counter < end or p.counter in self.saved]
+        beginning = []
+        for prompt in ready:  # other threads see it wait, or begun
+            beginning += self._begin(prompt)
+            self._waiting.remove(prompt)
+        # those that go on come before all others, the last one first
+        for key, request, progress in sorted(beginning, key=lambda entry: -entry[0][0]):
+            if progress is not None:
+                self.sampler.submit(key, request, progress)
+        for key, request, progress in beginning:
+            if progress is None:
+                self.sampler.submit(key, request)
+        return bool(beginning)
 
     def round(self) -> list[Group]:
         """One round of the sampler; returns groups whose samples are complete now."""
         ended = [
-            self._take(self.groups[counter], node_id, episodes)
+            (self.groups[counter], node_id, episodes)
             for (counter, node_id), episodes in self.sampler.round()
         ]
-        return [group for group in ended if not group.sampling]
+        for group, node_id, episodes in ended:
+            self._take(group, node_id, episodes)
+        with self.lock:
+            for group, node_id, episodes in ended:
+                group.samples[node_id] = episodes
+                group.sampling.remove(node_id)
+            self._counts = self.sampler.counts
+        groups = dict.fromkeys(group for group, _, _ in ended)
+        return [group for group in groups if not group.sampling]
+
+    def counts(self) -> Counts:
+        """Numbers of all that was sampled so far, of which the groups that wait are under way; under `lock`."""
+        waiting = sum(group.tokens for group in self.groups.values())
+        return self._counts._replace(under_way=self._counts.under_way + waiting)
+
+    def progress(self) -> dict[Key, Progress]:
+        """Samples of all groups, by counter and node; while no round runs."""
+        return self.sampler.progress() | complete_samples(self.groups.values())
 
     def begun_up_to(self, end: int) -> bool:
         """Whether all groups below a counter have begun that are this process's."""
@@ -92,18 +127,19 @@ class Producer:
         """Takes groups out, those of a finished step; under `lock`."""
         return [self.groups.pop(counter) for counter in counters if counter in self.groups]
 
-    def _begin(self, prompt: Prompt) -> None:
+    def _begin(self, prompt: Prompt) -> list[_Beginning]:
+        """Makes the group of a prompt; returns its requests."""
         given = given_columns([prompt], self._num_samples)
         store = FieldStore.of_step(self._writers, given)
         group = Group(prompt.counter, store, {n.node.id for n in self._nodes})
         with self.lock:
             turn = self.admission.step_of(prompt.counter)
             self.groups[prompt.counter] = group
-        for node in self._nodes:
-            request = GroupRequest(prompt, node.sampling, turn=turn)
-            self.sampler.submit((prompt.counter, node.node.id), request)
+        requests = {n.node.id: GroupRequest(prompt, n.sampling, turn=turn) for n in self._nodes}
+        found = self.saved.take(prompt.counter, requests)
+        return [((prompt.counter, node), r, found.get(node)) for node, r in requests.items()]
 
-    def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> Group:
+    def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> None:
         (found,) = (n for n in self._nodes if n.node.id == node_id)
         node = found.node
         if is_greedy(node):  # one answer for all entries of a prompt
@@ -114,5 +150,12 @@ class Producer:
         if found.environment_prefix is not None:
             parts = environment_parts(episodes, found.environment_prefix)
             group.metrics.setdefault(node.id, []).append(parts)
-        group.sampling.remove(node_id)
-        return group
+
+
+def complete_samples(groups: Iterable[Group]) -> dict[Key, Progress]:
+    """The samples of groups, by counter and node; of nodes whose samples are complete."""
+    return {
+        (group.counter, node): Progress(dict(enumerate(episodes)))
+        for group in groups
+        for node, episodes in list(group.samples.items())
+    }

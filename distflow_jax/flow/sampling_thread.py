@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-import jax
-
 from distflow_jax.flow.producer import Producer
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
@@ -144,8 +142,7 @@ class SamplingThread:
             for older in [v for v in self._inbox if v <= version]:
                 del self._inbox[older]
         sampler = self._producer.sampler
-        sampler.drain()
-        jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
+        sampler.free_weights()
         sampler.load(self._arrive(left), version, cache=self._cache)
 
     def _wait_held(self) -> None:

@@ -33,6 +33,7 @@ PROCESS_ID = "DISTFLOW_PROCESS_ID"
 DISTRIBUTED = "DISTFLOW_DISTRIBUTED"  # auto, off
 POD_INDEX = "JOB_COMPLETION_INDEX"
 PORT = "JAX_COORDINATOR_PORT"
+GRACE = "DISTFLOW_GRACE_SECONDS"  # between SIGTERM and SIGKILL
 TOKEN = "DISTFLOW_JOB_TOKEN"  # a secret that the processes of one job have in common
 VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 FLAGS = ("--coordinator", "--num_processes", "--process_id")

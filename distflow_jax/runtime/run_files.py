@@ -19,7 +19,8 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
 
-FOLDERS = ("checkpoints", "profile", "samples", "tensorboard", "trackers")  # that a run makes
+# that a run makes
+FOLDERS = ("checkpoints", "groups", "profile", "samples", "tensorboard", "trackers")
 FILES = (
     *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
     *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json"),

@@ -134,8 +134,13 @@ def _check_starting_weights(
             )
 
 
-def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointer) -> None:
-    """Starts a checkpoint: the trained models, the loader's place, and the nodes' own states."""
+def save_state(
+    prepared: PreparedRun, state: RunState, checkpointer: Checkpointer, *, added_to: bool
+) -> None:
+    """Starts a checkpoint: the trained models, the loader's place, and the nodes' own states.
+
+    `added_to`: whether each process adds to it, see Checkpointer.save.
+    """
     # what is neither a model nor a sampler is one number of a node, an adaptive coefficient
     of_nodes = state.models.keys() - prepared.models.keys() - prepared.samplers.keys()
     info = {
@@ -147,7 +152,7 @@ def save_state(prepared: PreparedRun, state: RunState, checkpointer: Checkpointe
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}
-    checkpointer.save(state.step, trained, info)
+    checkpointer.save(state.step, trained, info, added_to=added_to)
 
 
 def loader_position(prepared: PreparedRun, state: RunState) -> int:

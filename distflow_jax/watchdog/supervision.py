@@ -2,17 +2,21 @@
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.job import Job
+from distflow_jax.parallel.job import GRACE, Job
 from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
+GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL, where no launcher says it
+GRACE_SHARE = 0.7  # of these seconds, for samples; the rest is left to the disk
 LEAVE_SECONDS = 2.0  # for what is done before a process ends that has not finished a step
 
 log = logging.getLogger("distflow_jax")
@@ -46,6 +50,8 @@ class StopSignal(threading.Event):
         self.before_leaving: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._may_leave = False
+        self._grace = _grace_seconds()
+        self._received: float | None = None  # when, by time.monotonic()
 
     def leave_at_once(self) -> None:
         """From now on SIGTERM ends the process."""
@@ -57,8 +63,15 @@ class StopSignal(threading.Event):
         with self._lock:
             self._may_leave = False
 
+    def deadline(self) -> float:
+        """Until when a process that was told to end has time to write what it has, as a time of
+        time.monotonic(): most of what its launcher gives it (GRACE)."""
+        began = self._received if self._received is not None else time.monotonic()
+        return began + GRACE_SHARE * self._grace
+
     def receive(self) -> None:
         """Sets the event, or ends the process with EXIT_PREEMPTED."""
+        self._received = time.monotonic()
         self.set()
         with self._lock:
             if not self._may_leave:
@@ -74,6 +87,17 @@ class StopSignal(threading.Event):
     def _leave(self) -> None:
         for call in reversed(self.before_leaving):
             call()
+
+
+def _grace_seconds() -> float:
+    text = os.environ.get(GRACE, f"{GRACE_SECONDS:g}")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{GRACE}={text!r} must be a number of seconds above 0")
+    return seconds
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import yaml
 
 from distflow_jax.commands.launch import hosts
 from distflow_jax.config.user_error import EXIT_USAGE
+from distflow_jax.parallel import job
 
 PORT = 8476  # of process 0, on GPU nodes
 GROUP = 1000  # of the user of the image that the Dockerfile makes
@@ -178,7 +179,7 @@ def verbatim(text: str) -> str:
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """The variables that the manifest sets, equal in all pods."""
-    mine = hosts.variables(options.env)
+    mine = {job.GRACE: str(options.grace_seconds)} | hosts.variables(options.env)
     if num_hosts(options) * options.slices == 1:
         return mine | {"DISTFLOW_DISTRIBUTED": "off"}
     if options.tpu:

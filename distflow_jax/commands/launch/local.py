@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 
 from distflow_jax.commands.launch import hosts
+from distflow_jax.parallel import job
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 POLL_SECONDS = 0.05
@@ -79,19 +80,22 @@ def free_port() -> int:
 
 
 def child_environment(
-    index: int, processes: int, devices: int, port: int, token: str
+    index: int, options: argparse.Namespace, port: int, token: str
 ) -> dict[str, str]:
     """This process's environment with the job's variables and the number of CPU devices."""
     environment = dict(os.environ)
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if not flag.startswith(DEVICE_COUNT_FLAG)]
-    environment["XLA_FLAGS"] = " ".join([*flags, f"{DEVICE_COUNT_FLAG}={devices}"])
+    environment["XLA_FLAGS"] = " ".join(
+        [*flags, f"{DEVICE_COUNT_FLAG}={options.devices_per_process}"]
+    )
     # every process would claim the machine's accelerators; CPU devices are per process
     environment.setdefault("JAX_PLATFORMS", "cpu")
     environment["DISTFLOW_COORDINATOR"] = f"127.0.0.1:{port}"
-    environment["DISTFLOW_NUM_PROCESSES"] = str(processes)
+    environment["DISTFLOW_NUM_PROCESSES"] = str(options.processes)
     environment["DISTFLOW_PROCESS_ID"] = str(index)
     environment["DISTFLOW_JOB_TOKEN"] = token
+    environment[job.GRACE] = f"{options.grace_seconds:g}"
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
 
@@ -257,9 +261,7 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
         for index in range(options.processes):
             process = subprocess.Popen(
                 [sys.executable, *options.command],
-                env=child_environment(
-                    index, options.processes, options.devices_per_process, port, token
-                ),
+                env=child_environment(index, options, port, token),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

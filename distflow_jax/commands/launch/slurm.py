@@ -153,7 +153,8 @@ def script(options: argparse.Namespace) -> str:
     lines += ["#SBATCH --exclusive"] if whole else []
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
     lines += [f"#SBATCH {option}" for option in options.option]
-    lines += [f"export {hosts.assignments(hosts.variables(options.env))}"]
+    variables = {job.GRACE: str(options.grace_seconds)} | hosts.variables(options.env)
+    lines += [f"export {hosts.assignments(variables)}"]
     lines += options.setup
     srun = f"--nodes={options.nodes} --ntasks={options.nodes} --ntasks-per-node=1"
     # the default is one CPU per task, whatever the job has

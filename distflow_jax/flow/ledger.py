@@ -1,0 +1,64 @@
+"""Tokens of a run whose samplers run ahead: none is forgotten, and none is counted twice."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from distflow_jax.layout import Metrics, Parts
+
+PREFIX = "flow/tokens/"
+
+
+@dataclasses.dataclass
+class Ledger:
+    """Tokens of one process: sampled = trained + filtered + lost + under way, summed over all.
+
+    They count from the start of the run, over all restarts. What a killed process had sampled after
+    its last record was written is unknown to anyone, and in none of them.
+    """
+
+    sampled: int = 0
+    trained: int = 0  # of groups that a step took and trains on
+    filtered: int = 0  # of groups that a step took and leaves out, by the verdict of a region
+    lost: int = 0  # at restarts: sampled after the checkpoint, or not saved in it
+    under_way: int = 0  # of responses that have begun, and of groups that wait for their step
+
+    @classmethod
+    def restored(cls, saved: Iterable[Mapping[str, int]], known: int) -> "Ledger":
+        """The ledger of a run that goes on, for one of its processes; the others begin with 0.
+
+        `saved`: of all processes, in the checkpoint; `known`: tokens that all of them had sampled
+        together by their last records.
+        """
+        total = cls()
+        for ledger in saved:
+            for field in dataclasses.fields(cls):
+                setattr(
+                    total, field.name, getattr(total, field.name) + int(ledger.get(field.name, 0))
+                )
+        sampled = max(total.sampled, known)
+        kept = total.trained + total.filtered + total.lost + total.under_way
+        # what is under way is counted again by who goes on with it
+        return dataclasses.replace(
+            total, sampled=sampled, lost=total.lost + sampled - kept, under_way=0
+        )
+
+    def saved(self, under_way: int) -> "Ledger":
+        """The ledger for a checkpoint that has so many tokens that are under way.
+
+        They may have been sampled after the checkpoint began.
+        """
+        kept = self.trained + self.filtered + self.lost + under_way
+        return dataclasses.replace(self, sampled=max(self.sampled, kept), under_way=under_way)
+
+    def to_dict(self) -> dict[str, int]:
+        """JSON values."""
+        return dataclasses.asdict(self)
+
+    def metrics(self) -> Metrics:
+        """`flow/tokens/*`, to be merged with those of other processes."""
+        return {"flow/tokens": Parts((self.to_dict(),), _merged)}
+
+
+def _merged(ledgers: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    names = [field.name for field in dataclasses.fields(Ledger)]
+    return {PREFIX + name: float(sum(ledger[name] for ledger in ledgers)) for name in names}

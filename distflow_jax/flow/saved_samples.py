@@ -1,0 +1,222 @@
+"""Samples that ran ahead, as arrays of a checkpoint: whole responses, and those under way.
+
+A process saves those of its own groups; a run that goes on takes them by counter, on any number of
+processes. Nodes that ran ahead are run again. n requests, s of their samples, T tokens together.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+
+Key = tuple[int, str]  # counter of the prompt, id of the node
+Arrays = dict[str, np.ndarray]
+_COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
+
+
+class Addition(Protocol):
+    """Addition of one process: all that it added to a checkpoint."""
+
+    facts: Mapping[str, Any]
+
+    def read(self, *names: str) -> Arrays:
+        """Arrays by name."""
+
+
+def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]:
+    """Requests as (arrays by name, JSON values)."""
+    nodes = sorted({node for _, node in requests})
+    packed = _Packed()
+    for (counter, node), progress in sorted(requests.items()):
+        key = (counter, nodes.index(node))
+        for sample, episode in sorted(progress.episodes.items()):
+            packed.add_episode(key, sample, episode)
+        for partial in progress.partials:
+            packed.add_partial(key, partial)
+    return packed.arrays(), {"nodes": nodes}
+
+
+class SavedSamples:
+    """The samples of a checkpoint, to be taken by counter, each once.
+
+    Attributes:
+      left_out: tokens of samples that were taken, and are not what was asked for.
+    """
+
+    def __init__(self, additions: Sequence[Addition] = ()):
+        self.left_out = 0
+        self._additions = list(additions)
+        self._place: dict[int, int] = {}  # addition that has a counter's samples
+        self._left: list[set[int]] = []  # counters that were not taken, by addition
+        self._open: dict[int, _Unpacked] = {}
+        for place, addition in enumerate(self._additions):
+            counters = set(addition.read("index")["index"][:, 0].tolist())
+            self._left.append(counters - self._place.keys())  # hosts of one sampler save the same
+            self._place |= dict.fromkeys(self._left[-1], place)
+
+    def __contains__(self, counter: int) -> bool:
+        """Whether there are samples of a counter, and they were not taken."""
+        place = self._place.get(counter)
+        return place is not None and counter in self._left[place]
+
+    @property
+    def end(self) -> int:
+        """The first counter after those whose samples were not taken."""
+        return 1 + max((max(left, default=-1) for left in self._left), default=-1)
+
+    def take(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
+        """The samples of a prompt, as answers to its `requests` by node; {} if there are none, or
+        they were taken. Those that the requests do not ask for, or are longer, are left out."""
+        if counter not in self:
+            return {}
+        place = self._place[counter]
+        if place not in self._open:
+            self._open[place] = _Unpacked(self._additions[place])
+        found = self._open[place].of(counter, requests)
+        taken = sum(progress.num_sampled for progress in found.values())
+        self.left_out += self._open[place].num_sampled(counter) - taken
+        self._left[place].remove(counter)
+        if not self._left[place]:
+            del self._open[place]
+        return found
+
+
+# What an index row says of a sample; the lengths say which tokens are its own.
+_INDEX = (
+    *("counter", "node", "sample", "tokens", "fed", "experts"),
+    *("ended", "finished", "turns", "reason"),
+)
+
+
+class _Packed:
+    """Samples one after the other in a few arrays."""
+
+    def __init__(self):
+        self._index: list[tuple[int, ...]] = []
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+        self._mask: list[np.ndarray] = []
+        self._fed: list[np.ndarray] = []
+        self._experts: list[np.ndarray] = []
+        self._reward: list[float] = []
+        self._logged: list[dict[str, float]] = []
+
+    def add_episode(self, key: tuple[int, int], sample: int, episode: Episode) -> None:
+        """Adds a response that has ended."""
+        response, experts = episode.response, episode.response.routed_experts
+        rows = -1 if experts is None else len(experts)
+        if experts is not None:
+            self._experts.append(experts)
+        facts = (response.finished, episode.turns, REASONS.index(episode.reason))
+        self._add(key, sample, response, rows=(0, rows), facts=(1, *map(int, facts)))
+        self._mask.append(episode.mask)
+        self._reward.append(episode.reward)
+        self._logged.append(episode.logged)
+
+    def add_partial(self, key: tuple[int, int], partial: Partial) -> None:
+        """Adds a response that is under way."""
+        response = partial.response(frozenset())
+        fed = partial.fed
+        self._fed.append(fed)
+        self._add(key, partial.sample, response, rows=(len(fed), -1), facts=(0, 0, 0, 0))
+        self._mask.append(np.ones(len(response.tokens), bool))
+        self._reward.append(0.0)
+        self._logged.append({})
+
+    def arrays(self) -> Arrays:
+        """All of them by name."""
+        whole = {
+            name: np.concatenate([np.zeros(0, dtype), *self._columns[name]])
+            for name, dtype in _COLUMNS.items()
+        }
+        text = json.dumps(self._logged, allow_nan=True).encode()
+        return whole | {
+            "index": np.array(self._index, np.int64).reshape(-1, len(_INDEX)),
+            "mask": np.concatenate([np.zeros(0, bool), *self._mask]),
+            "fed": np.concatenate([np.zeros(0, np.int32), *self._fed]),
+            "experts": np.concatenate(self._experts) if self._experts else np.zeros(0, np.int8),
+            "reward": np.array(self._reward, np.float64),
+            "logged": np.frombuffer(text, np.uint8),
+        }
+
+    def _add(
+        self,
+        key: tuple[int, int],
+        sample: int,
+        response: Response,
+        *,
+        rows: tuple[int, int],
+        facts: tuple[int, ...],
+    ) -> None:
+        self._index.append((*key, sample, len(response.tokens), *rows, *facts))
+        for name in _COLUMNS:
+            self._columns[name].append(getattr(response, name))
+
+
+class _Unpacked:
+    """The samples of one addition."""
+
+    def __init__(self, addition: Addition):
+        names = ("index", *_COLUMNS, "mask", "fed", "experts", "reward", "logged")
+        self._arrays = addition.read(*names)
+        self._nodes = addition.facts["nodes"]
+        self._logged = json.loads(self._arrays["logged"].tobytes())
+        index = self._arrays["index"]
+        self._index = {name: index[:, i] for i, name in enumerate(_INDEX)}
+        self._starts = {
+            name: np.cumsum(np.maximum(self._index[name], 0)) - np.maximum(self._index[name], 0)
+            for name in ("tokens", "fed", "experts")
+        }
+
+    def of(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
+        """A prompt's samples by the node's id."""
+        found: dict[str, Progress] = {}
+        for place in np.flatnonzero(self._index["counter"] == counter).tolist():
+            node, row = self._nodes[self._index["node"][place]], self._row(place)
+            request = requests.get(node)
+            if request is None or row["sample"] not in request.samples:
+                continue
+            length = row["fed"] + row["tokens"]
+            progress = found.setdefault(node, Progress())
+            if row["ended"] and length <= request.sampling.limit:
+                progress.episodes[row["sample"]] = self._episode(place, request)
+            elif not row["ended"] and length < request.sampling.limit:
+                progress.partials.append(self._partial(place, request))
+        return found
+
+    def num_sampled(self, counter: int) -> int:
+        """Tokens that were sampled for a prompt."""
+        places = np.flatnonzero(self._index["counter"] == counter).tolist()
+        return sum(int(self._slice("tokens", "mask", place).sum()) for place in places)
+
+    def _row(self, place: int) -> dict[str, int]:
+        return {name: int(values[place]) for name, values in self._index.items()}
+
+    def _partial(self, place: int, request: GroupRequest) -> Partial:
+        row = self._row(place)
+        chunk = tuple(self._slice("tokens", name, place) for name in _COLUMNS)
+        chunks = [chunk] if row["tokens"] else []
+        return Partial(request, row["sample"], self._slice("fed", "fed", place), chunks)
+
+    def _episode(self, place: int, request: GroupRequest) -> Episode:
+        row, columns = self._row(place), {n: self._slice("tokens", n, place) for n in _COLUMNS}
+        experts = self._slice("experts", "experts", place) if row["experts"] >= 0 else None
+        finished = bool(row["finished"])
+        return Episode(
+            Response(
+                request.prompt, row["sample"], **columns, finished=finished, routed_experts=experts
+            ),
+            mask=self._slice("tokens", "mask", place),
+            reward=float(self._arrays["reward"][place]),
+            turns=row["turns"],
+            reason=REASONS[row["reason"]],
+            logged=self._logged[place],
+        )
+
+    def _slice(self, lengths: str, name: str, place: int) -> np.ndarray:
+        start = self._starts[lengths][place]
+        return self._arrays[name][start : start + max(self._index[lengths][place], 0)].copy()
