@@ -76,7 +76,7 @@ def checksum_table(checkpoint: epath.Path) -> tuple[dict[str, checksums.Checksum
 
 
 class Addition:
-    """Addition of one process: all that it added to a checkpoint: JSON values, and arrays that are read when asked for.
+    """Arrays and JSON values that one process added to a checkpoint; arrays are read when asked for.
 
     ValueError or OSError if it cannot be read.
     """

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distflow_jax.layout import Metrics, Parts
 
-PREFIX = "flow/tokens/"
+PREFIX = "perf/tokens/"
 
 
 @dataclasses.dataclass
@@ -55,8 +55,8 @@ class Ledger:
         return dataclasses.asdict(self)
 
     def metrics(self) -> Metrics:
-        """`flow/tokens/*`, to be merged with those of other processes."""
-        return {"flow/tokens": Parts((self.to_dict(),), _merged)}
+        """`perf/tokens/*`, to be merged with those of other processes."""
+        return {"perf/tokens": Parts((self.to_dict(),), _merged)}
 
 
 def _merged(ledgers: Sequence[Mapping[str, int]]) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Producer:
         return [group for group in groups if not group.sampling]
 
     def counts(self) -> Counts:
-        """Numbers of all that was sampled so far, of which the groups that wait are under way; under `lock`."""
+        """Numbers of all that was sampled so far; groups that wait are under way. Under `lock`."""
         waiting = sum(group.tokens for group in self.groups.values())
         return self._counts._replace(under_way=self._counts.under_way + waiting)
 

@@ -293,6 +293,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean near flow.max_lag: samplers are far ahead; give them fewer devices, or lower it",
         ),
         Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
+        Metric(
+            "perf/tokens/{sampled,trained,filtered,lost,under_way}",
+            "tokens since the run began, over all processes and restarts: sampled is the sum of the "
+            "others",
+            "lost rises with each restart: save more often, or give the launcher more "
+            "--grace_seconds",
+        ),
     ),
     "Rewards": (
         Metric(

@@ -57,9 +57,9 @@ def test_answers_are_those_of_the_scheduler(engine, params, wanted):
     got = finish(sampler)
     assert_same(got, wanted)
     assert by_uid(heard).keys() == wanted.keys()
-    counts = sampler.take_counts()
-    assert counts["tokens"] == sum(len(r.tokens) for r in got.values())
-    assert counts["generate_calls"] > 0 and sampler.take_counts()["tokens"] == 0
+    counts = sampler.counts
+    assert counts.tokens == sum(len(r.tokens) for r in got.values())
+    assert counts.generate_calls > 0 and counts.under_way == 0
 
 
 def test_it_begins_as_new_when_nothing_is_under_way(engine, params, wanted):
@@ -88,6 +88,27 @@ def test_what_is_put_back_goes_on(engine, params, wanted):
     drive(other)
     sampler.resume(dataclasses.replace(state, decode=other.close()), partials)
     assert_same(finish(sampler, found), wanted)
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+def test_another_sampler_goes_on_with_the_progress(engine, params, wanted, rounds):
+    """As after a restart: whole responses are kept, others go on, and the answers are the same."""
+    sampler, found = sampler_of(engine, params), {}
+    for i, request in enumerate(REQUESTS):
+        sampler.submit(i, request)
+    for _ in range(rounds):
+        found |= {key: [e.response for e in episodes] for key, episodes in sampler.round()}
+    progress, counts = sampler.progress(), sampler.counts
+    assert progress.keys() == set(range(len(REQUESTS))) - found.keys()
+    assert counts.under_way == sum(entry.num_sampled for entry in progress.values())
+    returned = sum(len(r.tokens) for responses in found.values() for r in responses)
+    assert counts.tokens == returned + counts.under_way
+    sampler.close()
+    other = sampler_of(engine, params)
+    for key in reversed(progress):  # what has begun comes before all others
+        other.submit(key, REQUESTS[key], progress[key])
+    assert_same(finish(other, found), wanted)
+    assert other.counts.tokens == sum(len(r.tokens) for r in wanted.values()) - counts.tokens
 
 
 def test_a_response_names_the_weights_of_each_token(engine, params):

@@ -1,0 +1,212 @@
+"""Runs whose samplers run ahead, on several processes, killed at random moments.
+
+Everything is read from the files that all processes write: WORKDIR/groups/PROCESS.jsonl.
+"""
+
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
+
+PROMPTS, STEPS = 8, 8
+SMALL = [
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    f"data.prompts_per_step={PROMPTS}",
+    "rollout.num_slots=24",
+    f"training.steps={STEPS}",
+    "training.optimizer.lr=0.003",
+    "algorithm.correction=token_tis",
+    "eval.every=0",
+    "observe.trackers=()",
+    "observe.report_every=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=3",
+]
+# each process trains on two devices, and samples on a third
+PART = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"]
+LAUNCHER_GRACE = 60.0
+
+
+class Job:
+    """A run of several processes, in its folder."""
+
+    def __init__(self, folder, flags, processes=2):
+        self.folder = folder
+        launch = [
+            *("scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=3"),
+            *(f"--grace_seconds={LAUNCHER_GRACE:g}", "--"),
+        ]
+        train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
+        settings = [f"--config.{setting}" for setting in [*SMALL, *PART, *flags]]
+        self._log = (folder.parent / f"{folder.name}.log").open("a")
+        self.process = subprocess.Popen(
+            [sys.executable, *launch, *train, *settings],
+            cwd=ROOT,
+            env=haste.environment(),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def await_step(self, step):
+        """Waits until the step's row is written: its checkpoint is then under way."""
+        path, end = self.folder / "metrics.jsonl", time.monotonic() + 300
+        while max((row["step"] for row in read_rows(path)), default=0) < step:
+            assert time.monotonic() < end and self.process.poll() is None, self.output()
+            time.sleep(0.005)
+
+    def kill(self, draw):
+        """SIGKILL to one of its processes, any; the launcher ends the others."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            children = file.read().split()
+        os.kill(int(draw.choice(children)), signal.SIGKILL)
+        self.process.wait(LAUNCHER_GRACE + 60)
+        self._log.close()
+
+    def end(self):
+        code = self.process.wait(600)
+        self._log.close()
+        return code
+
+    def output(self):
+        return (self.folder.parent / f"{self.folder.name}.log").read_text()[-4000:]
+
+
+def read_rows(path):
+    return read_metrics(path) if path.exists() else []
+
+
+def lasting(folder):
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def records(folder):
+    """{step: the records of all processes}"""
+    found = collections.defaultdict(list)
+    for path in sorted((folder / "groups").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            found[row["step"]].append(row)
+    return found
+
+
+def check(folder, lag, *, balanced=True):
+    """Every counter is trained once, in its step; no token is too old; the ledger adds up."""
+    found = records(folder)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    for step, rows in found.items():
+        counters = sorted(counter for row in rows for counter in row["counters"])
+        assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
+        uids = [tuple(uid) for row in rows for uid in row["uid"]]
+        assert len(uids) == len(set(uids)) == PROMPTS * 4
+        for row in rows:
+            for (low, high), age in zip(row["version"], row["age"], strict=True):
+                assert 0 <= low <= high <= step - 1 and 0 <= age <= lag
+    for row in read_metrics(folder / "metrics.jsonl"):
+        tokens = {
+            name.removeprefix("perf/tokens/"): value
+            for name, value in row.items()
+            if name.startswith("perf/tokens/")
+        }
+        others = ("trained", "filtered", "lost", "under_way")
+        assert tokens["sampled"] == sum(tokens[name] for name in others), row["step"]
+    return tokens
+
+
+def run_with_kills(folder, flags, draw, kills, processes=(2,)):
+    """Runs to the end; `processes`: their number at each start, in turn."""
+    starts = 0
+    while True:
+        job = Job(folder, flags, processes[starts % len(processes)])
+        if starts == kills:
+            assert job.end() == 0, job.output()
+            return job
+        done = max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
+        job.await_step(min(STEPS - 1, done + draw.choice((1, 2))))
+        # at once: between the update and the end of the checkpoint; or anywhere in later steps
+        time.sleep(draw.choice((0.0, draw.uniform(0, 1))))
+        job.kill(draw)
+        starts += 1
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """{lag: folder} of runs that nobody killed, made when needed."""
+    made = {}
+
+    def make(lag):
+        if lag not in made:
+            made[lag] = tmp_path_factory.mktemp("undisturbed") / f"lag{lag}"
+            job = Job(made[lag], [f"flow.max_lag={lag}", "flow.swap=boundary"])
+            assert job.end() == 0, job.output()
+        return made[lag]
+
+    return make
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("lag", "kills"),
+    [
+        (1, 3),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+        pytest.param(2, 20, marks=pytest.mark.soak),
+    ],
+)
+def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills):
+    """The samples that older weights began are in the checkpoint: nothing depends on the kills."""
+    wanted, folder = undisturbed(lag), tmp_path / "killed"
+    flags = [f"flow.max_lag={lag}", "flow.swap=boundary"]
+    run_with_kills(folder, flags, random.Random(lag), kills)
+    assert lasting(folder) == lasting(wanted)
+    for step in range(1, STEPS + 1):
+        samples = [path / "samples" / f"{step}.jsonl" for path in (folder, wanted)]
+        assert samples[0].read_text() == samples[1].read_text()
+    check(folder, lag)
+    tokens = check(wanted, lag)
+    assert tokens["lost"] == 0 and tokens["sampled"] == tokens["trained"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("processes", [(2,), (2, 1), (1, 3)], ids=str)
+def test_a_killed_run_with_swaps_in_flight(tmp_path, processes):
+    """With any number of processes after the restart, and tokens of several versions."""
+    folder = tmp_path / "killed"
+    job = run_with_kills(folder, ["flow.max_lag=2"], random.Random(sum(processes)), 3, processes)
+    check(folder, 2)
+    versions = [v for rows in records(folder).values() for row in rows for v in row["version"]]
+    assert any(low < high for low, high in versions), job.output()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_sigterm_leaves_a_complete_checkpoint(undisturbed, tmp_path):
+    """The samples that it owes are finished: the run goes on from there, bit for bit."""
+    wanted, folder = undisturbed(2), tmp_path / "stopped"
+    flags = ["flow.max_lag=2", "flow.swap=boundary", "checkpoint.every=100"]
+    job = Job(folder, flags)
+    job.await_step(3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == EXIT_PREEMPTED, job.output()
+    steps = [int(path.name) for path in (folder / "checkpoints").iterdir()]
+    assert len(steps) == 1 and steps[0] >= 3
+    assert len(list((folder / "checkpoints" / str(steps[0]) / "additions").glob("*.npz"))) == 2
+    job = Job(folder, flags)
+    assert job.end() == 0, job.output()
+    check(folder, 2)
+    assert lasting(folder) == lasting(wanted)
