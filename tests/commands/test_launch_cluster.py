@@ -89,7 +89,10 @@ def test_the_jobset_of_a_tpu(capsys):
     assert pod["securityContext"]["fsGroup"] == int(group)
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
-    assert container["env"] == [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    assert container["env"] == [
+        {"name": "DISTFLOW_GRACE_SECONDS", "value": "300"},
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+    ]
     assert {"name": "volume-0", "mountPath": "/shared"} in container["volumeMounts"]
     assert {"name": "volume-0", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
 
@@ -110,6 +113,7 @@ def test_the_jobset_of_gpu_nodes(capsys):
     assert container["envFrom"] == [{"secretRef": {"name": "hugging-face"}}]
     assert {entry["name"]: entry["value"] for entry in container["env"]} == {
         "PYTHONUNBUFFERED": "1",
+        "DISTFLOW_GRACE_SECONDS": str(pod["terminationGracePeriodSeconds"]),
         "A": "$$(B)",  # Kubernetes makes $(B) of it, and of $(B) the value of B
         "DISTFLOW_COORDINATOR": "first-hosts-0-0.first:8476",
         "DISTFLOW_NUM_PROCESSES": "3",
