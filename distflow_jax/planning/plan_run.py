@@ -22,7 +22,7 @@ from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.proximal_weights import with_proximal_weights
+from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
@@ -66,8 +66,8 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     with _named(config.dag):
         if config.training.router_replay:
             graph = with_router_replay(graph)
-        if config.algorithm.proximal == "a3po":
-            graph = with_proximal_weights(graph)
+        ages = [ALPHA] if config.algorithm.proximal == "a3po" else []
+        graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
 

@@ -293,6 +293,28 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean near flow.max_lag: samplers are far ahead; give them fewer devices, or lower it",
         ),
         Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
+        Metric(
+            "training/off_policy/in_flight_share/{steps}",
+            "share of tokens after which weights were swapped so many times before their response "
+            "ended; 0: the response has one version",
+        ),
+        Metric(
+            "training/off_policy/waiting_share/{steps}",
+            "share of tokens whose response was trained on so many steps after the weights that "
+            "sampled its last token",
+            "most near flow.max_lag: samplers are ahead and wait; give them fewer devices",
+        ),
+        Metric(
+            "rollout_corr/{kl,k3_kl}/{age}",
+            "rollout_corr/kl and k3_kl over the tokens of this age",
+            "rises steeply with the age: lower flow.max_lag, or the learning rate",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_eff_sample_size",
+            "with flow.max_lag and algorithm.correction: share of the tokens that would weigh as "
+            "much if all weights were equal, mean(weight)^2 / mean(weight^2)",
+            "below 0.5: few tokens carry the gradient; lower flow.max_lag or the bounds",
+        ),
     ),
     "Rewards": (
         Metric(
