@@ -10,7 +10,6 @@ from distflow_jax.layout import VERSION
 from distflow_jax.observe.metrics import summarize
 from distflow_jax.parallel import processes
 
-
 _SHARES = ("age_share", "in_flight_share", "waiting_share")
 _TOKENS = "tokens_of_age"  # as policy_objective.py names them
 _OF_AGE = re.compile(r"(.*rollout_corr/)(\w+)/(\d+)")

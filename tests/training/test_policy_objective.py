@@ -436,6 +436,8 @@ def test_the_gap_is_told_by_age():
 
     @jax.jit
     def told(params, batch):
+        if (preview := objective.preview) is not None:
+            batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
         batch, denominators = objective.prepare(batch)
         _, found = objective.evaluate(params, batch, denominators, jnp.float32(1))
         return objective.finish({**found["sum"], **found["max"]})

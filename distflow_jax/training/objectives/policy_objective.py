@@ -24,7 +24,6 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview
 
-
 GAPS = ("kl", "k3_kl")  # metrics that are told by age
 SHARE = "tokens_of_age"
 _SQUARES = "rollout_corr/squared_weight"  # mean over tokens, for the effective sample size
@@ -63,7 +62,7 @@ def policy_objective(
     max_response: int,
     max_lag: int = 0,
 ) -> Objective:
-    """The objective that `algorithm` configures; `max_response` is in tokens, `max_lag` in steps."""
+    """The objective that `algorithm` configures; `max_response` in tokens, `max_lag` in steps."""
     return Objective(
         "actor",
         model,
