@@ -309,7 +309,7 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
-            self.flow = make_flow(self.prepared, runtime, state, self.instruments.spans)
+            self.flow = make_flow(self.prepared, runtime, state, self.instruments)
         self.recorder.ready(runtime)
 
     @property

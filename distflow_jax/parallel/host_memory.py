@@ -35,10 +35,10 @@ def has_host_memory(device: jax.Device) -> bool:
 
 
 def start_to_host(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Copies of arrays, of one device each, in the memory of the host, which `np.asarray` views.
+    """Copies of arrays (any shape), each of one device, in the memory of the host.
 
-    In `pinned_host` memory they are started and not awaited. Where a platform has none they are
-    NumPy arrays.
+    In `pinned_host` memory they are started and not awaited, and `np.asarray` views them. Where a
+    platform has none they are NumPy arrays.
     """
     devices = [x.sharding.device_set for x in arrays]
     if not all(has_host_memory(device) for (device,) in devices):

@@ -395,6 +395,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "waiting for the loader",
             "above 0.1: the data are slow; see coordinator.double_buffer",
         ),
+        Metric(
+            "timing_s/take_weights",
+            "with samplers on devices of their own: arrival of weights there, in the sampler's "
+            "thread; see perf/weight_swap",
+        ),
         Metric("timing_s/reshard", "packing and moving the batch"),
         Metric(
             "timing_s/host_communication",
@@ -416,6 +421,18 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/time_per_step", "seconds of the step without its evaluation"),
         Metric("perf/total_num_tokens", "prompt + response tokens of the step"),
         Metric("perf/generate_calls", "decode calls of the step"),
+        Metric(
+            "perf/weight_swap/{leave,arrive}",
+            "with flow.max_lag, mean over processes: seconds in which the training sends weights, "
+            "and in which a sampler takes weights in place of decoding",
+        ),
+        Metric(
+            "perf/weight_swap/{exposed,hidden}",
+            "those of them that delay the training, which sends weights or waits for samples; "
+            "those beside a training at work",
+            "exposed is a large share of the step: give samplers devices of their own, or raise "
+            "flow.max_lag",
+        ),
         Metric(
             "perf/mfu/actor",
             "model FLOPs utilisation of the actor's update, on devices whose peak is known",
