@@ -41,6 +41,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
+from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, settle_reads
@@ -138,9 +139,16 @@ class RunPlan:
         return describe_sizes(self.sizes, self.config, self.source.config, self.machine)
 
     def text(self) -> str:
-        """The plan as tables, with the residency of its nodes if models are offloaded."""
-        found = self.residencies
-        return self.plan.describe() + (f"\n{describe(found)}" if found else "")
+        """The plan as tables, with the residency of its nodes if models are offloaded, and the host
+        memory of asynchronous steps."""
+        found, waiting = self.residencies, self.waiting
+        text = self.plan.describe() + (f"\n{describe(found)}" if found else "")
+        return text + (f"\n{waiting.describe()}" if waiting else "")
+
+    @property
+    def waiting(self) -> WaitingGroups | None:
+        """Host memory of groups that wait, if samplers run ahead."""
+        return waiting_groups(self.config, self.plan, self.sizes, self.source.config, self.machine)
 
     @property
     def samplers(self) -> dict[str, str]:
@@ -208,7 +216,10 @@ def plan_run(
     )
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)
-    return RunPlan(config, graph, machine, source, sizes, made, models, until)
+    run = RunPlan(config, graph, machine, source, sizes, made, models, until)
+    if run.waiting is not None:
+        run.waiting.check()
+    return run
 
 
 def prepare(
