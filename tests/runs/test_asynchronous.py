@@ -178,12 +178,17 @@ def test_samplers_on_a_part_without_lag(tmp_path):
 def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     """It reaches the step that needs the group, with its own message."""
 
-    def broken(self, group):
-        raise RuntimeError("no verdict today")
+    whole = NodesAhead.run
+
+    def broken(self, group, span):
+        if group.counter >= PROMPTS:  # of step 2, which is sampled beside step 1
+            raise RuntimeError("no verdict today")
+        whole(self, group, span)
 
     monkeypatch.setattr(NodesAhead, "run", broken)
     with pytest.raises(RuntimeError, match="no verdict today"):
         run.train_here(config_of("flow.max_lag=1", "eval.every=0"), tmp_path)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.slow
