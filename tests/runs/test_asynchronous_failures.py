@@ -19,7 +19,7 @@ SMALL = (
     "training.steps=6",
     "algorithm.correction=token_tis",
     "flow.max_lag=1",
-    "eval.every=0",
+    "eval.dataset=",
     "observe.trackers=()",
     "reward.num_workers=1",
 )
