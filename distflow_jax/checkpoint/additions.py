@@ -76,7 +76,7 @@ def checksum_table(checkpoint: epath.Path) -> tuple[dict[str, checksums.Checksum
 
 
 class Addition:
-    """Arrays and JSON values that one process added to a checkpoint; arrays are read when asked for.
+    """Arrays and JSON values that one process added to a checkpoint; arrays are read when needed.
 
     ValueError or OSError if it cannot be read.
     """

@@ -11,7 +11,7 @@ from etils import epath
 from distflow_jax.checkpoint.additions import Addition, AdditionWriter, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.group_records import GroupRecords
@@ -21,11 +21,11 @@ from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
-from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.rollout import node_sampling
 
@@ -36,7 +36,7 @@ def make_flow(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
-    spans: Spans,
+    instruments: Instruments,
     checkpointer: Checkpointer,
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
@@ -105,7 +105,7 @@ def make_flow(
         BackgroundGather(processes.second_exchange()),
         config.flow,
         own_devices=prepared.sizes.samplers_have_own_devices,
-        span=functools.partial(spans.span, tasks[0].node.id),
+        observer=Observer(instruments.spans.span, instruments.phases.note),
         saver=_saver(producer, config.flow, checkpointer.folder, state.step, added),
     )
 
