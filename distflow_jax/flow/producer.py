@@ -67,12 +67,15 @@ class Producer:
             batch = self._draw()
             if batch is None:
                 break
-            self._drawn += self.admission.rule.groups
             wanted = [prompt for prompt in batch if prompt.counter >= position]
-            self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
+            with self.lock:
+                self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
+                self._drawn += self.admission.rule.groups
         begun = False
         while self._waiting and self._waiting[0].counter < end:
-            self._begin(self._waiting.popleft())
+            self._begin(self._waiting[0])
+            with self.lock:  # until then it is waiting or begun to every thread, or both
+                self._waiting.popleft()
             begun = True
         return begun
 
