@@ -66,12 +66,16 @@ def check_ages(rows, lag):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", ["grpo", "ppo"])
-def test_rewards_rise_on_old_tokens(tmp_path, graph):
+@pytest.mark.parametrize(
+    "graph, others",
+    [("grpo", ()), ("ppo", ("algorithm.correction=none", "algorithm.proximal=a3po"))],
+)
+def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
     """As tests/runs/test_learning.py has it, with tokens that are up to four steps old."""
     (tmp_path / "reward.py").write_text(REWARD)
     flags = (
         f"dag={graph}",
+        *others,
         "flow.max_lag=4",
         "training.steps=40",
         "eval.dataset=",
