@@ -92,12 +92,13 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("place", [(), PART], ids=["shared", "part"])
-def test_responses_in_turns_keep_their_slots(tmp_path, place):
+@pytest.mark.parametrize("devices, place", [(1, ()), (3, PART)], ids=["shared", "part"])
+def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
     """Weights change between and within turns of two processes; evaluations wait for their end."""
     steps = ("training.steps=6", "eval.every=3", "eval.num_prompts=8", "checkpoint.every=6")
-    launch = ("scripts/launch_local.py", "--processes=2", "--devices_per_process=3", "--")
-    flags = (*SMALL, *TURNS, *(place or ("mesh.devices=0:3",)), *steps, "flow.max_lag=2")
+    job = ("--processes=2", f"--devices_per_process={devices}")
+    launch = ("scripts/launch_local.py", *job, "--")
+    flags = (*SMALL, *TURNS, *place, *steps, "flow.max_lag=2")
     rows = train(tmp_path, flags, launch=launch, env=haste.environment())
     check_ages(rows, 2)
     assert len(rows) == 6
