@@ -2,6 +2,7 @@
 
 python benchmarks/learning.py --workdir=runs/learning
 python benchmarks/learning.py --runs runs/learning/seed0 runs/learning/seed1 runs/learning/seed2
+python benchmarks/learning.py --workdir=runs/learning --ahead
 
 The first form trains one seed after the other (a quarter of an hour each on two cores; finished
 folders are not trained again), the second only reads finished runs. To pass, a run needs a mean
@@ -9,6 +10,12 @@ reward of the last five steps at least 0.3 above that of the first five, and an 
 problems above the untrained model's by more than two standard errors of the difference.
 Writes docs/curves.png, prints a row per run for docs/benchmarks.md, and exits with 1 if a run
 fails.
+
+With --ahead each seed is also trained with samplers that run ahead (flow.max_lag=1, weights in
+flight, token_tis), in a folder named seedN-ahead. To pass, the mean of these runs' accuracies must
+also lie within two standard errors of the mean of the others. The picture goes to --workdir.
+
+Flags that are not listed below go to scripts/train.py, e.g. --config.training.steps=10.
 """
 
 import argparse
@@ -17,6 +24,7 @@ import math
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,7 +34,9 @@ from distflow_jax.report.run_writer import read_metrics
 ROOT = pathlib.Path(__file__).parents[1]
 WINDOW = 5  # steps
 LEAST_GAIN = 0.3  # of the mean reward
-LEAST_ERRORS = 2.0  # standard errors of the difference of accuracies
+LEAST_ERRORS = 2.0  # standard errors of a difference of accuracies: what is learned exceeds them,
+# and what a lag costs does not
+AHEAD = ("--config.flow.max_lag=1", "--config.algorithm.correction=token_tis")
 HEADER = (
     "| run | reward, first 5 steps | last 5 | accuracy before | after | standard errors apart "
     "| minutes | peak GiB | passes |\n|---|---|---|---|---|---|---|---|---|"
@@ -83,8 +93,8 @@ class Result:
         return "| " + " | ".join(cells) + " |"
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Flags: folders of runs, seeds."""
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """(folders of runs, seeds, ...; flags of scripts/train.py)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,14 +102,48 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", nargs="+", default=[], help="finished runs: train nothing")
     parser.add_argument("--config", default="configs/grpo_smollm2.py")
-    parser.add_argument("--picture", default=str(ROOT / "docs" / "curves.png"))
-    return parser.parse_args()
+    parser.add_argument("--ahead", action="store_true", help="compare with samplers that run ahead")
+    parser.add_argument("--picture", help="default: docs/curves.png, or WORKDIR/curves.png")
+    return parser.parse_known_args()
 
 
-def train(config: str, folder: pathlib.Path, seed: int) -> None:
+def train(config: str, folder: pathlib.Path, seed: int, flags: Sequence[str]) -> None:
     """Trains one seed, or resumes it. Raises CalledProcessError if that fails."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"--config={config}"]
-    subprocess.run([*command, f"--workdir={folder}", f"--config.seed={seed}"], check=True)
+    command += [f"--workdir={folder}", f"--config.seed={seed}", *flags]
+    subprocess.run(command, check=True)
+
+
+def train_all(args: argparse.Namespace, flags: Sequence[str]) -> list[pathlib.Path]:
+    """Trains what is not trained; returns the folders of all runs."""
+    variants = {"": []} | ({"-ahead": [*AHEAD]} if args.ahead else {})
+    folders = []
+    for seed in args.seeds:
+        for suffix, own in variants.items():
+            folders.append(pathlib.Path(args.workdir) / f"seed{seed}{suffix}")
+            train(args.config, folders[-1], seed, [*own, *flags])
+    return folders
+
+
+def mean_accuracy(results: Sequence[Result]) -> tuple[float, float]:
+    """(mean, standard error) of the accuracies after training, those of runs as independent."""
+    means, errors = zip(*(result.after for result in results), strict=True)
+    return float(np.mean(means)), math.hypot(*errors) / len(results)
+
+
+def compare(results: Sequence[Result]) -> bool:
+    """Whether runs ahead end as the others do; prints the two means. True without such runs."""
+    ahead = [result for result in results if result.name.endswith("-ahead")]
+    if not ahead:
+        return True
+    others = [result for result in results if result not in ahead]
+    (mean, error), (other, other_error) = mean_accuracy(ahead), mean_accuracy(others)
+    apart = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
+    print(
+        f"\naccuracy of runs ahead {mean:.3f} ± {error:.3f}, of the others {other:.3f} ± "
+        f"{other_error:.3f}: {apart:.1f} standard errors apart"
+    )
+    return apart <= LEAST_ERRORS
 
 
 def read_run(folder: pathlib.Path) -> Result:
@@ -157,18 +201,16 @@ def draw(results: list[Result], path: pathlib.Path) -> None:
 
 
 def main() -> int:
-    args = parse_arguments()
-    folders = [pathlib.Path(run) for run in args.runs]
-    if not folders:
-        for seed in args.seeds:
-            folders.append(pathlib.Path(args.workdir) / f"seed{seed}")
-            train(args.config, folders[-1], seed)
+    args, flags = parse_arguments()
+    folders = [pathlib.Path(run) for run in args.runs] or train_all(args, flags)
     results = [read_run(folder) for folder in folders]
-    draw(results, pathlib.Path(args.picture))
+    default = pathlib.Path(args.workdir) if args.ahead else ROOT / "docs"
+    draw(results, pathlib.Path(args.picture or default / "curves.png"))
     print(HEADER)
     for result in results:
         print(result.row())
-    return 0 if all(result.passes for result in results) else 1
+    alike = compare(results)
+    return 0 if alike and all(result.passes for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -82,14 +82,16 @@ class Producer:
             if batch is None:
                 break
             wanted = [prompt for prompt in batch if prompt.counter >= position]
-            self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
-            self._drawn += self.admission.rule.groups
+            with self.lock:
+                self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
+                self._drawn += self.admission.rule.groups
         # what an earlier run has begun goes on, even if this one's max_lag is smaller
         ready = [p for p in self._waiting if p.counter < end or p.counter in self.saved]
         beginning = []
-        for prompt in ready:  # other threads see it wait, or begun
+        for prompt in ready:
             beginning += self._begin(prompt)
-            self._waiting.remove(prompt)
+            with self.lock:  # until then it is waiting or begun to every thread, or both
+                self._waiting.remove(prompt)
         # those that go on come before all others, the last one first
         for key, request, progress in sorted(beginning, key=lambda entry: -entry[0][0]):
             if progress is not None:

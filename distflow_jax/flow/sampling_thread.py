@@ -153,8 +153,11 @@ class SamplingThread:
         return True
 
     def _take(self, version: int) -> None:
-        """Takes weights that have left, in place of those that are held."""
+        """Takes weights that have left, in place of those that are held: of this version, or
+        without `exact` the newest, which may have come in their place meanwhile."""
         with self._lock:
+            if self._exact is None:
+                version = max(self._inbox, default=version)
             left = self._inbox.get(version)
             if left is None:  # dropped: newer ones are leaving
                 return

@@ -120,6 +120,9 @@ class World:
             max_rounds=draw.randint(1, 3) if self.judged else 1,
         )
         self.share = draw.choice([0.2, 0.5, 0.9])  # of groups that are kept
+        # a third of the runs ends with its last step, a third with its data
+        self.steps = draw.choice([None, None, draw.randint(1, 30)])
+        self.last = None if self.steps else draw.choice([None, draw.randint(1, 100)])
         self.history: list[tuple[int, int]] = []  # counters of each finished step
         self.saved = Checkpoint()
         self.restart()
@@ -132,7 +135,12 @@ class World:
         self.processes = []
         for _ in range(self.draw.randint(1, 5)):
             admission = Admission(
-                self.rule, step=saved.step, counter=saved.counter, judged=self.judged
+                self.rule,
+                step=saved.step,
+                counter=saved.counter,
+                last=self.last,
+                steps=self.steps,
+                judged=self.judged,
             )
             self.processes.append(Process(admission, saved.step))
         for counter, group in saved.groups.items():  # every process reads all verdicts
@@ -146,6 +154,12 @@ class World:
         count = len(self.processes)
         batch, place = divmod(counter, self.rule.groups)
         return self.processes[(place + batch * 7) % count]
+
+    @property
+    def over(self):
+        """Whether the run has ended: with its last step, or with the data."""
+        (over,) = {not p.admission.has_step(self.step + 1) for p in self.processes}
+        return over
 
     def happen(self):
         """One event, of a random kind in a random process; one must always be possible."""
@@ -217,7 +231,8 @@ class World:
         assert cut.start == (self.history[-1][1] if self.history else 0), "lost, or twice"
         assert len(cut.kept) <= self.rule.groups
         if not self.judged:
-            assert cut.kept == tuple(range(cut.start, cut.start + self.rule.groups))
+            end = cut.start + self.rule.groups
+            assert cut.kept == tuple(range(cut.start, min(end, self.last or end)))
         for counter in range(cut.start, cut.end):
             group = self.owner(counter).groups.pop(counter)
             assert group.keep == (counter in cut.kept)
@@ -230,7 +245,8 @@ class World:
                 for counter, group in process.groups.items()
                 if group.done
             }
-            self.saved = Checkpoint(self.step, cut.end, done)
+            # all that are finished, or none
+            self.saved = Checkpoint(self.step, cut.end, self.draw.choice([done, {}]))
         return True
 
     def check(self):
@@ -240,16 +256,29 @@ class World:
         )
         assert alive <= self.rule.most_groups
 
+    def check_end(self):
+        """Nothing was begun that no step trains or looks at, and no group of the data is left."""
+        assert not any(process.groups for process in self.processes)
+        assert self.steps is None or self.step == self.steps
+        if self.last is not None:
+            assert self.history[-1][1] == self.last
+        assert [start for start, _ in self.history[1:]] == [end for _, end in self.history[:-1]]
+
 
 @pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_no_event_loses_doubles_splits_or_ages_a_group(count):
-    happened, seed = 0, 0
+    happened, seed, ended = 0, 0, 0
     while happened < count:
         world = World(seed)
         seed += 1
         for _ in range(600):
+            if world.over:
+                world.check_end()
+                ended += 1
+                break
             world.happen()
             world.check()
+            happened += 1
             if world.draw.random() < 0.002:
                 world.restart()
-        happened += 600
+    assert ended > seed / 10

@@ -188,19 +188,6 @@ def test_newest_weights_at_once(tmp_path, monkeypatch):
     assert not unexplained_metrics(tmp_path)
 
 
-def test_samplers_on_a_part_without_lag(tmp_path):
-    """With a learning rate of 0 all their responses are those of samplers on all devices."""
-    same = ("training.optimizer.lr=1e-30", "training.steps=2", "eval.every=0")
-    folders = tmp_path / "part", tmp_path / "all"
-    assert run.train_here(config_of(*same, *PART), folders[0]) == 0
-    assert run.train_here(config_of(*same), folders[1]) == 0
-    part, whole = map(samples_of, folders)
-    for step, records in part.items():
-        by_uid = {tuple(r["uid"]): r["response"] for r in whole[step]}
-        equal = [by_uid[tuple(r["uid"])] == r["response"] for r in records]
-        assert np.mean(equal) > 0.9  # near-ties may differ
-
-
 def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     """It reaches the step that needs the group, with its own message."""
 

@@ -218,18 +218,31 @@ def forward_logp(
     model: DecoderConfig, params: dict, responses: Sequence[Response], temperature: float = 1.0
 ) -> list[np.ndarray]:
     """Log-probs of the responses' tokens in one pass of the trainer over packed rows."""
+    return forward_logps(model, [params], responses, temperature)[0]
+
+
+def forward_logps(
+    model: DecoderConfig,
+    weights: Sequence[dict],
+    responses: Sequence[Response],
+    temperature: float = 1.0,
+    rows: int = 8,
+    row_tokens: int = 128,
+) -> list[list[np.ndarray]]:
+    """`forward_logp` by each of these weights, in so many rows."""
     samples = Samples(
         [r.prompt for r in responses],
         np.array([(r.prompt.counter, r.sample) for r in responses], np.int64),
         [r.tokens for r in responses],
         [np.ones(len(r.tokens), bool) for r in responses],
     )
-    rows, placement = rows_of(samples, RowShape(1, 8, 128, 8), shared=True)
+    shape = RowShape(1, rows, row_tokens, row_tokens // 16)
+    packed, placement = rows_of(samples, shape, shared=True)
     config = ForwardConfig(logp_chunk=32)
 
     @jax.jit
     def logp(params):
-        rows_of_batch = mini_batch(rows)
+        rows_of_batch = mini_batch(packed)
         return response_logp(params, model, rows_of_batch, np.float32(temperature), config)[0]
 
-    return values_of(samples, placement, np.asarray(logp(params))[None])
+    return [values_of(samples, placement, np.asarray(logp(params))[None]) for params in weights]

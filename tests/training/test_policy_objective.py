@@ -7,6 +7,7 @@ one entry per token and does not depend on where the token lies.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.batch import token_field
+from distflow_jax.dag.graph import Node
+from distflow_jax.stages.token_age import build_token_age
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import policy_objective as policy
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
@@ -105,6 +108,8 @@ ALGORITHMS = {  # several options at once where they have nothing to do with eac
     "dro": {"policy_loss": "dro", "dro_beta": 2.0, "aggregation": "token-sum"},
     "decoupled": {"policy_loss": "decoupled", "correction": "token_tis", "correction_high": 1.05},
     "a3po": {"policy_loss": "decoupled", "correction": "sequence_mis", "proximal": "a3po"},
+    "a3po without correction": {"proximal": "a3po"},
+    "rollout without correction": {"proximal": "rollout"},
     "kl k2": {
         "kl_coef": 0.3,
         "kl_estimator": "k2",
@@ -375,6 +380,49 @@ def test_value_and_gradient_match_the_formulas(name):
         assert_close(np.maximum(*(h[2]["max"][key] for h in halves)), value, key)
     assert run._cache_size() == 1
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+def aged(seed, newest=4):
+    """The fields, with the weights of tokens of versions that rise within a response, trained by
+    the step after version `newest`; and the ages, [T] each."""
+    rng = np.random.default_rng(seed)
+    versions = [np.sort(rng.integers(0, newest, len(s.mask), endpoint=True)) for s in SEQUENCES]
+    node = Node("ages", "REWARD", "COMPUTE", [], ["version", "step"], ["age", "prox_alpha"])
+    given = {"version": versions, "step": np.full(len(versions), newest + 1)}
+    _, written, _ = build_token_age(types.SimpleNamespace(node=node))(None, given, {})
+    return dataclasses.replace(fields(False), alpha=written["prox_alpha"]), written["age"]
+
+
+def test_ages_of_a_packed_row_weigh_the_proximal_policy():
+    """Rows whose tokens have several ages; other ages, and none, run the same program."""
+    config, run = config_of("a3po"), compiled("a3po")
+    for seed in range(2):
+        f, ages = aged(seed)
+        assert {age for row in ages for age in row.tolist()} == {0.0, 1.0, 2.0, 3.0, 4.0}
+        assert max(len(set(row.tolist())) for row in ages) > 2  # within one response
+        by_hand = [age / (age + 1) for age in formulas.wide(ages)]
+        expected, slope, _ = reference("a3po", dataclasses.replace(f, alpha=by_hand))
+        loss, got, _ = run(params_of(f), packed_batch(f, config, 2), ALL_ROWS)
+        assert_close(loss, expected)
+        assert_close(got["logp"], slope)
+    run(params_of(f), packed_batch(aged(0, newest=0)[0], config, 2), ALL_ROWS)
+    assert run._cache_size() == 1
+
+
+def test_without_age_the_sampler_is_the_proximal_policy():
+    """Bit for bit: a3po of tokens that the newest weights sampled is proximal=rollout."""
+    f, ages = aged(0, newest=0)
+    assert not np.concatenate(ages).any()
+    found = [
+        compiled(name)(params_of(f), packed_batch(f, config_of(name), 2), ALL_ROWS)
+        for name in ("a3po without correction", "rollout without correction")
+    ]
+    (loss, slope, metrics), (_, _, others) = found
+    assert np.abs(slope["logp"]).max() > 1e-4 and np.isfinite(loss)
+    jax.tree.map(np.testing.assert_array_equal, found[0][:2], found[1][:2])
+    for kind in ("sum", "max"):
+        for name in metrics[kind].keys() & others[kind].keys():
+            np.testing.assert_array_equal(metrics[kind][name], others[kind][name], name)
 
 
 def metrics_of(name):

@@ -349,9 +349,10 @@ def generate(
     """Up to k steps; comes back early once `exit_below` or fewer slots are active.
 
     Returns int32 [B, 4 R + 3], R = k Q: tokens, packed to the front, and how many are valid, tokens
-    of the response so far, log-probs and margins (their bits), whether the slot goes on, and free
-    pages of its rank; where tokens are guessed, before the last two columns, how many were and how
-    many of them held. It is whole on every device: each host of the mesh reads its own copy.
+    of the response so far, log-probs and margins (their bits), 1 + the tokens still to be fed of a
+    slot that goes on (0 otherwise), and free pages of its rank; where tokens are guessed, before
+    the last two columns, how many were and how many of them held. It is whole on every device: each
+    host of the mesh reads its own copy.
     """
     with use_mesh(shapes.mesh):
         k, slots = shapes.config.tokens_per_call, shapes.config.slots
@@ -405,7 +406,7 @@ def generate(
                 bits(logp),
                 bits(margin),
                 *([guesses] if shapes.config.speculative_tokens else []),
-                state.active[:, None].astype(jnp.int32),
+                jnp.where(state.active, 1 + state.forced_left, 0)[:, None],
                 jnp.repeat(free, shapes.slots)[:, None],
             ],
             axis=1,

@@ -61,6 +61,10 @@ class RolloutTokens(engine_api.ResultTokens):
         """Which slots go on, bool [B]."""
         return self.data[:, -2] > 0
 
+    def unfed(self) -> np.ndarray:
+        """Which slots go on and have a token to be fed before they draw, bool [B]."""
+        return self.data[:, -2] > 1
+
     def free_pages(self) -> np.ndarray:
         """Free pages of each slot's data rank, int [B]."""
         return self.data[:, -1]

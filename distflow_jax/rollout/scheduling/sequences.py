@@ -62,6 +62,7 @@ class SlotSequence:
     tokens: int  # tokens of the response now; those of the last call reach `partial` later
     ended: bool = False
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
+    unfed: bool = False  # whether a token is to be fed before the next one is drawn
     recorded: "Recorded | None" = None  # experts of an ended response
 
 

@@ -153,7 +153,8 @@ class Slots:
 
     def inject(self, injection: Injection) -> None:
         """Injects tokens into the slot of a held sequence, which runs again then."""
-        self.sequences[injection.slot].ended = False
+        sequence = self.sequences[injection.slot]
+        sequence.ended, sequence.unfed = False, True
         self.calls.inject(injection)
 
     # -- the call in flight -----------------------------------------------------------------------
@@ -168,7 +169,7 @@ class Slots:
         if call is None:
             return None
         result = call.result.convert_to_numpy()
-        active, counts = result.active(), result.counts()
+        active, counts, unfed = result.active(), result.counts(), result.unfed()
         self.prompts.pages = [int(n) for n in result.free_pages()[:: self._engine.shapes.slots]]
         there = {slot: s for slot, s in call.running.items() if self.sequences.get(slot) is s}
         moved = set()
@@ -176,6 +177,7 @@ class Slots:
         self._collect([slot for slot in ended if self._records(there[slot].partial.request)])
         for slot, sequence in there.items():
             sequence.tokens += int(counts[slot])
+            sequence.unfed = bool(unfed[slot])
             if counts[slot] or not active[slot]:
                 moved.add(sequence.prompt.rank)
         for slot in ended:

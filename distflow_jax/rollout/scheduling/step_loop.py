@@ -83,7 +83,8 @@ class StepLoop:
     def load(self, params: Any, version: int) -> None:
         """Swaps the weights between two calls."""
         self.drain()  # by the weights that the call was begun with
-        for holder in (*self.slots.sequences.values(), *self.groups.values()):
+        drawing = [s for s in self.slots.sequences.values() if not s.unfed]
+        for holder in (*drawing, *self.groups.values()):
             # the next token is drawn from logits that are there already
             if holder.logits_by is None:
                 holder.logits_by = self.version

@@ -1,0 +1,99 @@
+"""What the training sees of groups and weights that the thread of a sampler is about to take."""
+
+import itertools
+import sys
+import threading
+
+import pytest
+from support.tiny_model import prompt_of
+
+from distflow_jax.dag.graph import Node
+from distflow_jax.flow.lag_rule import Admission, Rule
+from distflow_jax.flow.producer import Producer, SamplingNode
+from distflow_jax.flow.sampling_thread import SamplingThread
+from distflow_jax.layout import Layout
+from distflow_jax.rollout.requests import SamplingParams
+
+BATCH, STEPS = 4, 300
+NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
+
+
+class NoSampler:
+    """What a producer needs of a sampler that never samples."""
+
+    def __init__(self):
+        self.version, self.params, self.busy = 0, {}, False
+
+    def submit(self, key, request):
+        """Takes a request."""
+
+    def drain(self):
+        """Nothing is in flight."""
+
+    def load(self, params, version, *, cache):
+        """Takes weights, which must be newer."""
+        assert version > self.version and params == version
+        self.version = version
+
+
+@pytest.fixture(autouse=True)
+def threads_alternate():
+    """After a few bytecodes each, instead of every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def producer_of(sampler, draw, **bounds):
+    return Producer(
+        sampler,
+        Admission(Rule(BATCH, max_lag=1), **bounds),
+        [SamplingNode(NODE, SamplingParams(2, 4), None)],
+        draw,
+        writers={None: Layout("host"), "gen": Layout("host")},
+        num_samples=2,
+        lock=threading.Condition(),
+    )
+
+
+def test_no_group_is_overlooked_while_it_begins():
+    """The training takes a step's groups once all have begun: then they are there."""
+    sampler, firsts = NoSampler(), itertools.count(0, BATCH)
+
+    def draw():  # one prompt of each batch is this process's
+        return [prompt_of(next(firsts) + 1, [1])]
+
+    producer = producer_of(sampler, draw)
+
+    def begin_all():
+        for sampler.version in range(STEPS):
+            producer.admit()
+
+    thread = threading.Thread(target=begin_all)
+    thread.start()
+    seen = 0
+    for step in range(1, STEPS + 1):
+        end = step * BATCH
+        while True:
+            with producer.lock:
+                if producer.begun_up_to(end):
+                    assert end - BATCH + 1 in producer.groups
+                    break
+                seen += 1
+    thread.join()
+    assert seen, "the threads did not alternate"
+
+
+def test_weights_that_come_while_others_are_taken():
+    """A sampler takes the newest, whichever it was about to take."""
+    sampler = NoSampler()
+    producer = producer_of(sampler, lambda: None, steps=1)
+    thread = SamplingThread(producer, lambda left: left, list, exact=None, cache="keep")
+    for version in range(1, 200 * STEPS):
+        thread.deliver(version, version)
+        thread.raise_error()
+    with thread.hold(version):
+        assert sampler.version == version
+    thread.close()
+    thread.raise_error()

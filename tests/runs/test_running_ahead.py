@@ -1,0 +1,133 @@
+"""Long runs whose samplers run ahead: they learn, in turns too, and their memory stays flat."""
+
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import haste
+from support.documented import unexplained_metrics
+from support.paths import ROOT
+
+from distflow_jax.report.run_writer import read_metrics
+
+REWARD = """
+def digits(solution_str):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+"""
+AHEAD = ("algorithm.correction=token_tis", "observe.trackers=()")
+PART = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
+SMALL = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+    "data.prompts_per_step=8",
+    "rollout.num_slots=24",
+)
+TURNS = (
+    "rollout.environment=configs/examples/second_try.py:SecondTry",
+    "rollout.max_response_length=96",
+    "rollout.turn_length=24",
+    "rollout.max_turns=3",
+    "reward.function=zero",
+    "reward.kwargs={}",
+    "eval.temperature=1.0",
+)
+SOAK_STEPS = int(os.environ.get("DISTFLOW_SOAK_STEPS", "1000"))
+MOST_GROWTH = 0.02  # of resident memory
+
+
+def train(folder, flags, *, script="scripts/train.py", launch=(), env=None, seconds=900):
+    """A run of configs/tiny.py; returns its rows of metrics, from step 1 on."""
+    assignments = [f"--config.{key}" for key in [*AHEAD, *flags]]
+    command = [*launch, script, "--config=configs/tiny.py", f"--workdir={folder}", *assignments]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=env or {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+    assert not any(row["perf/compilations"] for row in rows[1:])
+    return rows
+
+
+def check_ages(rows, lag):
+    """No token is older than the lag, and some are older than one step."""
+    for row in rows:
+        shares = [row[f"training/off_policy/age_share/{age}"] for age in range(lag + 1)]
+        assert sum(shares) == pytest.approx(1.0)
+        assert row["training/off_policy/trajectory_staleness/max"] <= lag
+    assert max(row["training/off_policy/trajectory_staleness/max"] for row in rows) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "graph, others",
+    [("grpo", ()), ("ppo", ("algorithm.correction=none", "algorithm.proximal=a3po"))],
+)
+def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
+    """As tests/runs/test_learning.py has it, with tokens that are up to four steps old."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    flags = (
+        f"dag={graph}",
+        *others,
+        "flow.max_lag=4",
+        "training.steps=40",
+        "eval.dataset=",
+        "checkpoint.every=40",
+        f"reward.function={tmp_path / 'reward.py'}:digits",
+        "reward.kwargs={}",
+        "data.train=task:arithmetic?operands=2&operators=+&digits=1-9",
+    )
+    rows = train(tmp_path / "run", flags)
+    check_ages(rows, 4)
+    scores = [row["critic/score/mean"] for row in rows]
+    assert np.mean(scores[-5:]) - scores[0] >= 0.05, scores
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("devices, place", [(1, ()), (3, PART)], ids=["shared", "part"])
+def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
+    """Weights change between and within turns of two processes; evaluations wait for their end."""
+    steps = ("training.steps=6", "eval.every=3", "eval.num_prompts=8", "checkpoint.every=6")
+    job = ("--processes=2", f"--devices_per_process={devices}")
+    launch = ("scripts/launch_local.py", *job, "--")
+    flags = (*SMALL, *TURNS, *place, *steps, "flow.max_lag=2")
+    rows = train(tmp_path, flags, launch=launch, env=haste.environment())
+    check_ages(rows, 2)
+    assert len(rows) == 6
+    for row in rows:
+        assert 1 < row["environment/turns/mean"] <= row["environment/turns/max"] <= 3
+        assert row["environment/errors"] == row["environment/deadlines"] == 0
+    assert sum("val-core/arithmetic/reward/mean@1" in row for row in rows) == 2
+    assert unexplained_metrics(tmp_path) <= {"environment/wrong"}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_memory_stays_flat_over_a_thousand_steps(tmp_path):
+    """Or over as many steps as DISTFLOW_SOAK_STEPS says; nothing compiles after step 1."""
+    resident = tmp_path / "resident"
+    flags = (
+        "flow.max_lag=2",
+        f"training.steps={SOAK_STEPS}",
+        f"eval.every={SOAK_STEPS // 10}",
+        f"checkpoint.every={SOAK_STEPS // 10}",
+    )
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    script = "tests/support/measured_train.py"
+    env |= {"RESIDENT": str(resident)}
+    rows = train(tmp_path / "run", flags, script=script, env=env, seconds=20 * SOAK_STEPS)
+    assert len(rows) == SOAK_STEPS
+    sizes = list(map(int, pathlib.Path(resident).read_text().split()))
+    tenth = SOAK_STEPS // 10
+    early = statistics.median(sizes[2 * tenth : 4 * tenth])
+    late = statistics.median(sizes[8 * tenth :])
+    print(f"resident {early / 2**20:.1f} MiB, then {late / 2**20:.1f} MiB")
+    assert late <= early * (1 + MOST_GROWTH), [sizes[i] for i in range(0, SOAK_STEPS, tenth)]
