@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -292,7 +292,10 @@ class Run:
         return metrics
 
     def save(self) -> None:
-        """Starts a checkpoint of this step."""
+        """Starts a checkpoint of this step. Evaluations of steps before it are recorded first, and
+        after the last step all."""
+        step, steps = self.state.step, self.config.training.steps
+        self._record_evaluations(step if step == steps else step - 1)
         with (
             self.recorder.timed("checkpoint", self.state.step),
             self.phases.span("save_checkpoint"),
@@ -309,13 +312,37 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
-            self.flow = make_flow(self.prepared, runtime, state, self.instruments.spans)
+            self.flow = make_flow(
+                self.prepared, runtime, state, self.instruments.spans, self._evaluates_ahead()
+            )
         self.recorder.ready(runtime)
 
     @property
     def _sampler(self) -> str:
         """State key of the sampler that evaluates, and that runs ahead."""
         return next(iter(self.prepared.samplers))
+
+    def _evaluates_ahead(self) -> Callable[[int], bool] | None:
+        """Says whether samplers evaluate a version when they take it; None: `evaluate` does it.
+
+        Collective. With swaps at boundaries they do. An evaluation of the checkpoint's step whose
+        metrics were not written yet is made again.
+        """
+        if self.config.flow.swap != "boundary" or self.schedule.eval_every is None:
+            return None
+        first, evaluates = self.state.step, self.schedule.evaluates_version
+        known = bool(first) and self.recorder.has_evaluation(first)
+        return lambda version: evaluates(version) and not (known and version == first)
+
+    def _record_evaluations(self, up_to: int) -> None:
+        """Records evaluations that samplers made, of versions up to this one; waits for them.
+        Collective."""
+        if self.flow is None or self.config.flow.swap != "boundary":
+            return
+        with self.phases.span("testing"):
+            for found in self.flow.evaluated(up_to):
+                metrics = validation_metrics(found.scored, self.config.eval.num_samples)
+                self.recorder.late_evaluation(found, metrics, records(found.scored))
 
     @contextlib.contextmanager
     def _free_sampler(self) -> Iterator[None]:
@@ -393,6 +420,12 @@ class Run:
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
         metrics = {} if self.times.warm else planned_metrics(self.prepared, self.runtime)
+        if self.config.flow.swap == "boundary":
+            if self.schedule.evaluates(step):
+                self.sync_weights(step)
+            # samplers made these before they began with the groups of this step
+            self._record_evaluations(step - 1 - self.config.flow.max_lag)
+            return metrics
         if self.schedule.evaluates_first(step):
             # the sampler still holds the untrained weights: their evaluation need not come before
             # the first update
@@ -408,6 +441,8 @@ class Run:
         self.recorder.stop_reason = DATA_ENDED
         step, steps = self.state.step, self.config.training.steps
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
+        if step:
+            self._record_evaluations(step)
         if step and self.checkpointer.latest() != step:
             self.save()
         return EXIT_DONE

@@ -2,7 +2,8 @@
 
 The rule of lag_rule.py says which groups may begin and which of them a step takes; nothing else
 decides, and no process asks another one. What processes tell each other is that they have their
-groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py).
+groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py). With
+swaps at boundaries verdicts follow each round of a region instead (region_rounds.py).
 """
 
 import contextlib
@@ -16,10 +17,13 @@ import numpy as np
 
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, joined
+from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
+from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel.background_gather import BackgroundGather
@@ -47,9 +51,11 @@ class Flow:
         *,
         own_devices: bool,
         span: Callable[[], contextlib.AbstractContextManager],
+        evaluator: Evaluator | None = None,
     ):
         """`own_devices`: whether the sampler has devices that no trainer uses. `span()` times a
-        round of the sampler, in any thread."""
+        round of the sampler, in any thread. `evaluator`: with swaps at boundaries, for the versions
+        that are evaluated."""
         self.producer, self._nodes, self._config = producer, nodes, config
         self._sync, self._gather, self._span = sync, gather, span
         self._lock = producer.lock
@@ -60,14 +66,17 @@ class Flow:
         # functions of the user are called from this one thread
         self._host = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
         self._running: list[Future[None]] = []
+        self._evaluations: Evaluations | None = None
+        if evaluator is not None:
+            self._evaluations = Evaluations(evaluator, self._host, held=self._version)
         self._thread: SamplingThread | None = None
         if own_devices:
-            exact = producer.admission.rule.exact_version
             self._thread = SamplingThread(
                 producer,
                 sync.arrive,
                 self._round,
-                exact=exact if config.swap == "boundary" else None,
+                order=self._exact_order() if config.swap == "boundary" else None,
+                evaluations=self._evaluations,
                 cache=config.cache,
             )
 
@@ -97,12 +106,16 @@ class Flow:
                 cut = admission.cut(step)
             if cut.start == cut.end:
                 raise EndOfData
-            self._drive(lambda cut=cut: self._has(cut))
-            told = self._gather.begin(self._news())
-            self._drive(told.done)
+            if self._verdicts_by_rounds:
+                self._drive(lambda: self._final(step))
+            else:
+                self._drive(lambda cut=cut: self._has(cut))
+                told = self._gather.begin(self._news())
+                self._drive(told.done)
+                with self._lock:
+                    for counter, keep in (news for theirs in told.result() for news in theirs):
+                        admission.judge(counter, bool(keep))
             with self._lock:
-                for counter, keep in (news for theirs in told.result() for news in theirs):
-                    admission.judge(counter, bool(keep))
                 cut = admission.cut(step)
             if cut.final:
                 if self._thread is None:  # the devices are the trainer's from here on
@@ -113,6 +126,16 @@ class Flow:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
         with self._lock:
             return self.producer.admission.finish(step).end
+
+    def evaluated(self, version: int) -> list[Evaluated]:
+        """Evaluations up to a version that were not returned before; waits for them.
+
+        Of the versions that the evaluator evaluates; none without an evaluator.
+        """
+        if self._evaluations is None:
+            return []
+        self._drive(lambda: self._evaluations.done(version))
+        return self._evaluations.take(version)
 
     def counts(self) -> Metrics:
         """Numbers of what was sampled since the last call."""
@@ -143,6 +166,22 @@ class Flow:
         self._host.shutdown(wait=False, cancel_futures=True)
         self._gather.close()
         return self.producer.sampler.close()
+
+    # -- boundary ---------------------------------------------------------------------------------
+
+    @property
+    def _verdicts_by_rounds(self) -> bool:
+        """Whether verdicts reach all processes after each round, without `take`."""
+        return self._config.swap == "boundary" and self._nodes.until is not None
+
+    def _exact_order(self) -> ExactOrder:
+        rounds = RegionRounds(self.producer, self._gather) if self._verdicts_by_rounds else None
+        return ExactOrder(
+            self.producer.admission,
+            held=self._version,
+            known=rounds.known if rounds else lambda end: True,
+            due=self._evaluations.due if self._evaluations else lambda version: False,
+        )
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -184,6 +223,11 @@ class Flow:
         with self._lock:
             groups = [g for c, g in producer.groups.items() if c < cut.end]
             return producer.begun_up_to(cut.end) and all(group.done for group in groups)
+
+    def _final(self, step: int) -> bool:
+        """Whether all verdicts that decide a step are known, and so all its groups are done."""
+        with self._lock:
+            return self.producer.admission.cut(step).final
 
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""

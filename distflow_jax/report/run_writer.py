@@ -143,6 +143,13 @@ class RunWriter:
         if self._trackers:
             self._trackers.rows(self._last_step)
 
+    def has_metric(self, step: int, prefix: str) -> bool:
+        """Whether metrics.jsonl has a metric of a step whose name begins so."""
+        if not self._enabled or not self._metrics_path.exists():
+            return False
+        rows = (row for row in read_metrics(self._metrics_path) if row["step"] == step)
+        return any(name.startswith(prefix) for row in rows for name in row)
+
     def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
         """Appends a step's {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
         if self._enabled:

@@ -2,8 +2,10 @@
 
 import functools
 import threading
+from collections.abc import Callable
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.flow.evaluations import Evaluator
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
@@ -15,15 +17,21 @@ from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.samplers.run_sampler import evaluation_of
 from distflow_jax.stages.rollout import node_sampling
 
 
 def make_flow(
-    prepared: PreparedRun, runtime: Runtime, state: RunState, spans: Spans
+    prepared: PreparedRun,
+    runtime: Runtime,
+    state: RunState,
+    spans: Spans,
+    evaluates: Callable[[int], bool] | None,
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
 
-    It takes the sampler's state. The samplers must have been started.
+    It takes the sampler's state. The samplers must have been started. `evaluates(version)`: whether
+    samplers evaluate a version when they take it; None: none of them.
     """
     config, plan, loader = prepared.config, prepared.plan, prepared.loader
     if not config.flow.ahead:
@@ -72,4 +80,13 @@ def make_flow(
         config.flow,
         own_devices=prepared.sizes.samplers_have_own_devices,
         span=functools.partial(spans.span, tasks[0].node.id),
+        evaluator=evaluates and _evaluator(prepared, runtime, spans, evaluates),
     )
+
+
+def _evaluator(
+    prepared: PreparedRun, runtime: Runtime, spans: Spans, due: Callable[[int], bool]
+) -> Evaluator:
+    evaluation = evaluation_of(prepared, runtime)
+    span = functools.partial(spans.span, "evaluation")
+    return Evaluator(due, evaluation.answer, evaluation.score, span)
