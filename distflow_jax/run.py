@@ -35,6 +35,7 @@ from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.staleness import staleness_metrics
 from distflow_jax.dag.plan_walker import run_step
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
@@ -277,8 +278,11 @@ class Run:
         if self.flow is None:
             sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
             return
-        policy = self.prepared.samplers[self._sampler]
-        with self.phases.span("update_weights"):
+        policy, models = self.prepared.samplers[self._sampler], self.state.models
+        with (
+            self.phases.span("update_weights"),
+            self.runtime.offload.staying(UPDATE_WEIGHTS, models),
+        ):
             self.flow.publish(self.state.policy_params(policy), version)
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -136,8 +136,10 @@ class SamplingThread:
         return True
 
     def _take(self, version: int) -> None:
-        """Takes weights that have left, in place of those that are held."""
+        """Takes weights that have left, in place of those that are held: of this version, or
+        without an order the newest, which may have come in their place meanwhile."""
         with self._lock:
+            version = max(self._inbox) if self._order is None else version
             left = self._inbox[version]
             for older in [v for v in self._inbox if v <= version]:
                 del self._inbox[older]
