@@ -200,10 +200,10 @@ const loadRun = async (run) => {
   run.fresh = true;
 };
 
-// Whether the last point of a metric is of this step or a later one, or its chart is left out.
+// Whether a metric has a point of this step, or its chart is left out.
 const has = (run, name, step) => {
   const points = run.metrics.get(name);
-  return points ? points.x.at(-1) >= step : Boolean(run.more);
+  return points ? points.x.includes(step) : Boolean(run.more);
 };
 
 // Appends rows of metrics.jsonl; false: the run must be loaded again.
