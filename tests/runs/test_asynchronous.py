@@ -160,7 +160,7 @@ def delayed(monkeypatch, seed):
     [
         (1, ()),
         pytest.param(2, ("eval.every=1",), marks=pytest.mark.slow),
-        pytest.param(1, ("dag=dapo", "algorithm.max_rounds=3"), marks=pytest.mark.slow),
+        pytest.param(1, ("dag=dapo", "eval.every=2"), marks=pytest.mark.slow),
     ],
 )
 def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag, flags):
