@@ -35,6 +35,7 @@ from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan_walker import run_step
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
@@ -62,7 +63,7 @@ from distflow_jax.runtime.run_state import (
     loader_position,
     save_state,
 )
-from distflow_jax.runtime.samplers.run_flow import make_flow
+from distflow_jax.runtime.samplers.run_flow import evaluates_ahead, make_flow
 from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
@@ -274,8 +275,11 @@ class Run:
         if self.flow is None:
             sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
             return
-        policy = self.prepared.samplers[self._sampler]
-        with self.phases.span("update_weights"):
+        policy, models = self.prepared.samplers[self._sampler], self.state.models
+        with (
+            self.phases.span("update_weights"),
+            self.runtime.offload.staying(UPDATE_WEIGHTS, models),
+        ):
             self.flow.publish(self.state.policy_params(policy), version)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -289,9 +293,12 @@ class Run:
         return metrics
 
     def save(self, *, goes_on: bool = True) -> None:
-        """Starts a checkpoint of this step; `goes_on`: whether others are to follow."""
+        """Starts a checkpoint of this step; `goes_on`: whether others are to follow. After the last
+        step all evaluations are recorded first."""
         step = self.state.step
         ahead = self.flow is not None and goes_on and step < self.config.training.steps
+        if not ahead:
+            self._record_evaluations(step)
         with (
             self.recorder.timed("checkpoint", step),
             self.phases.span("save_checkpoint"),
@@ -312,7 +319,8 @@ class Run:
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
             self.flow = make_flow(
-                self.prepared, runtime, state, self.instruments, self.checkpointer
+                *(self.prepared, runtime, state, self.instruments, self.checkpointer),
+                evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
             )
         self.recorder.ready(runtime)
 
@@ -320,6 +328,17 @@ class Run:
     def _sampler(self) -> str:
         """State key of the sampler that evaluates, and that runs ahead."""
         return next(iter(self.prepared.samplers))
+
+    def _record_evaluations(self, up_to: int) -> None:
+        """Records evaluations that samplers made, of versions up to this one; waits for them.
+        Collective."""
+        if self.flow is None or self.config.flow.swap != "boundary":
+            return
+        with self.phases.span("testing"):
+            for found in self.flow.evaluated(up_to):
+                metrics = validation_metrics(found.scored, self.config.eval.num_samples)
+                self.recorder.late_evaluation(found, metrics, records(found.scored))
+        self.flow.saver.recorded(up_to)
 
     @contextlib.contextmanager
     def _free_sampler(self) -> Iterator[None]:
@@ -383,7 +402,7 @@ class Run:
             if self.flow is not None:
                 lag = self.config.flow.max_lag
                 metrics |= staleness_metrics(samples, state.step, lag)
-                self.flow.record(samples)
+                self.flow.saver.record(samples)
             loader.observe(state.batches, table.counter, table.response)
         return metrics | {
             "training/global_step": state.step,
@@ -398,6 +417,12 @@ class Run:
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
         metrics = {} if self.times.warm else planned_metrics(self.prepared, self.runtime)
+        if self.config.flow.swap == "boundary":
+            if self.schedule.evaluates(step):
+                self.sync_weights(step)
+            # samplers made these before they began with the groups of this step
+            self._record_evaluations(step - 1 - self.config.flow.max_lag)
+            return metrics
         if self.schedule.evaluates_first(step):
             # the sampler still holds the untrained weights: their evaluation need not come before
             # the first update
@@ -412,6 +437,7 @@ class Run:
         step = self.state.step
         self.recorder.stop_reason = PREEMPTED
         if self.flow is not None:
+            self._record_evaluations(step - 1)
             with self.phases.span("wait_for_samples"):
                 self.flow.end_saving(stop.deadline())
             self.checkpointer.wait()
@@ -433,6 +459,8 @@ class Run:
         log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
         if step and self._saved_step != step:
             self.save(goes_on=False)
+        elif step:
+            self._record_evaluations(step)
         return EXIT_DONE
 
 

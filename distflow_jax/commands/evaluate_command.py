@@ -21,7 +21,7 @@ from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
-from distflow_jax.stages.evaluate import evaluate, records, validation_metrics
+from distflow_jax.stages.evaluate import Evaluation, records, validation_metrics
 
 
 def main(options: SimpleNamespace) -> int:
@@ -41,16 +41,17 @@ def main(options: SimpleNamespace) -> int:
         rewards.check(trial_request(prompts[0]))
         environments = open_environments(config, source, prompts[0])
         model = open_answerer(config, source, options.run)
-        _, scored = evaluate(
+        evaluation = Evaluation(
             model.engine,
-            model.state,
             source.tokenizer,
             rewards,
             prompts,
             config.eval.sampling_params(config.rollout.max_response_length),
-            own=entries_of_host(uid_column(prompts, 1), processes.process_index() % hosts, hosts),
-            environments=environments,
+            entries_of_host(uid_column(prompts, 1), processes.process_index() % hosts, hosts),
+            environments,
         )
+        _, episodes = evaluation.answer(model.state)
+        scored = evaluation.score(episodes)
         metrics = validation_metrics(scored, config.eval.num_samples)
     if processes.process_index() == 0:
         _report(options, config, model.step, metrics, scored)

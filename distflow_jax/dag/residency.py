@@ -34,10 +34,13 @@ class Residency:
     prefetch: frozenset[Item] = frozenset()
 
 
-def plan_residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Residency]:
+def plan_residency(
+    plan: Plan, samplers: Mapping[str, str], *, apart: bool = False
+) -> dict[str, Residency]:
     """{node id: residency} of every node that uses a model, of UPDATE_WEIGHTS and of EVALUATE.
 
     `samplers`: state key of each sampler -> state key of the policy whose weights it samples from.
+    `apart`: they sample beside the training, on devices of their own, which nothing leaves.
     """
     on_mesh = [t for t in plan.tasks if t.layout.kind == "mesh" and t.node.type != "COMPUTE"]
     trained = {t.state_key: t.node.type == "MODEL_TRAIN" for t in on_mesh}
@@ -47,10 +50,10 @@ def plan_residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Residen
         found[UPDATE_WEIGHTS] = Residency(
             _EVERYWHERE,
             frozenset((policy, "params") for policy in samplers.values()),
-            frozenset((sampler, "params") for sampler in samplers),
+            frozenset((sampler, "params") for sampler in samplers if not apart),
         )
     for task in plan.tasks:
-        if uses := _uses(task, trained, samplers):
+        if uses := _uses(task, trained, () if apart else samplers):
             layout = _EVERYWHERE if task.layout.kind == "host" else task.layout
             found[task.node.id] = Residency(layout, uses)
     repeated = {unit.name for unit in plan.split()[0]}  # the number of rounds is not known
@@ -58,7 +61,7 @@ def plan_residency(plan: Plan, samplers: Mapping[str, str]) -> dict[str, Residen
     for place, name in enumerate(names):
         if name not in repeated:
             found[name] = _with_next(found, name, names[place + 1 :] + names[:place])
-    if samplers:
+    if samplers and not apart:
         sampling = frozenset((key, what) for key in samplers for what in ("params", "cache"))
         found[EVALUATE] = Residency(_EVERYWHERE, sampling, evict=sampling)
     return found

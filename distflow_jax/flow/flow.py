@@ -2,36 +2,40 @@
 
 The rule of lag_rule.py says which groups may begin and which of them a step takes; nothing else
 decides, and no process asks another one. What processes tell each other is that they have their
-groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py).
+groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py). With
+swaps at boundaries verdicts follow each round of a region instead (region_rounds.py).
 """
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
-from distflow_jax.batch import Samples
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData, joined
+from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
+from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics
+from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.sampling_thread import SamplingThread
+from distflow_jax.flow.step_groups import StepGroups
 from distflow_jax.flow.swap_times import SwapTimes
-from distflow_jax.layout import Metrics, Parts
+from distflow_jax.layout import Metrics
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.watchdog.gossip import OTHERS
 
 IDLE_SECONDS = 0.01  # between two looks at what other threads have done
+ALL = sys.maxsize  # above every counter
 NOTE_SECONDS = 0.5  # between two words to the watchdog on what the training waits for
 SWAPS = "weight_swap"  # in the place of a node's id
 
@@ -40,8 +44,10 @@ SWAPS = "weight_swap"  # in the place of a node's id
 class Observer:
     """Calls by which a flow is observed, from any thread."""
 
-    span: Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
+    span: Span  # times a block under a name
     note: Callable[[str], None]  # tells the watchdog what the running phase waits for
+    # with swaps at boundaries, for the versions that samplers evaluate when they take them
+    evaluator: Evaluator | None = None
 
 
 class Flow:
@@ -50,6 +56,9 @@ class Flow:
     Call `publish` when the weights have changed, `take` for a step's groups, `finish` after it has
     trained. Samplers with devices of their own sample in a thread; on the trainer's devices this
     thread samples, while it waits in `take`.
+
+    Attributes:
+      saver: of samples, into checkpoints.
     """
 
     def __init__(
@@ -71,23 +80,31 @@ class Flow:
         self._swaps = SwapTimes()
         self._lock = producer.lock
         self._told: set[int] = set()  # counters whose verdicts the others know
-        self._template: FieldStore | None = None
-        self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
+        self._steps = StepGroups(nodes.ids)
         self._version = producer.sampler.version  # the newest that was published
-        self._saver = saver
+        self.saver = saver
         self._calls = 0  # decode calls that `counts` has counted
-        # functions of the user are called from this one thread
-        self._host = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
-        self._at_work: Group | None = None  # the group whose nodes run now
+        self._host = HostThread(nodes, observer.span, self._lock)
         self._next_note = 0.0  # when the watchdog is told again what the training waits for
+        self._evaluations: Evaluations | None = None
+        if observer.evaluator is not None:
+            self._evaluations = Evaluations(
+                observer.evaluator, self._host.executor, held=self._version
+            )
         self._thread: SamplingThread | None = None
+        # with these verdicts reach all processes after each round, without `take`
+        self._rounds = config.swap == "boundary" and nodes.until is not None
         if own_devices:
-            exact = producer.admission.rule.exact_version
+            order = None
+            if config.swap == "boundary":
+                verdicts = gather if self._rounds else None
+                order = _exact_order(producer, verdicts, self._evaluations)
             self._thread = SamplingThread(
                 producer,
                 self._arrive,
                 self._round,
-                exact=exact if config.swap == "boundary" else None,
+                order=order,
+                evaluations=self._evaluations,
                 cache=config.cache,
                 buffers=config.buffers,
             )
@@ -124,27 +141,37 @@ class Flow:
                 cut = admission.cut(step)
             if cut.start == cut.end:
                 raise EndOfData
-            self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
-            told = self._gather.begin(self._news())
-            self._drive(told.done)
+            if self._rounds:
+                self._drive(lambda: self._final(step), needs=cut.end)
+            else:
+                self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
+                told = self._gather.begin(self._news())
+                self._drive(told.done)
+                with self._lock:
+                    for counter, keep in (news for theirs in told.result() for news in theirs):
+                        admission.judge(counter, bool(keep))
             with self._lock:
-                for counter, keep in (news for theirs in told.result() for news in theirs):
-                    admission.judge(counter, bool(keep))
                 cut = admission.cut(step)
             if cut.final:
-                self._saver.settle()  # while the groups are there
+                self.saver.settle()  # while the groups are there
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
                 return self._joined(cut)
-
-    def record(self, samples: Samples) -> None:
-        """Records the samples that the step trained on, of the groups that `take` gave it."""
-        self._saver.record(samples)
 
     def finish(self, step: int) -> int:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
         with self._lock:
             return self.producer.admission.finish(step).end
+
+    def evaluated(self, version: int) -> list[Evaluated]:
+        """Evaluations up to a version that were not returned before; waits for them.
+
+        Of the versions that the evaluator evaluates; none without an evaluator.
+        """
+        if self._evaluations is None:
+            return []
+        self._drive(lambda: self._evaluations.done(version), needs=ALL)
+        return self._evaluations.take(version)
 
     def counts(self) -> Metrics:
         """Decode calls since the last call of this."""
@@ -155,13 +182,13 @@ class Flow:
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
         at_rest = contextlib.nullcontext() if self._thread is None else self._thread.hold(0)
-        self._saver.save(step, at_rest)
+        self.saver.save(step, at_rest)
 
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
         a time of time.monotonic()."""
-        self._drive(lambda: self._saver.settled or time.monotonic() > end)
-        self._saver.wait(max(0.0, end - time.monotonic()))
+        self._drive(lambda: self.saver.settled or time.monotonic() > end)
+        self.saver.wait(max(0.0, end - time.monotonic()))
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[list[SamplerState]]:
@@ -184,9 +211,9 @@ class Flow:
         """Drops what is under way; returns the sampler's state."""
         if self._thread is not None:
             self._thread.close()
-        self._host.shutdown(wait=False, cancel_futures=True)
+        self._host.close()
         self._gather.close()
-        self._saver.close()
+        self.saver.close()
         return self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -211,18 +238,7 @@ class Flow:
         with self._observer.span(self.producer.name):
             groups = self.producer.round()
         for group in groups:
-            group.running = self._host.submit(self._run_nodes, group)
-
-    def _run_nodes(self, group: Group) -> None:
-        self._at_work = group
-        try:
-            self._nodes.run(group, self._observer.span)
-        finally:
-            self._at_work = None
-        with self._lock:
-            group.done = True
-            self._lock.notify_all()
-        self._saver.settle()
+            self._host.submit(group, self.saver.settle)
 
     @contextlib.contextmanager
     def _arrive(self, left: Any) -> Iterator[Any]:
@@ -235,7 +251,7 @@ class Flow:
         counter."""
         if not needs:
             return
-        self._saver.check()
+        self.saver.check()
         if self._thread is not None:
             self._thread.raise_error()
         with self._lock:
@@ -255,8 +271,7 @@ class Flow:
             return f"{self.producer.name} has not begun"
         if oldest.sampling:
             return f"{min(oldest.sampling)} of prompt {oldest.counter}"
-        late = self._at_work or oldest  # one group after the other
-        return f"{late.node} of prompt {late.counter}"
+        return self._host.waits_for(oldest)
 
     def _has(self, cut: Cut) -> bool:
         """Whether this process's groups of a cut have begun, and are done."""
@@ -264,6 +279,11 @@ class Flow:
         with self._lock:
             groups = [g for c, g in producer.groups.items() if c < cut.end]
             return producer.begun_up_to(cut.end) and all(group.done for group in groups)
+
+    def _final(self, step: int) -> bool:
+        """Whether all verdicts that decide a step are known, and so all its groups are done."""
+        with self._lock:
+            return self.producer.admission.cut(step).final
 
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""
@@ -275,27 +295,22 @@ class Flow:
         self._told |= {counter for counter, _ in news}
         return news
 
-    # -- a step -----------------------------------------------------------------------------------
-
     def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
         with self._lock:
             groups = self.producer.forget(range(cut.start, cut.end))
-            ledger = self._saver.took(cut, groups)
+            ledger = self.saver.took(cut, groups)
         self._told -= set(range(cut.start, cut.end))
-        groups.sort(key=lambda group: group.counter)
-        stores = [group.store for group in groups]
-        if stores:
-            self._template = stores[0]
-        if self._template is None:
-            raise ValueError(
-                "a process has no group in the first step: raise data.prompts_per_step, or use "
-                "fewer processes"
-            )
-        store = joined(stores or [self._template], np.array(cut.kept, np.int64))
-        store.done = self._nodes.ids
-        metrics = step_metrics(groups) | {SWAPS: self._swaps.take()}
-        for name, value in metrics.items():
-            if isinstance(value, Parts):
-                self._parts[name] = dataclasses.replace(value, values=())
-        # all processes merge the same
-        return store, self._parts | metrics | ledger.metrics()
+        return self._steps.join(cut, groups, {SWAPS: self._swaps.take()} | ledger.metrics())
+
+
+def _exact_order(
+    producer: Producer, gather: BackgroundGather | None, evaluations: Evaluations | None
+) -> ExactOrder:
+    """The order of swaps at boundaries; `gather`: of a region's verdicts."""
+    rounds = None if gather is None else RegionRounds(producer, gather)
+    return ExactOrder(
+        producer.admission,
+        held=producer.sampler.version,
+        known=rounds.known if rounds else lambda end: True,
+        due=evaluations.due if evaluations else lambda version: False,
+    )

@@ -54,10 +54,11 @@ def check_flow(
             f"flow.cache='recompute' reads responses again, which rollout.environment="
             f"{environment!r} does not allow; use cache='keep'"
         )
-    if offload != "none":
+    if offload != "none" and not own_devices:
         raise ValueError(
-            f"training.offload={offload!r} takes models away while samplers run ahead ({lag}); use "
-            "'none', or max_lag=0"
+            f"training.offload={offload!r} needs the place of samplers whose responses go on in "
+            f"the next step ({lag}): give mesh.roles.ROLLOUT.devices devices that mesh.devices "
+            "leaves out, or use offload='none' or max_lag=0"
         )
     off_policy = {algorithm.correction, algorithm.rejection} != {"none"}
     ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Metrics, Parts
+
+Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +77,7 @@ class NodesAhead:
     def run(
         self,
         group: Group,
-        span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        span: Span = contextlib.nullcontext,
     ) -> None:
         """Runs all units on a group whose samples are complete, and judges it.
 
@@ -107,6 +110,40 @@ class NodesAhead:
             store.put(source, field, value)
         for name, value in measured.items():
             group.metrics.setdefault(name, []).append(value)
+
+
+class HostThread:
+    """Runs the nodes on one group after the other: one thread calls functions of the user."""
+
+    def __init__(self, nodes: NodesAhead, span: Span, lock: threading.Condition):
+        """`lock` guards the groups' marks."""
+        self._nodes, self._span, self._lock = nodes, span, lock
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
+        self._at_work: Group | None = None
+
+    def submit(self, group: Group, done: Callable[[], object]) -> None:
+        """Begins the nodes of a group; calls `done` after them, in the thread."""
+        group.running = self.executor.submit(self._run, group, done)
+
+    def waits_for(self, group: Group) -> str:
+        """The node and the prompt that hold up a group whose samples are complete."""
+        late = self._at_work or group  # one group after the other
+        return f"{late.node} of prompt {late.counter}"
+
+    def close(self) -> None:
+        """Ends the thread after the node that runs."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, group: Group, done: Callable[[], object]) -> None:
+        self._at_work = group
+        try:
+            self._nodes.run(group, self._span)
+        finally:
+            self._at_work = None
+        with self._lock:
+            group.done = True
+            self._lock.notify_all()
+        done()
 
 
 def step_metrics(groups: Sequence[Group]) -> Metrics:

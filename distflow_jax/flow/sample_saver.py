@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.batch import Samples
@@ -43,8 +43,11 @@ class SampleSaver:
         ledger: Ledger,
         *,
         steps: int | None,
+        evaluates: Callable[[int], bool] = lambda version: False,
     ):
-        """`records`: of what was trained on; `ledger`: this process's, when the run began."""
+        """`records`: of what was trained on; `ledger`: this process's, when the run began;
+        `evaluates(version)`: whether an evaluation is recorded some steps after its version."""
+        self._evaluates, self._recorded = evaluates, producer.admission.finished - 1
         self._producer, self._writer, self._steps = producer, writer, steps
         self._records, self._start = records, ledger
         self._taken: dict[str, Any] = {}  # of the step that is trained
@@ -106,17 +109,26 @@ class SampleSaver:
         producer = self._producer
         with producer.lock:
             for owed in list(self._owed):
+                before = range(self._recorded + 1, owed.step)
+                unrecorded = any(self._evaluates(version) for version in before)
                 owed.groups |= {c: g for c, g in producer.groups.items() if c >= owed.start}
                 if owed.end is None:
                     owed.end = producer.admission.end_of(owed.step + (self._steps or 0))
                 if owed.end is None or not producer.begun_up_to(owed.end):
                     continue
                 groups = [group for c, group in owed.groups.items() if c < owed.end]
-                if all(group.done for group in groups):
+                if all(group.done for group in groups) and not unrecorded:
                     self._owed.remove(owed)
                     settled.append((owed, groups))
         for owed, groups in settled:
             self._write(owed.step, complete_samples(groups), owed.ledger)
+
+    def recorded(self, version: int) -> None:
+        """Notes that evaluations up to a version are recorded: a run that goes on from a checkpoint
+        makes none of a version before it."""
+        with self._producer.lock:
+            self._recorded = max(self._recorded, version)
+        self.settle()
 
     def check(self) -> None:
         """Raises the error of a disk that could not take samples."""
@@ -133,4 +145,5 @@ class SampleSaver:
     def _write(self, step: int, progress: Mapping[Key, Progress], ledger: Ledger) -> None:
         arrays, facts = to_arrays(progress)
         under_way = sum(found.num_sampled for found in progress.values())
+        facts["max_lag"] = self._producer.admission.rule.max_lag
         self._writer.add(step, arrays, facts | {"ledger": ledger.saved(under_way).to_dict()})

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from distflow_jax.flow.evaluations import Evaluations
+from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.producer import Producer
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
@@ -18,9 +20,8 @@ JOIN_SECONDS = 60.0  # for a decode call to end
 class SamplingThread:
     """Samples by the rule until it is closed.
 
-    With `exact` each step's groups are answered wholly by one version of the weights, exact(step),
-    one step after the other: results depend on no timing. Without, the newest weights are taken at
-    once.
+    With an `order` each step's groups are answered wholly by one version of the weights: results
+    depend on no timing. Without, the newest weights are taken at once.
     """
 
     def __init__(
@@ -29,22 +30,22 @@ class SamplingThread:
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
         round: Callable[[], None],
         *,
-        exact: Callable[[int], int] | None,
+        order: ExactOrder | None,
+        evaluations: Evaluations | None,
         cache: str,
         buffers: int,
     ):
         """`arrive(left)`: a block with the weights on the sampler's devices, of those that have
         left the trainer. `round()`: a round of the sampler that hands its groups on. Both are
-        called in the thread, which begins at once. `buffers`: weights that have left and lie in the
-        memory of the host at a time."""
-        self._producer, self._arrive, self._exact, self._cache = producer, arrive, exact, cache
+        called in the thread, which begins at once. `evaluations`: those that the order has.
+        `buffers`: weights that have left and lie in the memory of the host at a time."""
+        self._producer, self._arrive, self._order, self._cache = producer, arrive, order, cache
+        self._evaluations = evaluations
         self._round_of_sampler, self._lock = round, producer.lock
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._buffers, self._arriving = buffers, False
         self._wanted: int | None = None  # version at which somebody wants the sampler
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
-        self._step = producer.admission.finished + 1  # the next to be sampled, with `exact`
-        self._oldest = producer.sampler.version
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._end = self._executor.submit(self._serve)
 
@@ -56,18 +57,13 @@ class SamplingThread:
     def make_room(self) -> None:
         """Waits until weights may leave: those that no sampler takes any more are dropped."""
         with self._lock:
-            for version in [v for v in self._inbox if not self._needs(v)]:
+            # without an order the newest are taken
+            needs = self._order.needs if self._order else lambda version: False
+            for version in [v for v in self._inbox if not needs(v)]:
                 del self._inbox[version]
             while len(self._inbox) + self._arriving >= self._buffers:
                 self.raise_error()
                 self._lock.wait(IDLE_SECONDS)
-
-    def _needs(self, version: int) -> bool:
-        """Whether weights that wait are taken although newer ones leave; under the lock."""
-        if self._exact is None:
-            return False  # the newest are
-        admission = self._producer.admission
-        return admission.has_step(version + 1 + admission.rule.max_lag)
 
     def deliver(self, left: Any, version: int) -> None:
         """Hands over weights on their way."""
@@ -79,7 +75,7 @@ class SamplingThread:
     def hold(self, version: int) -> Iterator[None]:
         """A block in which the thread waits and the sampler holds the weights of a version.
 
-        They must have been delivered, or be held already.
+        They must have been delivered, or be held already. Not with an order.
         """
         with self._lock:
             self._wanted = version
@@ -106,7 +102,7 @@ class SamplingThread:
 
     def _serve(self) -> None:
         while not self._closing:
-            worked = self._work() if self._exact is None else self._work_exactly()
+            worked = self._work() if self._order is None else self._work_in_order()
             if not worked:
                 with self._lock:
                     self._lock.wait(IDLE_SECONDS)
@@ -123,27 +119,24 @@ class SamplingThread:
         self._producer.admit()
         return self._round()
 
-    def _work_exactly(self) -> bool:
-        """A round of the present step's groups, by the version that is theirs."""
+    def _work_in_order(self) -> bool:
+        """A round of the present step's groups, or the beginning of what comes next."""
         if self._round():
             return True
-        producer, held = self._producer, self._producer.sampler.version
+        producer = self._producer
         with self._lock:
-            wanted, left = self._wanted, producer.admission.has_step(self._step)
-        target = max(self._oldest, self._exact(self._step)) if left else None
-        goals = [version for version in (target, wanted) if version is not None]
-        if not goals:
+            newest = max(self._inbox, default=producer.sampler.version)
+            work = self._order.next(newest)
+        if work is None:
             return False
-        goal = min(goals)
-        if held < goal:
-            if goal not in self._inbox:
-                return False
-            self._take(goal)
-        if wanted is not None and wanted == goal:
-            self._wait_held()
-            return True
-        producer.admit(up_to=self._step)
-        self._step += 1
+        if producer.sampler.version < work.version:
+            self._take(work.version)
+        if work.step is None:
+            self._evaluations.make(producer.sampler)
+            with self._lock:
+                self._lock.notify_all()
+        else:
+            producer.admit(up_to=work.step)
         return True
 
     def _round(self) -> bool:
@@ -154,9 +147,9 @@ class SamplingThread:
 
     def _take(self, version: int) -> None:
         """Takes weights that have left, in place of those that are held: of this version, or
-        without `exact` the newest, which may have come in their place meanwhile."""
+        without an order the newest, which may have come in their place meanwhile."""
         with self._lock:
-            if self._exact is None:
+            if self._order is None:
                 version = max(self._inbox, default=version)
             left = self._inbox.get(version)
             if left is None:  # dropped: newer ones are leaving

@@ -15,8 +15,13 @@ class BackgroundGather:
     """
 
     def __init__(self, exchange: HostExchange | None):
-        """`exchange`: connections that nothing else uses; None in a run of one process."""
+        """`exchange`: connections that nothing else uses; None in a run of one process.
+
+        Collective: the connections are opened.
+        """
         self._exchange = exchange
+        if exchange is not None:
+            exchange.all_gather(b"")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-gather")
 
     def begin(self, value: Any) -> Future[list[Any]]:
@@ -31,10 +36,12 @@ class BackgroundGather:
         return self._thread.submit(self._gather, json.dumps(value).encode())
 
     def close(self) -> None:
-        """Ends the thread, and the connections."""
+        """Ends the connections and the thread, and with an error a gather under way."""
+        if self._exchange is not None:
+            self._exchange.interrupt()
+        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._exchange is not None:
             self._exchange.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _gather(self, data: bytes) -> list[Any]:
         return [json.loads(text) for text in self._exchange.all_gather(data)]

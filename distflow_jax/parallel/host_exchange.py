@@ -6,6 +6,7 @@ data, so that no process relays data of others. Every call is collective: all pr
 same calls in the same order, from one thread, and name the senders in advance.
 """
 
+import contextlib
 import dataclasses
 import hmac
 import selectors
@@ -100,6 +101,13 @@ class HostExchange:
         if self._index in blobs:
             received[self._index] = blobs[self._index]
         return received, traffic
+
+    def interrupt(self) -> None:
+        """Ends an exchange under way in another thread, which raises ConnectionError, and those of
+        the other processes with it."""
+        for connection in list(self._sockets.values()):
+            with contextlib.suppress(OSError):  # the other process has ended
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes all connections and the listener."""

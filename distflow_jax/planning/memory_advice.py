@@ -104,8 +104,10 @@ def _changes(
             f"{where}={name!r}",
             lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
         )
-    if config.training.offload == "none" and planned.machine.platform != "cpu":
-        residencies = plan_residency(planned.plan, planned.samplers)
+    moves = planned.samples_apart or not config.flow.ahead
+    if config.training.offload == "none" and moves and planned.machine.platform != "cpu":
+        apart = planned.samples_apart
+        residencies = plan_residency(planned.plan, planned.samplers, apart=apart)
         waiting = plan_memory(planned, programs, costs, residencies)
         yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)

@@ -150,7 +150,8 @@ def plan_memory(
     names = [UPDATE_WEIGHTS] if samplers else []
     names += [n for n, u in units.items() if n in programs or u.tasks[0].state_key in samplers]
     segments = []
-    there = frozenset() if residencies else frozenset(items)
+    moved = frozenset().union(*(r.uses | r.replaces for r in residencies.values()))
+    there = stays = frozenset(items) - moved
     for name in names:
         unit = units.get(name)
         nodes = [name] if unit is None else [task.node.id for task in unit.tasks]
@@ -163,13 +164,13 @@ def plan_memory(
             _segment(
                 name,
                 where if program is None else unit.layout,
-                [items[item] for item in meanwhile],
+                [items[item] for item in meanwhile | stays],
                 batch.get(name, 0),
                 extra,
                 max((_gradients(planned, key, program) for key in trained), default=0),
             )
         )
-    end = _segment("", _EVERYWHERE, [items[item] for item in there], 0, None, 0)
+    end = _segment("", _EVERYWHERE, [items[item] for item in there | stays], 0, None, 0)
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
 
 

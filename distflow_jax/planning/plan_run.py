@@ -171,7 +171,12 @@ class RunPlan:
         """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        return plan_residency(self.plan, self.samplers)
+        return plan_residency(self.plan, self.samplers, apart=self.samples_apart)
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether samplers run ahead on devices of their own."""
+        return self.config.flow.ahead and self.sizes.samplers_have_own_devices
 
 
 @dataclasses.dataclass

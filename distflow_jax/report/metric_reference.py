@@ -395,6 +395,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "most of the step, with samplers beside it: give them more devices, or raise max_lag",
         ),
         Metric("timing_s/{testing,save_checkpoint}", "evaluation; start of a checkpoint"),
+        Metric(
+            "timing_s/evaluation",
+            "evaluation by samplers beside the training (flow.swap=boundary); timing_s/testing is "
+            "then what the training waits for it",
+        ),
         Metric("timing_s/{compile_programs,compile_sampler}", "compilation, before step 1"),
         Metric("timing_s/{statistics,write_profile}", "metrics of the step; writing of a profile"),
         Metric(

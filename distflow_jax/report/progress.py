@@ -115,12 +115,13 @@ class Progress:
         else:
             terminal.print(fitted(f"step {step}/{self._total}", words, terminal.width))
 
-    def evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Shows the evaluation of the untrained weights."""
+    def evaluation(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        """Shows an evaluation by itself: of the untrained weights, or of those after `step`."""
         self._evaluated = evaluation_numbers(metrics)
         terminal = self._terminal
         if terminal.enabled and not terminal.in_cell and not terminal.is_live:
-            terminal.print(fitted("before step 1", self._evaluated, terminal.width))
+            begin = f"after step {step}" if step else "before step 1"
+            terminal.print(fitted(begin, self._evaluated, terminal.width))
 
     def close(self) -> None:
         """Shows the last state in its cell."""

@@ -202,7 +202,7 @@ def _rows(path: pathlib.Path, notes: list[str]) -> dict[int, dict[str, float]]:
     for line in _thinned(path, _MOST_LINES, notes):
         found = metrics_of(line)
         if found is not None:
-            rows[found[0]] = found[1]
+            rows[found[0]] = rows.get(found[0], {}) | found[1]
     return {step: rows[step] for step in sorted(rows)}
 
 

@@ -2,7 +2,8 @@
 
 It contains config.json, plan.{txt,svg,json}, memory.json, metrics.jsonl, stragglers.jsonl,
 events.jsonl, samples/ and report.html; trackers follow it (trackers/). metrics.jsonl has one JSON
-object per step with "step" and the metrics by name. Floats have as many digits as give the same
+object per step with "step" and the metrics by name. An evaluation that ends after later steps has a
+second object of its step, which `read_metrics` joins. Floats have as many digits as give the same
 float64 again. JSON has no NaN or infinity: they are the strings "NaN", "Infinity" and "-Infinity",
 which `read_metrics` converts.
 """
@@ -116,15 +117,38 @@ class RunWriter:
             return
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
-        values = {name: _number(name, value) for name, value in values.items()}
-        line = {"step": step} | {name: json_number(value) for name, value in values.items()}
-        append(self._metrics_path, json.dumps(line, allow_nan=False) + "\n")
+        self._append(step, values)
         self._last_step = step
         self._events.step(step)
         if self._trackers:
             self._trackers.rows(step)
         if self._report_every and step and step % self._report_every == 0:
             self._report()
+
+    def late_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends further metrics of a step after those of `metrics`: a second line of the step.
+
+        Args:
+          step: at most the last one of `metrics`, and higher than in the last call of this.
+          values: scalars by name, of names that the step does not have yet.
+
+        Raises:
+          ValueError: a step that `metrics` has not had, or a value that is not a number.
+        """
+        if not self._enabled:
+            return
+        if step > self._last_step:
+            raise ValueError(f"late metrics of step {step} before its own: {self._last_step} ended")
+        self._append(step, values)
+        if self._trackers:
+            self._trackers.rows(self._last_step)
+
+    def has_metric(self, step: int, prefix: str) -> bool:
+        """Whether metrics.jsonl has a metric of a step whose name begins so."""
+        if not self._enabled or not self._metrics_path.exists():
+            return False
+        rows = (row for row in read_metrics(self._metrics_path) if row["step"] == step)
+        return any(name.startswith(prefix) for row in rows for name in row)
 
     def stragglers(self, step: int, report: Mapping[str, Any]) -> None:
         """Appends a step's {node: {"seconds": [P], "idle": [P], "slowest": process}}."""
@@ -148,6 +172,11 @@ class RunWriter:
             if self._trackers:
                 self._trackers.close(failed)
 
+    def _append(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {name: json_number(_number(name, value)) for name, value in values.items()}
+        line = json.dumps({"step": step} | numbers, allow_nan=False)
+        append(self._metrics_path, line + "\n")
+
     def _report(self) -> None:
         try:
             write_atomic(self.folder / "report.html", report(self.folder))
@@ -159,9 +188,12 @@ class RunWriter:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl as dicts, without an incomplete last line."""
-    lines = complete_lines(pathlib.Path(path).read_text(encoding="utf-8"))
-    return [metrics_row(line) for line in lines]
+    """A dict per step of a metrics.jsonl, by step, without an incomplete last line."""
+    rows: dict[int | float, dict[str, Any]] = {}
+    for line in complete_lines(pathlib.Path(path).read_text(encoding="utf-8")):
+        row = metrics_row(line)
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    return [rows[step] for step in sorted(rows)]
 
 
 def truncate_metrics(path: pathlib.Path, last_step: int) -> None:

@@ -6,7 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from distflow_jax.batch import Samples
+from distflow_jax.flow.evaluations import Evaluated
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.report.progress import Progress
@@ -19,6 +22,7 @@ from distflow_jax.runtime.run_description import describe_run, describe_start
 from distflow_jax.runtime.run_files import sample_records
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
+from distflow_jax.stages.evaluate import EVALUATED
 
 DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
 
@@ -105,6 +109,23 @@ class Recorder:
         """Records the evaluation of the untrained weights."""
         self._writer.metrics(0, metrics)
         self._progress.evaluation(metrics)
+
+    def late_evaluation(
+        self, evaluated: Evaluated, metrics: Mapping[str, float], records: list[dict[str, Any]]
+    ) -> None:
+        """Records an evaluation that a sampler has made while later steps were trained."""
+        step = evaluated.version
+        self._writer.samples(f"eval-{step}", records)
+        self._writer.late_metrics(step, metrics)
+        seconds = round(evaluated.seconds, 3)
+        facts = {"step": step, "seconds": seconds}
+        self._writer.event("evaluation", facts, at=evaluated.ended)
+        self._progress.evaluation(metrics, step)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the record has an evaluation of the weights after `step` steps. Collective."""
+        found = self._is_first and self._writer.has_metric(step, EVALUATED)
+        return bool(processes.all_gather_ints(np.int32(found))[0])
 
     def evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
         """Writes the scored responses of an evaluation of the weights after `step` steps."""

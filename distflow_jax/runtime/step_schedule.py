@@ -34,6 +34,10 @@ class StepSchedule:
         """Whether an evaluation follows a step; one follows the last."""
         return self.eval_every is not None and self._due(step, self.eval_every)
 
+    def evaluates_version(self, version: int) -> bool:
+        """Whether the weights after `version` steps are evaluated; 0: the untrained ones."""
+        return self.evaluates(version) if version else self.eval_every is not None
+
     def saves(self, step: int) -> bool:
         """Whether a checkpoint follows a step that ends as planned; one follows the last."""
         return self._due(step, self.checkpoint_every)

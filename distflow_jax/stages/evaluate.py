@@ -12,6 +12,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.data.column_choice import check_choice
+from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from distflow_jax.rollout.sampler import SamplerState
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 _FIRST_COUNTER = 1 << 30
+EVALUATED = "val-"  # how the names of an evaluation's metrics begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,41 +92,49 @@ def vote(texts: Sequence[str], scores: Sequence[float]) -> float:
     return scores[answers.index(winner)]
 
 
-def evaluate(
-    engine: RolloutEngine,
-    state: SamplerState,
-    tokenizer: Tokenizer,
-    rewards: RewardPool,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    own: slice,
-    environments: Environments | None = None,
-) -> tuple[SamplerState, list[Scored]]:
-    """Samples responses to the prompts and scores the responses to `own` of them.
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The evaluation of one process's sampler, which may be repeated: `answer`, then `score`.
 
-    All processes of a sampler pass the same prompts, and each its own slice of them.
-    With `environments` a response has several turns, and its score contains their rewards.
+    All processes of a sampler have the same prompts, and each its own slice of them. With
+    `environments` a response has several turns, and its score contains their rewards.
     """
-    shifted = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in prompts]
-    state, episodes, _ = sample_episodes(engine, state, shifted, sampling, environments)
-    n = sampling.num_samples
-    episodes = episodes[own.start * n : own.stop * n]
-    texts = [tokenizer.decode(e.response.tokens) for e in episodes]
-    results = rewards.score(
-        [
-            request_for(e.response.prompt, text, len(e.response.tokens))
-            for e, text in zip(episodes, texts, strict=True)
+
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    own: slice
+    environments: Environments | None = None
+
+    def answer(self, state: SamplerState) -> tuple[SamplerState, list[Episode]]:
+        """Samples responses to all prompts, ordered by (prompt, sample). `state`: donated."""
+        prompts = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in self.prompts]
+        state, episodes, _ = sample_episodes(
+            self.engine, state, prompts, self.sampling, self.environments
+        )
+        return state, episodes
+
+    def score(self, episodes: Sequence[Episode]) -> list[Scored]:
+        """Scores the responses to this process's own prompts."""
+        n = self.sampling.num_samples
+        episodes = episodes[self.own.start * n : self.own.stop * n]
+        texts = [self.tokenizer.decode(e.response.tokens) for e in episodes]
+        results = self.rewards.score(
+            [
+                request_for(e.response.prompt, text, len(e.response.tokens))
+                for e, text in zip(episodes, texts, strict=True)
+            ]
+        )
+        scores = [r.score + e.reward for r, e in zip(results, episodes, strict=True)]
+        lengths = [len(e.response.tokens) for e in episodes]
+        finished = [bool(e.response.finished) for e in episodes]
+        columns = (texts, scores, lengths, finished)
+        return [
+            Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
+            for i, prompt in enumerate(self.prompts[self.own])
         ]
-    )
-    scores = [r.score + e.reward for r, e in zip(results, episodes, strict=True)]
-    lengths = [len(e.response.tokens) for e in episodes]
-    finished = [bool(e.response.finished) for e in episodes]
-    columns = (texts, scores, lengths, finished)
-    return state, [
-        Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
-        for i, prompt in enumerate(prompts[own])
-    ]
 
 
 def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:

@@ -55,8 +55,9 @@ def metrics_page() -> str:
     """All metrics with the meaning of a bad value."""
     lines = [
         "# Metrics\n",
-        "`metrics.jsonl` has one line per step, under verl's names. Step 0 holds the evaluation "
-        'of the untrained weights. NaN and infinities are the strings "NaN", "Infinity" and '
+        "`metrics.jsonl` has one line per step, under verl's names, and a second one for an "
+        "evaluation that ended after later steps. Step 0 holds the evaluation of the untrained "
+        'weights. NaN and infinities are the strings "NaN", "Infinity" and '
         '"-Infinity".\n',
         "`{a,b}` stands for a or b, `{word}` for a name of the run. Where a graph has several "
         "nodes of a kind, `NODE/` stands before their names. A function of your own adds metrics "

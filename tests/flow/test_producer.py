@@ -1,5 +1,6 @@
 """What the training sees of groups and weights that the thread of a sampler is about to take."""
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -8,9 +9,11 @@ import pytest
 from support.tiny_model import prompt_of
 
 from distflow_jax.dag.graph import Node
+from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.lag_rule import Admission, Rule
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.sampling_thread import SamplingThread
+from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 
@@ -22,12 +25,12 @@ class NoSampler:
     """What a producer needs of a sampler that never samples."""
 
     def __init__(self):
-        self.version, self.params, self.busy = 0, {}, False
+        self.version, self.busy, self.counts = 0, False, Counts()
 
     def submit(self, key, request):
         """Takes a request."""
 
-    def drain(self):
+    def free_weights(self):
         """Nothing is in flight."""
 
     def load(self, params, version, *, cache):
@@ -54,6 +57,7 @@ def producer_of(sampler, draw, **bounds):
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=2,
         lock=threading.Condition(),
+        saved=SavedSamples(),
     )
 
 
@@ -89,7 +93,15 @@ def test_weights_that_come_while_others_are_taken():
     """A sampler takes the newest, whichever it was about to take."""
     sampler = NoSampler()
     producer = producer_of(sampler, lambda: None, steps=1)
-    thread = SamplingThread(producer, lambda left: left, list, exact=None, cache="keep")
+    thread = SamplingThread(
+        producer,
+        contextlib.nullcontext,
+        list,
+        order=None,
+        evaluations=None,
+        cache="keep",
+        buffers=2,
+    )
     for version in range(1, 200 * STEPS):
         thread.deliver(version, version)
         thread.raise_error()

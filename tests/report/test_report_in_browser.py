@@ -243,6 +243,12 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
     page.run(LOOK)
     page.wait_for("runs[0].last === 13 && runs[0].charts.has('val-core/new/reward/mean@1')")
     page.wait_for("document.getElementById('status').textContent === 'step 13 of 40'")
+    for late in (11, 12):  # evaluations that end after later steps
+        writer.late_metrics(late, {"val-core/new/reward/mean@1": 0.25})
+        page.run(LOOK)
+        page.wait_for(f"runs[0].metrics.get('val-core/new/reward/mean@1').x.includes({late})")
+    assert page.run("runs[0].metrics.get('val-core/new/reward/mean@1').x") == [11, 12, 13]
+    assert page.run("runs[0].last") == 13
     writer.samples(13, [{"row": 1, "prompt": "p", "response": "r", "score": 1}])
     page.run("refreshSections()")
     assert page.run("document.querySelector('.file').innerHTML") != before

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter, read_metrics, write_atomic
 
 
@@ -60,6 +61,27 @@ def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
         writer.metrics(step, {"a/b": step / 7})
     writer.close()
     assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(3, {0, 3}), (2, {0}), (5, {0, 3})])
+def test_late_metrics_of_a_step_join_its_own(tmp_path, resume_step, kept):
+    writer = RunWriter(tmp_path)
+    for step in range(1, 6):
+        if step in (2, 5):
+            writer.late_metrics(step - 2, {"val-core/a": step})
+        writer.metrics(step, {"a/b": step / 7})
+    with pytest.raises(ValueError, match="step 6 before its own: 5 ended"):
+        writer.late_metrics(6, {})
+    writer.close()
+    writer = RunWriter(tmp_path, resume_step=resume_step)
+    writer.close()
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(resume_step + 1))
+    assert {row["step"] for row in found if "val-core/a" in row} == kept
+    assert all(row["a/b"] == row["step"] / 7 for row in found[1:])
+    shown = read_run(tmp_path).rows
+    assert {step for step, row in shown.items() if "val-core/a" in row} == kept
+    assert all(row["a/b"] == step / 7 for step, row in shown.items() if step)
 
 
 def test_a_fresh_start_drops_the_steps_of_a_run_without_a_checkpoint(tmp_path):

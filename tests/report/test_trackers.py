@@ -420,7 +420,8 @@ def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, o
     writer.metrics(1, metrics(1))
     writer.close()
     for spec in ("tensorboard", own("Lines")):
-        tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "lines-1", 3)
+        path = tracker_state.state_path(tmp_path, spec)
+        tracker_state.write_state(path, "lines-1", tracker_state.Cursor(3))
         tracker_state.state_path(tmp_path, spec).write_text("")  # after a power failure
     trackers = Trackers(["tensorboard", own("Lines")], tmp_path, last_step=1)
     writer = RunWriter(tmp_path, resume_step=1, trackers=trackers)
@@ -454,17 +455,61 @@ def test_steps_that_a_start_without_the_tracker_drops_are_replaced_in_it(
     assert len(list(tmp_path.glob("lines-*.txt"))) == (1 if resume_step else 2)
 
 
+@pytest.mark.parametrize("resume_step", [4, 5, 8, None])
+def test_late_evaluations_reach_a_tracker_once(tmp_path, own, resume_step):
+    """An evaluation that ends after later steps is a row of its own, with its table, also where the
+    run goes on from a step before or after the one that it came in."""
+    trackers, records = ["tensorboard", own("Lines")], [{"score": 0.5}]
+
+    def attempt(first, last):
+        before = first - 1 or None
+        fed = Trackers(trackers, tmp_path, last_step=before or -1)
+        writer = RunWriter(tmp_path, resume_step=before, trackers=fed)
+        for step in range(first, last + 1):
+            late = step - 2
+            if late >= 0 and late % 3 == 0 and late not in evaluated(tmp_path):
+                writer.samples(f"eval-{late}", records)
+                writer.late_metrics(late, {"val-core/sum/reward/mean@1": late / 7})
+            writer.samples(step, records)
+            writer.metrics(step, {"actor/lr": step / 7})
+        writer.close()
+
+    attempt(1, 8)  # evaluations of 0, 3 and 6 after 1, 4 and 7
+    in_events = [(step, name) for step, name, _ in scalars(tmp_path)]
+    assert len(set(in_events)) == len(in_events) == 8 + 3
+    attempt((resume_step or 0) + 1, 9)
+    wanted = dict(rows(tmp_path))
+    assert list(wanted) == list(range(10)) and set(wanted[3]) == {
+        "val-core/sum/reward/mean@1",
+        "actor/lr",
+    }
+    own_rows = lines_of(tmp_path)
+    got = [(step, name) for _, step, *rest in own_rows for values in rest for name in values]
+    assert set(got) == {(step, name) for step, values in wanted.items() for name in values}
+    if resume_step == 8:
+        assert len(set(got)) == len(got)
+    tables = [line[1:3] for line in lines(tmp_path) if line[0] == "samples"]
+    assert {tuple(table) for table in tables} >= {(0, "eval"), (3, "eval"), (6, "eval")}
+
+
+def evaluated(folder):
+    """The steps whose evaluation metrics.jsonl has."""
+    path = folder / "metrics.jsonl"
+    found = read_metrics(path) if path.exists() else []
+    return {row["step"] for row in found if any(name.startswith("val-") for name in row)}
+
+
 def test_a_state_that_is_held_is_cut_when_it_is_free(tmp_path):
     path = tracker_state.state_path(tmp_path, "wandb")
-    tracker_state.write_state(path, "id", 8)
+    tracker_state.write_state(path, "id", tracker_state.Cursor(8, late=5))
     with tracker_state.held(path, wait=False) as free:
         assert free
         tracker_state.cut_states(tmp_path, 5)  # a thread waits
         tracker_state.cut_states(tmp_path, 4, fed=["wandb"])  # its follower does it
-        assert tracker_state.read_state(path) == ("id", 8)
+        assert tracker_state.read_state(path) == ("id", (8, 5))
         with tracker_state.held(path, wait=False) as again:
             assert not again
-    while tracker_state.read_state(path) != ("id", 5):
+    while tracker_state.read_state(path) != ("id", (5, 5)):
         time.sleep(0.01)
     tracker_state.cut_states(tmp_path, -1)
     assert not path.exists()
@@ -472,7 +517,8 @@ def test_a_state_that_is_held_is_cut_when_it_is_free(tmp_path):
 
 def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, caplog):
     spec = own("HangsAtFirst")
-    tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "id", 2)
+    state = tracker_state.Cursor(2)
+    tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "id", state)
     trackers = Trackers([spec], tmp_path, last_step=2, seconds=2)
     writer = RunWriter(tmp_path, resume_step=2, trackers=trackers)
     writer.metrics(3, metrics(3))

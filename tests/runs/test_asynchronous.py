@@ -58,6 +58,12 @@ def samples_of(folder):
     }
 
 
+def evaluations_of(folder):
+    """{step: records of the responses of its evaluation}"""
+    paths = {int(p.stem.removeprefix("eval-")): p for p in (folder / "samples").glob("eval-*")}
+    return {step: paths[step].read_text() for step in sorted(paths)}
+
+
 def check_ages(folder, lag, *, steps=STEPS):
     """No token is too old, and no response trains twice; returns the ages of tokens, counted."""
     ages, uids = collections.Counter(), collections.Counter()
@@ -131,10 +137,18 @@ def test_a_run_goes_on_with_another_lag(tmp_path, lags):
     check_batches(uids)
 
 
+def check_evaluations(folder, config):
+    """Each that is due was made once, by the weights of its step."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [row["step"] for row in rows if any(name.startswith("val-core/") for name in row)]
+    due = [s for s in range(STEPS + 1) if s in (0, STEPS) or s % config.eval.every == 0]
+    assert found == due == list(evaluations_of(folder))
+
+
 def delayed(monkeypatch, seed):
     """Delays of samplers and trainers, of random lengths."""
     draw = random.Random(seed)
-    rounds, steps = Producer.round, run.Run.run_step
+    rounds, steps, nodes = Producer.round, run.Run.run_step, NodesAhead.run
 
     def late_round(self):
         time.sleep(draw.uniform(0, 0.05))
@@ -144,23 +158,38 @@ def delayed(monkeypatch, seed):
         time.sleep(draw.uniform(0, 0.2))
         return steps(self, prompts)
 
+    def late_nodes(self, group):
+        time.sleep(draw.uniform(0, 0.05))
+        return nodes(self, group)
+
+    monkeypatch.setattr(NodesAhead, "run", late_nodes)
     monkeypatch.setattr(Producer, "round", late_round)
     monkeypatch.setattr(run.Run, "run_step", late_step)
 
 
-@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag):
+@pytest.mark.parametrize(
+    ("lag", "flags"),
+    [
+        (1, ()),
+        pytest.param(2, ("eval.every=1",), marks=pytest.mark.slow),
+        pytest.param(1, ("dag=dapo", "eval.every=2"), marks=pytest.mark.slow),
+    ],
+)
+def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag, flags):
     """Samplers on a device of their own: whatever is late, metrics and samples are the same."""
-    config = config_of(*PART, f"flow.max_lag={lag}", "flow.swap=boundary")
+    config = config_of(*PART, f"flow.max_lag={lag}", "flow.swap=boundary", *flags)
     for name, seed in (("first", None), ("second", 1)):
         with monkeypatch.context() as patch:
             if seed is not None:
                 delayed(patch, seed)
             assert run.train_here(config, tmp_path / name) == 0
     assert lasting(tmp_path / "first") == lasting(tmp_path / "second")
+    assert evaluations_of(tmp_path / "first") == evaluations_of(tmp_path / "second")
     assert samples_of(tmp_path / "first") == samples_of(tmp_path / "second")
     _, uids = check_ages(tmp_path / "first", lag)
-    check_batches(uids)
+    if not any("dapo" in flag for flag in flags):
+        check_batches(uids)
+    check_evaluations(tmp_path / "first", config)
     for step, records in samples_of(tmp_path / "first").items():
         assert {record["version"] for record in records} == {max(0, step - 1 - lag)}
 

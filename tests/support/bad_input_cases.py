@@ -151,7 +151,7 @@ SIZES = [
     ),
     (
         "flow.max_lag=1 ; algorithm.correction=token_tis ; training.offload=idle",
-        "training.offload='idle' takes models away while samplers run ahead (flow.max_lag=1)",
+        "training.offload='idle' needs the place of samplers whose responses go on in the next",
     ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),

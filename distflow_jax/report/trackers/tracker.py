@@ -68,7 +68,10 @@ class Tracker(Protocol):
     settle_seconds: float
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of a step, by name. The last values given for a step count."""
+        """Takes the metrics of a step, by name. The last values given for a step count.
+
+        Metrics of an evaluation may come in a call of their own, after those of later steps.
+        """
 
     def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Takes at most MOST_RECORDS records of samples/, before the metrics of their step.

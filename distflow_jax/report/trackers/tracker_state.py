@@ -1,7 +1,7 @@
-"""The state of a tracker: its own id of a run, and the last step that it has stored for sure.
+"""The state of a tracker: its own id of a run, and the last rows that it has stored for sure.
 
-It is the file trackers/NAME.json in the run's folder, {"run_id": text or null, "step": step}. The
-process or thread that feeds the tracker holds the lock trackers/NAME.lock.
+It is the file trackers/NAME.json in the run's folder, {"run_id": text or null, "step": step,
+"late": step}. The process or thread that feeds the tracker holds the lock trackers/NAME.lock.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.report.trackers.tracker import file_name
@@ -18,27 +19,44 @@ from distflow_jax.report.trackers.tracker import file_name
 _own: set[int] = set()  # descriptors that no forked process keeps
 
 
+class Cursor(NamedTuple):
+    """The last rows that a tracker has: of a step, and late ones, of an evaluation that ended after
+    later steps (RunWriter.late_metrics); -1: none."""
+
+    step: int = -1
+    late: int = -1
+
+    def cut(self, last_step: int) -> "Cursor":
+        """Without rows of the steps after `last_step`."""
+        return Cursor(min(self.step, last_step), min(self.late, last_step))
+
+
 def state_path(folder: pathlib.Path, spec: str) -> pathlib.Path:
     """The state's file of the tracker `spec` in a run's folder."""
     return folder / "trackers" / f"{file_name(spec)}.json"
 
 
-def read_state(path: pathlib.Path) -> tuple[str | None, int]:
-    """(run_id, step); (None, -1) without a file. Raises ValueError for one that is no state."""
+def read_state(path: pathlib.Path) -> tuple[str | None, Cursor]:
+    """(run_id, cursor) of a tracker; (None, Cursor()) without a file.
+
+    Raises ValueError for a file that is no state.
+    """
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         run_id = state["run_id"]
-        return None if run_id is None else str(run_id), int(state["step"])
+        late = state["late"] if "late" in state else -1  # not in older files
+        cursor = Cursor(int(state["step"]), int(late))
+        return None if run_id is None else str(run_id), cursor
     except FileNotFoundError:
-        return None, -1
+        return None, Cursor()
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__})") from error
 
 
-def write_state(path: pathlib.Path, run_id: str | None, step: int) -> None:
+def write_state(path: pathlib.Path, run_id: str | None, cursor: Cursor) -> None:
     """Writes a state; after a power failure it is the old one or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({"run_id": run_id, "step": step}))
+    write_atomic(path, json.dumps({"run_id": run_id, **cursor._asdict()}))
 
 
 def cut_state(path: pathlib.Path, last_step: int) -> None:
@@ -47,9 +65,9 @@ def cut_state(path: pathlib.Path, last_step: int) -> None:
     if last_step == -1:
         path.unlink(missing_ok=True)
         return
-    run_id, step = read_state(path)
-    if step > last_step:
-        write_state(path, run_id, last_step)
+    run_id, cursor = read_state(path)
+    if max(cursor) > last_step:
+        write_state(path, run_id, cursor.cut(last_step))
 
 
 def cut_states(folder: pathlib.Path, last_step: int, fed: Iterable[str] = ()) -> None:

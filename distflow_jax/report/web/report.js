@@ -200,12 +200,19 @@ const loadRun = async (run) => {
   run.fresh = true;
 };
 
+// Whether a metric has a point of this step, or its chart is left out.
+const has = (run, name, step) => {
+  const points = run.metrics.get(name);
+  return points ? points.x.includes(step) : Boolean(run.more);
+};
+
 // Appends rows of metrics.jsonl; false: the run must be loaded again.
 const append = (run, rows) => {
   for (const { step, ...row } of rows) {
     if (step <= run.last && (step > 0 || run.last > 0)) {
-      if (run.fresh) continue; // written while the run was loaded
-      return false;
+      // written while the run was loaded?
+      if (run.fresh && Object.keys(row).every((name) => has(run, name, step))) continue;
+      return false; // also of an evaluation that ended after later steps
     }
     for (const [name, value] of Object.entries(row)) {
       const points = run.metrics.get(name);

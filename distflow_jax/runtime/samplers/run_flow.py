@@ -4,13 +4,15 @@ import functools
 import logging
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from etils import epath
 
 from distflow_jax.checkpoint.additions import Addition, AdditionWriter, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.flow.evaluations import Evaluator
 from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.flow_config import FlowConfig
@@ -21,15 +23,34 @@ from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
+from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.samplers.run_sampler import evaluation_of
+from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
 
 log = logging.getLogger("distflow_jax")
+
+
+def evaluates_ahead(
+    config: FlowConfig, schedule: StepSchedule, recorder: Recorder, step: int
+) -> Callable[[int], bool] | None:
+    """Says whether samplers evaluate a version when they take it; None: the training does it.
+
+    Collective. With swaps at boundaries samplers do, of a run that begins after `step` steps. An
+    evaluation of that step whose metrics were not written yet is made again.
+    """
+    if config.swap != "boundary" or schedule.eval_every is None:
+        return None
+    known = bool(step) and recorder.has_evaluation(step)
+    evaluates = schedule.evaluates_version
+    return lambda version: evaluates(version) and not (known and version == step)
 
 
 def make_flow(
@@ -38,34 +59,70 @@ def make_flow(
     state: RunState,
     instruments: Instruments,
     checkpointer: Checkpointer,
+    evaluates: Callable[[int], bool] | None,
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
 
     It takes the sampler's state, and the samples of the checkpoint that the run goes on from. The
-    samplers must have been started.
+    samplers must have been started. `evaluates(version)`: whether samplers evaluate a version when
+    they take it; None: none of them.
     """
-    config, plan, loader = prepared.config, prepared.plan, prepared.loader
+    config, plan = prepared.config, prepared.plan
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
-    saved = SavedSamples(added)
+    _tell_of_lag(added, config.flow, state.step)
     if not config.flow.ahead:
-        if saved.end and processes.process_index() == 0:
-            log.warning(
-                "the checkpoint of step %d holds samples that ran ahead; with flow.max_lag=0 they "
-                "are sampled again: give flow.max_lag to train on them",
-                state.step,
-            )
         return None
     tasks = sampling_tasks(plan)
-    contexts = [runtime.contexts.of(task) for task in tasks]
-    nodes = [
-        SamplingNode(
-            context.node,
-            node_sampling(context),
-            None if prepared.environments is None else context.prefix,
-        )
-        for context in contexts
-    ]
     sampled = frozenset(task.node.id for task in tasks)
+    producer = _producer(prepared, runtime, state, tasks, SavedSamples(added))
+    return Flow(
+        producer,
+        NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
+        runtime.sync,
+        BackgroundGather(processes.second_exchange()),
+        config.flow,
+        own_devices=prepared.sizes.samplers_have_own_devices,
+        observer=Observer(
+            instruments.spans.span,
+            instruments.phases.note,
+            evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
+        ),
+        saver=_saver(producer, config.flow, checkpointer.folder, added, evaluates),
+    )
+
+
+def _tell_of_lag(added: Sequence[Addition], config: FlowConfig, step: int) -> None:
+    """Warns of samples in a checkpoint that a larger max_lag began."""
+    before = max((addition.facts["max_lag"] for addition in added), default=0)
+    if before <= config.max_lag or processes.process_index():
+        return
+    if config.ahead:
+        log.warning(
+            "the checkpoint of step %d holds samples that flow.max_lag=%d began: they are trained "
+            "on in their steps, some of them older than flow.max_lag=%d",
+            *(step, before, config.max_lag),
+        )
+        return
+    log.warning(
+        "the checkpoint of step %d holds samples that flow.max_lag=%d began: with flow.max_lag=0 "
+        "they are dropped, and sampled again; give a flow.max_lag to train on them",
+        *(step, before),
+    )
+
+
+def _producer(
+    prepared: PreparedRun,
+    runtime: Runtime,
+    state: RunState,
+    tasks: Sequence[Task],
+    saved: SavedSamples,
+) -> Producer:
+    config, plan, loader = prepared.config, prepared.plan, prepared.loader
+    contexts = [runtime.contexts.of(task) for task in tasks]
+    in_turns = prepared.environments is not None
+    nodes = [
+        SamplingNode(c.node, node_sampling(c), c.prefix if in_turns else None) for c in contexts
+    ]
     sampler = EpisodeSampler(
         runtime.engine,
         state.models[tasks[0].state_key],
@@ -81,14 +138,8 @@ def make_flow(
         steps=config.training.steps,
         judged=plan.region is not None,
     )
-    if saved.end > admission.end(state.step) and processes.process_index() == 0:
-        log.warning(
-            "the checkpoint of step %d holds samples of prompts up to %d, which a larger "
-            "flow.max_lag began: they are trained on in their steps, older than flow.max_lag=%d",
-            *(state.step, saved.end - 1, config.flow.max_lag),
-        )
     writers = {task.node.id: task.layout for task in plan.tasks}
-    producer = Producer(
+    return Producer(
         sampler,
         admission,
         nodes,
@@ -98,27 +149,17 @@ def make_flow(
         lock=threading.Condition(),
         saved=saved,
     )
-    return Flow(
-        producer,
-        NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
-        runtime.sync,
-        BackgroundGather(processes.second_exchange()),
-        config.flow,
-        own_devices=prepared.sizes.samplers_have_own_devices,
-        observer=Observer(instruments.spans.span, instruments.phases.note),
-        saver=_saver(producer, config.flow, checkpointer.folder, state.step, added),
-    )
 
 
 def _saver(
     producer: Producer,
     config: FlowConfig,
     checkpoints: epath.Path,
-    step: int,
     added: Sequence[Addition],
+    evaluates: Callable[[int], bool] | None,
 ) -> SampleSaver:
-    """The saver of a run that goes on after `step`, of whose checkpoint `added` is a part."""
-    records = GroupRecords(pathlib.Path(checkpoints).parent, step)
+    """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
+    records = GroupRecords(pathlib.Path(checkpoints).parent, producer.admission.finished)
     ledger = Ledger()
     if processes.process_index() == 0:
         ledger = Ledger.restored([addition.facts["ledger"] for addition in added], records.known)
@@ -129,4 +170,13 @@ def _saver(
         ledger,
         # samples of older weights, which a restart does not have
         steps=config.max_lag if config.swap == "boundary" else None,
+        evaluates=evaluates or (lambda version: False),
     )
+
+
+def _evaluator(
+    prepared: PreparedRun, runtime: Runtime, spans: Spans, due: Callable[[int], bool]
+) -> Evaluator:
+    evaluation = evaluation_of(prepared, runtime)
+    span = functools.partial(spans.span, "evaluation")
+    return Evaluator(due, evaluation.answer, evaluation.score, span)

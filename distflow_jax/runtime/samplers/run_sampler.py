@@ -10,7 +10,7 @@ from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.stages.evaluate import Scored, evaluate
+from distflow_jax.stages.evaluate import Evaluation, Scored
 
 
 def start_samplers(
@@ -54,17 +54,21 @@ def sync_weights(
 
 def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -> list[Scored]:
     """Scored responses to this process's evaluation prompts, from the sampler's weights."""
-    config, sampler = prepared.config, next(iter(prepared.samplers))
-    prompts = prepared.eval_prompts
+    sampler, evaluation = next(iter(prepared.samplers)), evaluation_of(prepared, runtime)
     with runtime.offload.staying(EVALUATE, state.models):
-        state.models[sampler], scored = evaluate(
-            runtime.engine,
-            state.models[sampler],
-            prepared.source.tokenizer,
-            prepared.rewards,
-            prompts,
-            config.eval.sampling_params(config.rollout.max_response_length),
-            own=entries_of_host(uid_column(prompts, 1), runtime.member, runtime.hosts),
-            environments=prepared.environments,
-        )
-    return scored
+        state.models[sampler], episodes = evaluation.answer(state.models[sampler])
+        return evaluation.score(episodes)
+
+
+def evaluation_of(prepared: PreparedRun, runtime: Runtime) -> Evaluation:
+    """How this process evaluates its sampler."""
+    config, prompts = prepared.config, prepared.eval_prompts
+    return Evaluation(
+        runtime.engine,
+        prepared.source.tokenizer,
+        prepared.rewards,
+        prompts,
+        config.eval.sampling_params(config.rollout.max_response_length),
+        entries_of_host(uid_column(prompts, 1), runtime.member, runtime.hosts),
+        prepared.environments,
+    )

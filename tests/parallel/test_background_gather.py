@@ -1,0 +1,59 @@
+"""Values are gathered while each process goes on; one that ends leaves nobody waiting."""
+
+import concurrent.futures
+
+import pytest
+
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.host_exchange import HostExchange, listen
+
+
+@pytest.fixture
+def gathers():
+    """gathers(count): those of a job, of threads that stand for processes."""
+    made = []
+
+    def make(count):
+        listeners = [listen("127.0.0.1") for _ in range(count)]
+        addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
+        exchanges = [
+            HostExchange(i, addresses, listener, bytes(16)) for i, listener in enumerate(listeners)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            made.extend(pool.map(BackgroundGather, exchanges))
+        return made
+
+    yield make
+    for gather in made:
+        gather.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_values_come_in_order_to_every_process(gathers, count):
+    members = gathers(count)
+    for round_ in range(3):
+        # the last process begins when the others have long gone on
+        told = [member.begin({"of": [i, round_]}) for i, member in enumerate(members[:-1])]
+        assert not any(future.done() for future in told)
+        told.append(members[-1].begin({"of": [count - 1, round_]}))
+        for future in told:
+            values = future.result(timeout=60)
+            assert values == [{"of": [i, round_]} for i in range(count)]
+
+
+def test_a_process_that_ends_leaves_no_gather_waiting(gathers):
+    first, second, third = gathers(3)
+    waiting = []
+    for member, ends in ((first, first), (second, None), (third, third)):
+        waiting.append(member.begin(1))
+        if ends is not None:  # a gather under way ends with an error, and so do the others'
+            ends.close()
+    for future in waiting:
+        with pytest.raises(ConnectionError):
+            future.result(timeout=60)
+
+
+def test_a_process_alone_has_its_value_at_once():
+    gather = BackgroundGather(None)
+    assert gather.begin((1, [2.5, "a"])).result() == [[1, [2.5, "a"]]]
+    gather.close()
