@@ -63,7 +63,7 @@ from distflow_jax.runtime.run_state import (
     loader_position,
     save_state,
 )
-from distflow_jax.runtime.samplers.run_flow import evaluates_ahead, make_flow
+from distflow_jax.runtime.samplers.run_flow import end_saving, evaluates_ahead, make_flow
 from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
@@ -439,15 +439,7 @@ class Run:
         if self.flow is not None:
             self._record_evaluations(step - 1)
             with self.phases.span("wait_for_samples"):
-                self.flow.end_saving(stop.deadline())
-            self.checkpointer.wait()
-            if (complete := self.checkpointer.latest()) != step:
-                log.warning(
-                    "the samples that the checkpoint of step %d needs are not complete: the run "
-                    "goes on after step %d, its last complete one; give it more time to end by "
-                    "the launcher's --grace_seconds",
-                    *(step, complete or 0),
-                )
+                end_saving(self.flow, self.checkpointer, step, stop.deadline())
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)
         return EXIT_PREEMPTED
 

@@ -91,6 +91,21 @@ def make_flow(
     )
 
 
+def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
+    """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
+    time.monotonic(); warns if it lacks some. Collective."""
+    flow.end_saving(end)
+    checkpointer.wait()
+    complete = checkpointer.latest() or 0
+    if complete != step and not processes.process_index():
+        log.warning(
+            "the samples that the checkpoint of step %d needs are not complete: the run goes on "
+            "after step %d, its last complete one; give it more time to end by the launcher's "
+            "--grace_seconds",
+            *(step, complete),
+        )
+
+
 def _tell_of_lag(added: Sequence[Addition], config: FlowConfig, step: int) -> None:
     """Warns of samples in a checkpoint that a larger max_lag began."""
     before = max((addition.facts["max_lag"] for addition in added), default=0)
