@@ -50,7 +50,7 @@ from distflow_jax.report import log_lines
 from distflow_jax.report.json_lines import explained_disk_errors
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
-from distflow_jax.runtime.build import build
+from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
@@ -180,7 +180,7 @@ class Run:
         self.phases = self.instruments.phases
         started = time.perf_counter()
         with terminal.activity("build"):
-            self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+            self.runtime = self.make_runtime()
         self.compile_seconds = time.perf_counter() - started
         if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
@@ -193,6 +193,10 @@ class Run:
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
+
+    def make_runtime(self) -> Runtime:
+        """Builds what lives on the devices; a subclass may put other parts in."""
+        return build(self.prepared, self.instruments.spans, self.phases.span)
 
     def loop(self, stop: StopSignal) -> int:
         """Makes all steps that are left, or those until `stop` is set; returns the exit code."""
