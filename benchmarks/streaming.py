@@ -2,17 +2,22 @@
 
     python benchmarks/streaming.py
     python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2
+    python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
     python benchmarks/streaming.py --quick                      # few steps: all parts run
 
 The cores of one machine cannot show the overlap of two computations, so that the devices are
-simulated: where they would decode, train or move weights, the process sleeps (benchmarks/simulated).
-All else is real: scheduler, flow, coordinator, rewards, checkpoints, two processes of the launcher.
+simulated: where they would decode, train or move weights, the process sleeps (asynchronous/). All
+else is real: scheduler, flow, coordinator, rewards, checkpoints, two processes of the launcher.
 
 A cell is a workload under one schedule: lengths of responses, and the seconds of generation over
 those of training in the synchronous mode. Its speed-up is over our synchronous mode on all 8
 devices. The model's figure is that of streaming_model.py. The bound: no schedule can be faster,
 since all devices would be at work with full slots all the time. A cell passes with at least 0.9 of
 the model's figure, at most the bound, and less than half of the machine's CPU seconds.
+
+With --real the models compute on this machine, each process on a core of its own. A step cannot be
+shorter than its CPU-seconds over the number of cores; the share of that bound is printed. A model
+passes if no schedule that runs ahead is slower than the synchronous one.
 """
 
 import argparse
@@ -26,13 +31,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from simulated.run import CellRun, run_cells
-from streaming_model import DEVICES, WORKLOADS, Costs, least_seconds
+from asynchronous.real_cells import MODELS, RealCell
+from asynchronous.simulated_run import SimulatedCell
+from asynchronous.worker import Cell, run_cells
+from streaming_model import DEVICES, PROMPTS, SAMPLES, WORKLOADS, Costs, least_seconds
 
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROCESSES = 2
+RESPONSES = PROMPTS * SAMPLES  # of a step
 # the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
 FIGURES = {
     ("heavy-2", "boundary", 1): (1.45, 4),
@@ -64,6 +72,11 @@ HEADER = (
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
+REAL_HEADER = (
+    "| model | schedule | s a step | CPU-s / cores | share of that bound | speed-up "
+    "| age mean / max | CPU of the machine |\n|---|---|---|---|---|---|---|---|"
+)
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -84,12 +97,17 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="other jobs run on the machine: judge by the CPU-seconds of the run alone",
     )
+    parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    known = {"cells": {w.name for w in WORKLOADS}, "schedules": set(schedules)}
+    known = {
+        "cells": {w.name for w in WORKLOADS},
+        "schedules": set(schedules),
+        "real": set(MODELS),
+    }
     for name, values in known.items():
-        chosen = getattr(args, name).split(",")
+        chosen = [value for value in getattr(args, name).split(",") if value]
         if wrong := [value for value in chosen if value not in values]:
             parser.error(f"--{name}={wrong[0]} is unknown; choose of {', '.join(sorted(values))}")
         setattr(args, name, chosen)
@@ -98,22 +116,22 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def cells_of(workload: str, args: argparse.Namespace) -> list[CellRun]:
+def cells_of(workload: str, args: argparse.Namespace) -> list[SimulatedCell]:
     """The synchronous run of a workload, and those beside it."""
     common = {"workload": workload, "steps": args.steps, "warmup": args.warmup}
-    cells = [CellRun(schedule="synchronous", lag=0, samplers=DEVICES, **common)]
+    cells = [SimulatedCell(schedule="synchronous", lag=0, samplers=DEVICES, **common)]
     for (name, schedule, lag), (_, samplers) in FIGURES.items():
         if name == workload and f"{schedule}-{lag}" in args.schedules:
             own = schedule != "shared"
             count = args.samplers if args.samplers and own else samplers
-            cells.append(CellRun(schedule=schedule, lag=lag, samplers=count, **common))
+            cells.append(SimulatedCell(schedule=schedule, lag=lag, samplers=count, **common))
     return cells
 
 
-def run_job(cells: Sequence[CellRun], folder: pathlib.Path) -> None:
+def run_job(cells: Sequence[Cell], folder: pathlib.Path) -> None:
     """Makes runs in a job of two processes. Raises RuntimeError if the job fails."""
     spec = folder / "cells.json"
-    spec.write_text(json.dumps([vars(cell) for cell in cells]))
+    spec.write_text(json.dumps([[type(cell).__name__, vars(cell)] for cell in cells]))
     launch = ["scripts/launch_local.py", f"--processes={PROCESSES}", "--devices_per_process=2"]
     command = [*launch, "--", "benchmarks/streaming.py", f"--worker={spec}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -128,45 +146,60 @@ def run_job(cells: Sequence[CellRun], folder: pathlib.Path) -> None:
         raise RuntimeError(f"the job failed:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
 
 
-def measured(cell: CellRun, folder: pathlib.Path) -> dict[str, Any]:
-    """Means over the timed steps of a run."""
-    place, first, last = folder / cell.name, cell.warmup - 1, cell.warmup + cell.steps - 1
-    marks = [json.loads((place / f"marks-{p}.json").read_text()) for p in range(PROCESSES)]
-    spans = [(m[first], m[last]) for m in marks]
-    seconds = float(np.mean([end["time"] - start["time"] for start, end in spans]))
+class Window:
+    """The timed steps of a run: notes of all processes at their beginning and end, and metrics."""
 
-    def total(key: str) -> float:
-        return sum(end[key] - start[key] for start, end in spans)
+    def __init__(self, cell: Cell, folder: pathlib.Path):
+        place, first, last = folder / cell.name, cell.warmup - 1, cell.warmup + cell.steps - 1
+        marks = [json.loads((place / f"marks-{p}.json").read_text()) for p in range(PROCESSES)]
+        self._spans = [(m[first], m[last]) for m in marks]
+        self.seconds = self.total("time") / PROCESSES
+        rows = read_metrics(place / "metrics.jsonl")
+        steps = range(cell.warmup + 1, cell.warmup + cell.steps + 1)
+        self.rows = [row for row in rows if row["step"] in steps]
 
-    def busy(side: str, kinds: Sequence[str]) -> float:
+    def total(self, key: str) -> float:
+        """What was spent, over all processes."""
+        return sum(end[key] - start[key] for start, end in self._spans)
+
+    def busy(self, side: str, kinds: Sequence[str]) -> float:
+        """Share of the time in which simulated devices did work of these kinds."""
         spent = [
-            (end[side].get(k, 0.0) - start[side].get(k, 0.0)) for start, end in spans for k in kinds
+            end[side].get(kind, 0.0) - start[side].get(kind, 0.0)
+            for start, end in self._spans
+            for kind in kinds
         ]
-        return sum(spent) / PROCESSES / seconds
+        return sum(spent) / PROCESSES / self.seconds
 
-    rows = [row for row in read_metrics(place / "metrics.jsonl")]
-    rows = [row for row in rows if cell.warmup < row["step"] <= cell.warmup + cell.steps]
-    age = "training/off_policy/trajectory_staleness/"
-    shared = not cell.own_devices
-    kinds = ("decode", "train", "swap")
-    cores = os.cpu_count()
-    return {
-        **vars(cell),
-        "seconds": seconds / cell.steps,
-        "tokens": float(np.mean([_response_tokens(row) for row in rows])),
-        "idle_samplers": 1 - busy("sampler", kinds if shared else kinds[::2]),
-        "idle_trainers": None if shared else 1 - busy("trainer", ("train",)),
-        "age_mean": float(np.mean([row.get(age + "mean", 0.0) for row in rows])),
-        "age_max": max(row.get(age + "max", 0.0) for row in rows),
-        "exposed_swap": busy("sampler", ("swap",)) * seconds / cell.steps,
-        "own_cpu": total("own_cpu") / seconds / cores,
-        "machine_cpu": total("machine_cpu") / PROCESSES / seconds / cores,
-        "compilations": sum(row["perf/compilations"] for row in rows),
+    def mean(self, name: str) -> float:
+        """Of a metric; 0 where it is missing."""
+        return float(np.mean([row.get(name, 0.0) for row in self.rows]))
+
+    def common(self, cell: Cell) -> dict[str, Any]:
+        """Means over the steps that all runs have."""
+        cores, age = os.cpu_count(), "training/off_policy/trajectory_staleness/"
+        return {
+            **vars(cell),
+            "seconds": self.seconds / cell.steps,
+            "tokens": self.mean("response_length/mean") * RESPONSES,
+            "age_mean": self.mean(age + "mean"),
+            "age_max": max(row.get(age + "max", 0.0) for row in self.rows),
+            "own_cpu": self.total("own_cpu") / self.seconds / cores,
+            "machine_cpu": self.total("machine_cpu") / PROCESSES / self.seconds / cores,
+            "compilations": sum(row["perf/compilations"] for row in self.rows),
+        }
+
+
+def measured(cell: SimulatedCell, folder: pathlib.Path) -> dict[str, Any]:
+    """Means over the timed steps of a run on simulated devices."""
+    window = Window(cell, folder)
+    kinds = ("decode", "swap") if cell.own_devices else ("decode", "train", "swap")
+    trainers = 1 - window.busy("trainer", ("train",)) if cell.own_devices else None
+    return window.common(cell) | {
+        "idle_samplers": 1 - window.busy("sampler", kinds),
+        "idle_trainers": trainers,
+        "exposed_swap": window.busy("sampler", ("swap",)) * window.seconds / cell.steps,
     }
-
-
-def _response_tokens(row: dict[str, float]) -> float:
-    return row["response_length/mean"] * 256
 
 
 def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -211,33 +244,62 @@ def synchronous_line(x: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Prints the table; returns the exit code."""
-    args = parse_arguments()
-    if args.worker:
-        spec = pathlib.Path(args.worker)
-        run_cells([CellRun(**cell) for cell in json.loads(spec.read_text())], spec.parent)
-        return 0
-    results = []
+def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of all cells; returns their numbers, and whether all pass."""
+    results: list[dict[str, Any]] = []
     print(HEADER, flush=True)
     for workload in args.cells:
         cells = cells_of(workload, args)
         with tempfile.TemporaryDirectory(prefix="streaming-") as name:
-            folder = pathlib.Path(name)
-            run_job(cells, folder)
-            base, *others = [measured(cell, folder) for cell in cells]
+            run_job(cells, pathlib.Path(name))
+            base, *others = [measured(cell, pathlib.Path(name)) for cell in cells]
         print(synchronous_line(base), flush=True)
         for found in others:
             results.append(judged(found, base, args))
             print(line(results[-1]), flush=True)
     for schedule in args.schedules:
-        speeds = [x["speed"] for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
-        figures = [x["figure"] for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
-        if speeds:
-            print(f"{schedule}: mean {np.mean(speeds):.2f}x, model {np.mean(figures):.2f}x")
+        of_schedule = [x for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
+        if of_schedule:
+            mean, model = (np.mean([x[key] for x in of_schedule]) for key in ("speed", "figure"))
+            print(f"{schedule}: mean of {len(of_schedule)} {mean:.2f}x, model {model:.2f}x")
+    return results, not any(x["problems"] for x in results)
+
+
+def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of models that compute; returns their numbers, and whether all pass."""
+    results: list[dict[str, Any]] = []
+    print(REAL_HEADER, flush=True)
+    for model in args.real:
+        chosen = (("synchronous", 0), ("shared", 1), ("in_flight", 1))
+        cells = [RealCell(model, name, lag, args.steps, args.warmup) for name, lag in chosen]
+        with tempfile.TemporaryDirectory(prefix="streaming-") as name:
+            run_job(cells, pathlib.Path(name))
+            found = [Window(c, pathlib.Path(name)).common(c) for c in cells]
+        for x in found:
+            x["share"] = x["own_cpu"] * os.cpu_count() / min(PROCESSES, os.cpu_count())
+            x["speed"] = found[0]["seconds"] / x["seconds"]
+            print(
+                f"| {model} | {x['schedule']}, lag {x['lag']} | {x['seconds']:.3f} "
+                f"| {x['share'] * x['seconds']:.3f} | {x['share']:.0%} | {x['speed']:.2f} "
+                f"| {x['age_mean']:.2f} / {x['age_max']:.0f} | {x['machine_cpu']:.0%} |",
+                flush=True,
+            )
+        results += found
+    return results, all(x["speed"] >= 1 for x in results)
+
+
+def main() -> int:
+    """Prints tables; returns the exit code."""
+    args = parse_arguments()
+    if args.worker:
+        spec = pathlib.Path(args.worker)
+        kinds = {kind.__name__: kind for kind in (SimulatedCell, RealCell)}
+        run_cells([kinds[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
+        return 0
+    results, passed = compute(args) if args.real else simulate(args)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
-    return int(any(x["problems"] for x in results) and not args.quick)
+    return int(not (passed or args.quick))
 
 
 if __name__ == "__main__":

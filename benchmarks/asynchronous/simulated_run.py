@@ -1,36 +1,22 @@
-"""Runs of one process on simulated devices: all is real but decoding, updating and moving weights.
+"""Runs on simulated devices: all is real but decoding, updating and moving weights."""
 
-`run_cells` is what every process of the job does: one run after the other.
-"""
-
-import contextlib
 import dataclasses
-import json
-import os
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from simulated.engine import DecodeCosts, DrawnLengths, SimulatedEngine
-from simulated.lanes import Lane, wait_until
+from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
+from asynchronous.lanes import Lane, wait_until
+from asynchronous.marked_run import MarkedRun
 from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs
 
 from distflow_jax.batch import Rows
-from distflow_jax.checkpoint.checkpointer import Checkpointer
-from distflow_jax.notebook import load_config
-from distflow_jax.parallel import job, mesh, processes
-from distflow_jax.planning.plan_run import PreparedRun, prepare
+from distflow_jax.parallel import mesh, processes
 from distflow_jax.planning.unit_programs import Program
-from distflow_jax.report.terminal import Terminal
-from distflow_jax.run import Run
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.training.state import TrainState
-from distflow_jax.watchdog.controller import Watchdog
-from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 SETTINGS = {
     "model.source": "random:llama?hidden=32&layers=1&heads=2&kv_heads=1&mlp=64&vocab=512"
@@ -57,7 +43,7 @@ OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
 
 
 @dataclasses.dataclass(frozen=True)
-class CellRun:
+class SimulatedCell:
     """One run of a cell."""
 
     workload: str
@@ -67,6 +53,11 @@ class CellRun:
     steps: int  # that are timed
     warmup: int  # before them
     seed: int = 0
+
+    @property
+    def config(self) -> str:
+        """The shipped config."""
+        return "tiny"
 
     @property
     def own_devices(self) -> bool:
@@ -95,6 +86,7 @@ class SimulatedSync:
         self._swap, self._sampler, self._wire = swap, sampler, wire
 
     def __call__(self, params: Any) -> Any:
+        """A whole swap, for which the devices do nothing else."""
         self._sampler.run("swap", self._swap)
         return {"weights": jnp.zeros(())}
 
@@ -137,15 +129,16 @@ class SimulatedProgram:
         return kept, (), {}
 
 
-class SimulatedRun(Run):
-    """A run that notes, after each step, the time and what its devices and CPUs have done."""
+class SimulatedRun(MarkedRun):
+    """A run on simulated devices, which notes their work too."""
 
-    def __init__(self, cell: CellRun, prepared: PreparedRun, folder: pathlib.Path, *rest: Any):
-        self.cell, self.marks = cell, []
-        here, devices = processes.process_count(), DEVICES
-        self.sampler = Lane(cell.samplers // here)
-        self.trainer = Lane((devices - cell.samplers) // here) if cell.own_devices else self.sampler
-        super().__init__(prepared, folder, *rest)
+    def __init__(self, cell: SimulatedCell, *given: Any):
+        """`given`: what a Run takes."""
+        self.cell, here = cell, processes.process_count()
+        self.sampler = self.trainer = Lane(cell.samplers // here)
+        if cell.own_devices:
+            self.trainer = Lane((DEVICES - cell.samplers) // here)
+        super().__init__(*given)
 
     def make_runtime(self) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
@@ -173,65 +166,6 @@ class SimulatedRun(Run):
         }
         return dataclasses.replace(runtime, runners=runtime.runners | simulated)
 
-    def run_step(self, prompts: Any) -> dict[str, Any]:
-        """One step."""
-        metrics = super().run_step(prompts)
-        self.marks.append(
-            {
-                "time": time.perf_counter(),
-                "sampler": dict(self.sampler.busy),
-                "trainer": dict(self.trainer.busy),
-                "own_cpu": own_cpu_seconds(),
-                "machine_cpu": machine_cpu_seconds(),
-            }
-        )
-        return metrics
-
-
-def own_cpu_seconds() -> float:
-    """CPU-seconds of this process and those that it has started, so far (Linux)."""
-    return sum(map(_cpu_seconds, [os.getpid(), *_descendants(os.getpid())]))
-
-
-def machine_cpu_seconds() -> float:
-    """CPU-seconds of everything on the machine since it was booted (Linux)."""
-    with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _descendants(pid: int) -> list[int]:
-    found = []
-    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
-
-
-def _cpu_seconds(pid: int) -> float:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        after_name = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
-
-
-def run_cells(cells: Sequence[CellRun], folder: pathlib.Path) -> None:
-    """Makes all runs, each in a folder of its name; writes what it has noted there."""
-    processes.initialize(job.find(os.environ))
-    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    with stop_on_sigterm() as stop:
-        for cell in cells:
-            config = load_config("tiny", cell.settings()).config
-            place = folder / cell.name
-            place.mkdir(parents=True, exist_ok=True)
-            with (
-                contextlib.closing(Checkpointer(place / "checkpoints", config.checkpoint)) as saved,
-                contextlib.closing((prepared := prepare(config)).rewards),
-            ):
-                quiet = Terminal(enabled=False)
-                run = SimulatedRun(cell, prepared, place, saved, Watchdog(config.health, 1), quiet)
-                run.loop(stop)
-            text = json.dumps(run.marks)
-            (place / f"marks-{processes.process_index()}.json").write_text(text)
-            processes.barrier(f"end of {cell.name}")
-    processes.shutdown()
+    def work(self) -> dict[str, Any]:
+        """Seconds of simulated devices by kind of work, so far."""
+        return {"sampler": dict(self.sampler.busy), "trainer": dict(self.trainer.busy)}

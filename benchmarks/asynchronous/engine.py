@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from asynchronous.lanes import Lane, wait_until
 from jax.sharding import Mesh
-from simulated.lanes import Lane, wait_until
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, check_length, longest_read
@@ -201,6 +201,7 @@ class DrawnLengths:
         self._lock = threading.Lock()
 
     def __call__(self, counter: int, sample: int) -> int:
+        """Tokens of a response."""
         with self._lock:
             if counter not in self._known:
                 rng = np.random.default_rng((self._seed, counter))
