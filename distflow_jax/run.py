@@ -33,7 +33,7 @@ from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
-from distflow_jax.coordinator.staleness import staleness_metrics
+from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
@@ -262,7 +262,7 @@ class Run:
         self.runtime.offload.update(state.models)
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
-            metrics = without_empty(jax.device_get(metrics | ahead))
+            metrics = means_by_age(without_empty(jax.device_get(metrics | ahead)))
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             metrics |= self._statistics(samples)
@@ -313,7 +313,7 @@ class Run:
             runtime.compiled = start_samplers(self.prepared, runtime, state, self.phases)
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
-            self.flow = make_flow(self.prepared, runtime, state, self.instruments.spans)
+            self.flow = make_flow(self.prepared, runtime, state, self.instruments)
         self.recorder.ready(runtime)
 
     @property

@@ -7,8 +7,9 @@ groups of a step, and a region's verdicts, once for each step (parallel/backgrou
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,12 +22,24 @@ from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.sampling_thread import SamplingThread
+from distflow_jax.flow.swap_times import SwapTimes
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.watchdog.gossip import OTHERS
 
 IDLE_SECONDS = 0.01  # between two looks at what other threads have done
+NOTE_SECONDS = 0.5  # between two words to the watchdog on what the training waits for
+SWAPS = "weight_swap"  # in the place of a node's id
+
+
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """Calls by which a flow is observed, from any thread."""
+
+    span: Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
+    note: Callable[[str], None]  # tells the watchdog what the running phase waits for
 
 
 class Flow:
@@ -46,12 +59,12 @@ class Flow:
         config: FlowConfig,
         *,
         own_devices: bool,
-        span: Callable[[], contextlib.AbstractContextManager],
+        observer: Observer,
     ):
-        """`own_devices`: whether the sampler has devices that no trainer uses. `span()` times a
-        round of the sampler, in any thread."""
+        """`own_devices`: whether the sampler has devices that no trainer uses."""
         self.producer, self._nodes, self._config = producer, nodes, config
-        self._sync, self._gather, self._span = sync, gather, span
+        self._sync, self._gather, self._observer = sync, gather, observer
+        self._swaps = SwapTimes()
         self._lock = producer.lock
         self._told: set[int] = set()  # counters whose verdicts the others know
         self._template: FieldStore | None = None
@@ -59,16 +72,18 @@ class Flow:
         self._version = producer.sampler.version  # the newest that was published
         # functions of the user are called from this one thread
         self._host = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
-        self._running: list[Future[None]] = []
+        self._at_work: Group | None = None  # the group whose nodes run now
+        self._next_note = 0.0  # when the watchdog is told again what the training waits for
         self._thread: SamplingThread | None = None
         if own_devices:
             exact = producer.admission.rule.exact_version
             self._thread = SamplingThread(
                 producer,
-                sync.arrive,
+                self._arrive,
                 self._round,
                 exact=exact if config.swap == "boundary" else None,
                 cache=config.cache,
+                buffers=config.buffers,
             )
 
     def publish(self, params: Any, version: int) -> None:
@@ -76,28 +91,35 @@ class Flow:
         if version == self._version:
             return
         self._version = version
-        if self._thread is not None:
-            self._thread.deliver(self._sync.leave(params), version)
-            return
-        sampler = self.producer.sampler
-        sampler.drain()
-        jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
-        weights = jax.block_until_ready(self._sync(params))
-        sampler.load(weights, version, cache=self._config.cache)
+        with self._swaps.block("leave"):
+            if self._thread is not None:
+                self._thread.make_room()
+                self._thread.deliver(self._sync.leave(params), version)
+                return
+            sampler = self.producer.sampler
+            sampler.drain()
+            jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
+            weights = jax.block_until_ready(self._sync(params))
+            sampler.load(weights, version, cache=self._config.cache)
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, complete, once all processes have theirs. Collective.
 
         Raises EndOfData where the data have no group for the step, and what a sampler, an
-        environment or a node that ran ahead has raised.
+        environment or a node that ran ahead has raised for a group of the step.
         """
+        with self._swaps.block("wait"):
+            return self._take(step)
+
+    def _take(self, step: int) -> tuple[FieldStore, Metrics]:
         admission = self.producer.admission
+        self._next_note = 0.0
         while True:
             with self._lock:
                 cut = admission.cut(step)
             if cut.start == cut.end:
                 raise EndOfData
-            self._drive(lambda cut=cut: self._has(cut))
+            self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
             told = self._gather.begin(self._news())
             self._drive(told.done)
             with self._lock:
@@ -146,11 +168,14 @@ class Flow:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _drive(self, until: Callable[[], bool]) -> None:
-        """Samples until something is true."""
+    def _drive(self, until: Callable[[], bool], *, needs: int = 0) -> None:
+        """Samples until something is true, for which groups below a counter are needed."""
         producer = self.producer
         while not until():
-            self._raise_errors()
+            self._raise_errors(needs)
+            if time.monotonic() >= self._next_note:
+                self._observer.note(self._missing(needs))
+                self._next_note = time.monotonic() + NOTE_SECONDS
             if self._thread is None:
                 producer.admit()
                 if producer.sampler.busy:
@@ -160,23 +185,52 @@ class Flow:
                 self._lock.wait(IDLE_SECONDS)
 
     def _round(self) -> None:
-        with self._span():
+        with self._observer.span(self.producer.name):
             groups = self.producer.round()
         for group in groups:
-            self._running.append(self._host.submit(self._run_nodes, group))
+            group.running = self._host.submit(self._run_nodes, group)
 
     def _run_nodes(self, group: Group) -> None:
-        self._nodes.run(group)
+        self._at_work = group
+        try:
+            self._nodes.run(group, self._observer.span)
+        finally:
+            self._at_work = None
         with self._lock:
             group.done = True
             self._lock.notify_all()
 
-    def _raise_errors(self) -> None:
-        """Raises what a sampler, or a node that ran ahead, has raised."""
+    @contextlib.contextmanager
+    def _arrive(self, left: Any) -> Iterator[Any]:
+        """A block in which the sampler does not decode, with the weights that have left."""
+        with self._swaps.block("arrive"), self._observer.span("take_weights"):
+            yield jax.block_until_ready(self._sync.arrive(left))
+
+    def _raise_errors(self, needs: int) -> None:
+        """Raises what a sampler has raised, or a node that ran on a group below a counter."""
+        if not needs:
+            return
         if self._thread is not None:
             self._thread.raise_error()
-        while self._running and self._running[0].done():
-            self._running.pop(0).result()
+        with self._lock:
+            groups = [g for c, g in self.producer.groups.items() if c < needs]
+        for running in [g.running for g in groups if g.running is not None]:
+            if running.done():
+                running.result()
+
+    def _missing(self, needs: int) -> str:
+        """The oldest group below a counter that is not done, and the node that it waits for."""
+        if not needs:
+            return OTHERS
+        with self._lock:
+            groups = [g for c, g in self.producer.groups.items() if c < needs and not g.done]
+        oldest = min(groups, key=lambda group: group.counter, default=None)
+        if oldest is None:
+            return f"{self.producer.name} has not begun"
+        if oldest.sampling:
+            return f"{min(oldest.sampling)} of prompt {oldest.counter}"
+        late = self._at_work or oldest  # one group after the other
+        return f"{late.node} of prompt {late.counter}"
 
     def _has(self, cut: Cut) -> bool:
         """Whether this process's groups of a cut have begun, and are done."""
@@ -212,7 +266,7 @@ class Flow:
             )
         store = joined(stores or [self._template], np.array(cut.kept, np.int64))
         store.done = self._nodes.ids
-        metrics = step_metrics(groups)
+        metrics = step_metrics(groups) | {SWAPS: self._swaps.take()}
         for name, value in metrics.items():
             if isinstance(value, Parts):
                 self._parts[name] = dataclasses.replace(value, values=())

@@ -1,8 +1,7 @@
 """Settings that asynchronous steps cannot run with, found before any device works."""
 
-from collections.abc import Sequence
-
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.host_nodes import units_ahead
@@ -68,7 +67,7 @@ def check_flow(
             "takes its ratio against a policy that sampled nothing: set algorithm.correction (such "
             "as token_tis), algorithm.rejection, or algorithm.proximal=rollout or a3po"
         )
-    _check_region(plan, sampling, lag)
+    _check_region(plan, lag)
 
 
 def sampling_tasks(plan: Plan) -> list[Task]:
@@ -77,11 +76,17 @@ def sampling_tasks(plan: Plan) -> list[Task]:
     return [t for t in plan.tasks if (t.node.role, t.node.type, t.node.fn) == kind]
 
 
-def _check_region(plan: Plan, sampling: Sequence[Task], lag: str) -> None:
+def nodes_ahead(plan: Plan) -> list[Node]:
+    """The nodes of a plan that run ahead, in its order: those that sample, and host nodes."""
+    sampled = {task.node.id for task in sampling_tasks(plan)}
+    ahead = sampled | {unit.tasks[0].node.id for unit in units_ahead(plan, sampled)}
+    return [task.node for task in plan.tasks if task.node.id in ahead]
+
+
+def _check_region(plan: Plan, lag: str) -> None:
     if plan.region is None:
         return
-    sampled = {task.node.id for task in sampling}
-    ahead = sampled | {u.tasks[0].node.id for u in units_ahead(plan, sampled)}
+    ahead = {node.id for node in nodes_ahead(plan)}
     if late := [name for name in plan.region.nodes if name not in ahead]:
         raise ValueError(
             f"{lag} judges each group of the region by itself, but node {late[0]!r} needs a whole "

@@ -43,6 +43,14 @@ class FlowConfig:
                 )
 
     @property
+    def buffers(self) -> int:
+        """Weights of the trainer that may lie in a host's memory on their way to its sampler.
+
+        With `boundary` a sampler at step s still has to take versions s - max_lag .. s - 1.
+        """
+        return max(2, self.max_lag) if self.swap == "boundary" else 2
+
+    @property
     def ahead(self) -> bool:
         """Whether samplers run ahead of the training."""
         return self.max_lag > 0

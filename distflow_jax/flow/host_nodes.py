@@ -1,7 +1,9 @@
 """Nodes that need the fields of one group alone: they run as soon as these are there."""
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ class Group:
     metrics: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     done: bool = False  # all nodes that run ahead have run
     keep: bool = True  # the verdict of a region, once it is done
+    running: Future[None] | None = None  # of the nodes that run ahead, once samples are complete
+    node: str = ""  # the last of them that has begun
 
 
 def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
@@ -59,10 +63,19 @@ class NodesAhead:
         """The ids of all of them."""
         return self.sampled | {unit.tasks[0].node.id for unit in self.units}
 
-    def run(self, group: Group) -> None:
-        """Runs all units on a group whose samples are complete, and judges it."""
+    def run(
+        self,
+        group: Group,
+        span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
+        """Runs all units on a group whose samples are complete, and judges it.
+
+        `span(name)`: a block that times the unit of that name.
+        """
         for unit in self.units:
-            self._run(unit, group)
+            group.node = unit.name
+            with span(unit.name):
+                self._run(unit, group)
         if self.until is None:
             return
         verdicts = np.asarray(self.until(group.store.columns), bool)

@@ -54,6 +54,11 @@ class Producer:
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
         self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
 
+    @property
+    def name(self) -> str:
+        """The id of the node that samples; of several the first."""
+        return self._nodes[0].node.id
+
     def admit(self, up_to: int | None = None) -> bool:
         """Begins all groups that may begin with the weights that the sampler holds.
 

@@ -28,18 +28,21 @@ class SamplingThread:
     def __init__(
         self,
         producer: Producer,
-        arrive: Callable[[Any], Any],
+        arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
         round: Callable[[], None],
         *,
         exact: Callable[[int], int] | None,
         cache: str,
+        buffers: int,
     ):
-        """`arrive(left)`: the weights on the sampler's devices, of those that have left the
-        trainer. `round()`: a round of the sampler that hands its groups on. Both are called in the
-        thread, which begins at once."""
+        """`arrive(left)`: a block with the weights on the sampler's devices, of those that have
+        left the trainer. `round()`: a round of the sampler that hands its groups on. Both are
+        called in the thread, which begins at once. `buffers`: weights that have left and lie in the
+        memory of the host at a time."""
         self._producer, self._arrive, self._exact, self._cache = producer, arrive, exact, cache
         self._round_of_sampler, self._lock = round, producer.lock
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
+        self._buffers, self._arriving = buffers, False
         self._wanted: int | None = None  # version at which somebody wants the sampler
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
         self._step = producer.admission.finished + 1  # the next to be sampled, with `exact`
@@ -52,11 +55,18 @@ class SamplingThread:
         if self._end.done():
             self._end.result()
 
-    def deliver(self, left: Any, version: int) -> None:
-        """Hands over weights on their way."""
+    def make_room(self) -> None:
+        """Waits until weights may leave: those that no sampler takes any more are dropped."""
         with self._lock:
             if self._exact is None:
                 self._inbox.clear()  # only the newest are taken
+            while len(self._inbox) + self._arriving >= self._buffers:
+                self.raise_error()
+                self._lock.wait(IDLE_SECONDS)
+
+    def deliver(self, left: Any, version: int) -> None:
+        """Hands over weights on their way."""
+        with self._lock:
             self._inbox[version] = left
             self._lock.notify_all()
 
@@ -140,13 +150,21 @@ class SamplingThread:
     def _take(self, version: int) -> None:
         """Takes weights that have left, in place of those that are held."""
         with self._lock:
-            left = self._inbox[version]
+            left = self._inbox.get(version)
+            if left is None:  # dropped: newer ones are leaving
+                return
             for older in [v for v in self._inbox if v <= version]:
                 del self._inbox[older]
+            self._arriving = True
         sampler = self._producer.sampler
         sampler.drain()
         jax.tree.map(lambda x: x.delete(), sampler.params)  # the new ones take their place
-        sampler.load(self._arrive(left), version, cache=self._cache)
+        with self._arrive(left) as weights:
+            sampler.load(weights, version, cache=self._cache)
+        del left
+        with self._lock:
+            self._arriving = False
+            self._lock.notify_all()
 
     def _wait_held(self) -> None:
         with self._lock:

@@ -47,6 +47,10 @@ class Phases:
         finally:
             self._watchdog.progress(self.step, f"after {name}")
 
+    def note(self, what: str) -> None:
+        """Tells the watchdog what the running phase waits for; this is no progress."""
+        self._watchdog.note(what)
+
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Counts its body's seconds as work, less those in collectives."""

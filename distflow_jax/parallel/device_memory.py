@@ -15,9 +15,14 @@ def device_memory_bytes() -> int:
     """
     local = jax.local_devices()
     if local[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+        return host_memory_bytes() // len(local)
     stats = local[0].memory_stats() or {}
     return int(stats.get("bytes_limit", 0))
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def live_bytes() -> int:

@@ -4,10 +4,11 @@ Shards are moved one by one, so that no process waits for another. Transfers are
 """
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 HOST = "pinned_host"
@@ -19,12 +20,31 @@ def check_host_memory(what: str) -> None:
     `what`: the setting that needs it, for the message.
     """
     for device in jax.local_devices():
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if HOST not in kinds or device.default_memory().kind == HOST:
+        if not has_host_memory(device):
+            kinds = [memory.kind for memory in device.addressable_memories()]
             raise ValueError(
                 f"{what} needs {HOST} memory, but {device.platform} devices have "
                 f"{', '.join(kinds)} here: use 'none'"
             )
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Whether a device has a separate memory on the host."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    return HOST in kinds and device.default_memory().kind != HOST
+
+
+def start_to_host(arrays: Sequence[jax.Array]) -> list[Any]:
+    """Copies of arrays (any shape), each of one device, in the memory of the host.
+
+    In `pinned_host` memory they are started and not awaited, and `np.asarray` views them. Where a
+    platform has none they are NumPy arrays.
+    """
+    devices = [x.sharding.device_set for x in arrays]
+    if not all(has_host_memory(device) for (device,) in devices):
+        return [np.asarray(x) for x in arrays]
+    targets = [SingleDeviceSharding(device, memory_kind=HOST) for (device,) in devices]
+    return jax.device_put(list(arrays), targets)
 
 
 def to_host(tree: Any) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from distflow_jax.parallel.device_memory import device_memory_bytes
+from distflow_jax.parallel.device_memory import device_memory_bytes, host_memory_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,16 +16,17 @@ class Machine:
     local_devices: int  # of each process
     platform: str
     memory: int = 0  # bytes of one device available to a run; 0 if unknown
+    host_memory: int = 0  # bytes of a host; 0 if unknown
 
     @classmethod
     def current(cls) -> "Machine":
-        """The machine of the current job."""
+        """The machine of the current job; memory in whole GiB: equal hosts differ by some MiB."""
         return cls(
             jax.process_count(),
             jax.device_count(),
             jax.local_device_count(),
             jax.default_backend(),
-            device_memory_bytes() >> 30 << 30,  # equal hosts differ by some MiB
+            *(size >> 30 << 30 for size in (device_memory_bytes(), host_memory_bytes())),
         )
 
     def submesh(self, local_devices: int) -> "Machine":

@@ -22,7 +22,7 @@ from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.proximal_weights import with_proximal_weights
+from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
@@ -41,6 +41,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
+from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, settle_reads
@@ -66,8 +67,8 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     with _named(config.dag):
         if config.training.router_replay:
             graph = with_router_replay(graph)
-        if config.algorithm.proximal == "a3po":
-            graph = with_proximal_weights(graph)
+        ages = [ALPHA] if config.algorithm.proximal == "a3po" else []
+        graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
 
@@ -138,9 +139,16 @@ class RunPlan:
         return describe_sizes(self.sizes, self.config, self.source.config, self.machine)
 
     def text(self) -> str:
-        """The plan as tables, with the residency of its nodes if models are offloaded."""
-        found = self.residencies
-        return self.plan.describe() + (f"\n{describe(found)}" if found else "")
+        """The plan as tables, with the residency of its nodes if models are offloaded, and the host
+        memory of asynchronous steps."""
+        found, waiting = self.residencies, self.waiting
+        text = self.plan.describe() + (f"\n{describe(found)}" if found else "")
+        return text + (f"\n{waiting.describe()}" if waiting else "")
+
+    @property
+    def waiting(self) -> WaitingGroups | None:
+        """Host memory of groups that wait, if samplers run ahead."""
+        return waiting_groups(self.config, self.plan, self.sizes, self.source.config, self.machine)
 
     @property
     def samplers(self) -> dict[str, str]:
@@ -208,7 +216,10 @@ def plan_run(
     )
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)
-    return RunPlan(config, graph, machine, source, sizes, made, models, until)
+    run = RunPlan(config, graph, machine, source, sizes, made, models, until)
+    if run.waiting is not None:
+        run.waiting.check()
+    return run
 
 
 def prepare(

@@ -293,6 +293,28 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean near flow.max_lag: samplers are far ahead; give them fewer devices, or lower it",
         ),
         Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
+        Metric(
+            "training/off_policy/in_flight_share/{steps}",
+            "share of tokens after which weights were swapped so many times before their response "
+            "ended; 0: the response has one version",
+        ),
+        Metric(
+            "training/off_policy/waiting_share/{steps}",
+            "share of tokens whose response was trained on so many steps after the weights that "
+            "sampled its last token",
+            "most near flow.max_lag: samplers are ahead and wait; give them fewer devices",
+        ),
+        Metric(
+            "rollout_corr/{kl,k3_kl}/{age}",
+            "rollout_corr/kl and k3_kl over the tokens of this age",
+            "rises steeply with the age: lower flow.max_lag, or the learning rate",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_eff_sample_size",
+            "with flow.max_lag and algorithm.correction: share of the tokens that would weigh as "
+            "much if all weights were equal, mean(weight)^2 / mean(weight^2)",
+            "below 0.5: few tokens carry the gradient; lower flow.max_lag or the bounds",
+        ),
     ),
     "Rewards": (
         Metric(
@@ -373,6 +395,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "waiting for the loader",
             "above 0.1: the data are slow; see coordinator.double_buffer",
         ),
+        Metric(
+            "timing_s/take_weights",
+            "with samplers on devices of their own: arrival of weights there, in the sampler's "
+            "thread; see perf/weight_swap",
+        ),
         Metric("timing_s/reshard", "packing and moving the batch"),
         Metric(
             "timing_s/host_communication",
@@ -394,6 +421,18 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/time_per_step", "seconds of the step without its evaluation"),
         Metric("perf/total_num_tokens", "prompt + response tokens of the step"),
         Metric("perf/generate_calls", "decode calls of the step"),
+        Metric(
+            "perf/weight_swap/{leave,arrive}",
+            "with flow.max_lag, mean over processes: seconds in which the training sends weights, "
+            "and in which a sampler takes weights in place of decoding",
+        ),
+        Metric(
+            "perf/weight_swap/{exposed,hidden}",
+            "those of them that delay the training, which sends weights or waits for samples; "
+            "those beside a training at work",
+            "exposed is a large share of the step: give samplers devices of their own, or raise "
+            "flow.max_lag",
+        ),
         Metric(
             "perf/mfu/actor",
             "model FLOPs utilisation of the actor's update, on devices whose peak is known",

@@ -5,7 +5,8 @@ layers of each rank, [S c, ...], those of the first rank in front.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -117,9 +118,10 @@ class LayerSync:
             out = self._sync_chunk(out, layers, start)
         return out
 
-    def leave(self, layers: Any) -> list[tuple[int, Any]]:
-        """All chunks in the memory of the host, with their starts."""
-        return [(s, self._step.leave(layers, np.int32(s))) for s in self._chunks.starts]
+    def leaving(self, layers: Any) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """(start of a chunk, call that sends it to the memory of the host) of all chunks."""
+        for start in self._chunks.starts:
+            yield start, functools.partial(self._step.leave, layers, np.int32(start))
 
     def arrive(self, left: Sequence[tuple[int, Any]]) -> Any:
         """All layers, from the chunks that have left."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distflow_jax.parallel.host_memory import start_to_host
 from distflow_jax.resharding.common_mesh import CommonMesh, relabel
 from distflow_jax.resharding.routes import Layouts, Put, Take
 
@@ -36,7 +37,8 @@ class SubmeshRoute:
         shape = (processes // hosts, hosts, -1, shards)
         names = ("replica", "host", "copy", "tensor")
         self._staging, self._local = Mesh(trainer.devices.reshape(shape), names), local
-        self._split_count = wide // shards  # shards of a sampler in one staged shard
+        self._wide = wide  # shards of a sampler on this host
+        self._split_count = wide // shards  # those of them in one staged shard
         self._sources = self._choose_sources(self._staging, local, wide)
         self._common = CommonMesh(trainer, self._staging)
         self.view = self._common.view
@@ -95,14 +97,15 @@ class SubmeshRoute:
 
     def _to_host(self, x: jax.Array, staged: NamedSharding) -> "HostShards":
         held = self._shards(x, staged)
-        places = {(index, source) for _, index, source in self._sources}
-        return HostShards(
-            x.shape, {(i, source): np.asarray(held[i][source]) for i, source in places}
-        )
+        first = self._sources[: self._wide]  # the samplers of a host share what has left
+        copies = start_to_host([held[index][source] for _, index, source in first])
+        return HostShards(x.shape, tuple(copies))
 
     def _from_host(self, x: "HostShards", layout: NamedSharding) -> jax.Array:
-        arrays = [x.shards[index, source] for _, index, source in self._sources]
-        copies = jax.device_put(arrays, [device for device, *_ in self._sources])
+        # as NumPy arrays, which view the host's memory: from there any device takes a copy
+        shards = [np.asarray(shard) for shard in x.shards]
+        devices = [device for device, *_ in self._sources]
+        copies = jax.device_put([shards[i % self._wide] for i in range(len(devices))], devices)
         return jax.make_array_from_single_device_arrays(x.shape, layout, copies)
 
     def _choose_sources(self, staging: Mesh, local: Mesh, wide: int) -> list[tuple[Any, int, Any]]:
@@ -131,7 +134,11 @@ class HostShards:
     """An array on its way, in the memory of the host: what this host's samplers take of it."""
 
     shape: tuple[int, ...]  # of the whole array
-    shards: dict[tuple[int, Any], np.ndarray]  # by part of a staged shard, and device it came from
+    shards: tuple[Any, ...]  # of one sampler, in its order; see host_memory.start_to_host
+
+    def wait(self) -> None:
+        """Waits until the copies are complete."""
+        jax.block_until_ready(self.shards)
 
 
 class SubmeshStep:
@@ -153,7 +160,7 @@ class SubmeshStep:
         self._to_host, self._from_host = to_host, from_host
 
     def leave(self, params: Any, start: np.int32) -> Any:
-        """A chunk in the memory of the host: HostShards."""
+        """A chunk on its way to the memory of the host, of HostShards; not awaited."""
         return self._to_host(self._reshard(params, start))
 
     def arrive(self, out: Any, chunk: Any, start: np.int32) -> Any:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from distflow_jax.resharding.common_mesh import relabel
 from distflow_jax.resharding.layer_chunks import LayerChunks, LayerSync
 from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
-from distflow_jax.resharding.submesh_route import SubmeshRoute
+from distflow_jax.resharding.submesh_route import HostShards, SubmeshRoute
 
 # Bytes of a device's weights in flight at a time, unless one layer is larger: about a millisecond
 # of a link. Programs that move much less would be bound by latency.
@@ -106,13 +106,22 @@ class WeightSync:
     def leave(self, params: Any) -> "LeftWeights":
         """The weights in the memory of the host, on their way to devices that only samplers have.
 
-        Collective. The parameters may change afterwards.
+        Collective. The parameters may change afterwards. A chunk leaves when the one before has
+        left; the last is not awaited.
         """
         plan = self._plan(params)
         params = jax.tree.map(plan.view, params)
-        tables = {k: step.leave(_some(params, k), _FIRST) for k, step in plan.tables.items()}
-        layers = None if plan.layers is None else plan.layers.leave(params[_LAYERS])
-        return LeftWeights(plan, tables, layers)
+        left = LeftWeights(plan, {}, None if plan.layers is None else [])
+        before = None
+        for keys, step in plan.tables.items():
+            _wait(before)
+            before = left.tables[keys] = step.leave(_some(params, keys), _FIRST)
+        if plan.layers is not None:
+            for start, leave in plan.layers.leaving(params[_LAYERS]):
+                _wait(before)
+                before = leave()
+                left.layers.append((start, before))
+        return left
 
     def arrive(self, left: "LeftWeights") -> Any:
         """The weights that have left, on the devices of this process's sampler."""
@@ -221,14 +230,35 @@ class LeftWeights:
     """Weights in the memory of the host: what this process's sampler takes of each chunk."""
 
     plan: _SyncPlan
-    tables: Mapping[tuple[str, ...], Any]
+    tables: dict[tuple[str, ...], Any]
     layers: list[tuple[int, Any]] | None
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All that this host holds of them."""
+        chunks = [*self.tables.values(), *(chunk for _, chunk in self.layers or ())]
+        return [shard for x in _on_host(chunks) for shard in x.shards]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the memory of this host."""
+        return sum(x.nbytes for x in self.arrays)
 
 
 def _like(prepared: Any, given: Any) -> Any:
     """The leaves of `given` at the paths of `prepared`."""
     flat = flatten_dict(given, sep="/")
     return unflatten_dict({path: flat[path] for path in flatten_dict(prepared, sep="/")}, sep="/")
+
+
+def _wait(chunk: Any) -> None:
+    """Waits until a chunk has left, if there is one: next to it no other is in flight."""
+    for x in _on_host(chunk):
+        x.wait()
+
+
+def _on_host(chunks: Any) -> list[HostShards]:
+    return jax.tree.leaves(chunks, is_leaf=lambda x: isinstance(x, HostShards))
 
 
 def _some(params: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class ContextFactory:
             mini_batches=config.training.mini_batches,
             epochs=config.training.epochs,
             balance_coef=config.training.balance_coef,
+            max_lag=config.flow.max_lag,
             algorithm=config.algorithm,
             value=config.critic.loss,
             preference=config.preference,

@@ -77,7 +77,8 @@ class Recorder:
 
     def ready(self, runtime: Runtime) -> None:
         """Writes the memory of the programs, all of which are compiled; shows the progress."""
-        self._writer.memory(runtime.compiled.memory.to_tree())
+        waiting, tree = self._prepared.waiting, runtime.compiled.memory.to_tree()
+        self._writer.memory(tree | ({"host": waiting.to_tree()} if waiting else {}))
         describe_start(runtime, self._terminal, self._folder, self._state.step)
         self._progress = Progress(
             self._schedule.steps,

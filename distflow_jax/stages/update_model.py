@@ -28,11 +28,15 @@ from distflow_jax.training.update import make_update
 
 
 def build_policy_update(context: TrainContext) -> Stage:
-    """rows, rollout_logp, advantage; old_logp, ref_logp, prox_alpha and routed_experts
+    """rows, rollout_logp, advantage; old_logp, ref_logp, prox_alpha, age and routed_experts
     where planned -> metrics."""
     algorithm = context.algorithm
     objective = policy_objective(
-        context.model, algorithm, context.forward, max_response=context.shape.max_response
+        context.model,
+        algorithm,
+        context.forward,
+        max_response=context.shape.max_response,
+        max_lag=context.max_lag,
     )
 
     def batch_of(fields: dict[str, Any]) -> PolicyBatch:
@@ -44,6 +48,7 @@ def build_policy_update(context: TrainContext) -> Stage:
             old_logp=fields.get("old_logp"),
             ref_logp=fields.get("ref_logp"),
             prox_alpha=fields.get("prox_alpha"),
+            age=fields.get("age"),
         )
 
     return _updates(context, objective, batch_of)

@@ -44,6 +44,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from distflow_jax.watchdog.gossip import NOTE
+
 START_SECONDS = 60.0  # for a child to start on a loaded host
 NEWS_SECONDS = 1.0  # for news to reach the watchdogs of all processes
 CLOSE_SECONDS = 1.0  # for the last message, if the pipe is full
@@ -222,6 +224,14 @@ class Watchdog:
         """
         self._at = (self._at[0] + 1, step, phase)
         self._send("at", *self._at)
+
+    def note(self, what: str) -> None:
+        """Adds to the phase what it waits for, with the next beat; this is no progress.
+
+        OTHERS of watchdog/gossip.py says that it is other processes.
+        """
+        sequence, step, phase = self._at
+        self._at = (sequence, step, f"{phase.partition(NOTE)[0]}{NOTE}{what}")
 
     def failed(self, message: str) -> None:
         """Reports that an exception ends this process ("ValueError: ..."), and with it the job.

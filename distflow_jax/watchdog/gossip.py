@@ -27,7 +27,9 @@ KINDS = ("unreachable", "silent", "stuck", "died")
 
 DATAGRAM_BYTES = 1400  # below the 1,500 of Ethernet, so that nothing is fragmented
 BODY_BYTES = DATAGRAM_BYTES - SEAL_BYTES
-PHASE_CHARS, CAUSE_CHARS, VERDICT_CHARS = 40, 300, 800
+PHASE_CHARS, CAUSE_CHARS, VERDICT_CHARS = 64, 300, 800
+NOTE = ": "  # between a phase and what it waits for
+OTHERS = "other processes"  # what a phase waits for, if no other process waits for this one
 ALL_TO_ALL = 16  # largest job in which every watchdog sends to every other
 FANOUT = 4  # targets per beat in larger jobs; half of them by a fixed rule, half at random
 # How long deaths are collected before one is named: within 0.5 s the JAX runtime has aborted all
@@ -198,7 +200,9 @@ def find_verdict(
         return "unreachable", gone
     if running and now - max(peer.moved for peer in running.values()) > limits.stuck:
         lowest = min(peer.record.sequence for peer in running.values())
-        return "stuck", [i for i, peer in running.items() if peer.record.sequence == lowest]
+        behind = [i for i, peer in running.items() if peer.record.sequence == lowest]
+        late = [i for i in behind if not running[i].record.phase.endswith(f"{NOTE}{OTHERS}")]
+        return "stuck", late or behind
     return None
 
 
@@ -356,7 +360,8 @@ def _standstill(indices: Sequence[int], table: Table, clock: Callable[[float], s
     here = position(table[indices[0]].record)
     text = f"no progress since {clock(max(peer.moved for peer in running))}: "
     if len(indices) < len(running):
-        ahead = max(running, key=lambda peer: peer.record.sequence).record
+        others = [peer for peer in running if peer.record.index not in indices]
+        ahead = max(others, key=lambda peer: peer.record.sequence).record
         verb = "is" if len(indices) == 1 else "are"
         text += f"{names(indices)} {verb} behind, {here}; the others wait {position(ahead)}"
     else:

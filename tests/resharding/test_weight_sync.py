@@ -103,12 +103,16 @@ def test_samplers_on_a_part_get_them_too(sizes, submesh, form, chunk_bytes):
     local = sampler_mesh(2, submesh=submesh)
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(FOUR, 1))
     given = jax.device_put(cast, param_shardings(FOUR, local))
+    of_sampler = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(given))
     want = SamplerLayout(FOUR, "cpu", *form).convert_placed(given)
     trained = placed(FOUR, sizes)
     assert_same(sync(trained), want)
     if submesh != sizes.submesh:
         left = sync.leave(trained)
         jax.tree.map(lambda x: x.delete(), trained)  # an update may follow at once
+        # one copy for all samplers of a host, beside the devices
+        assert left.nbytes == 2 * of_sampler
+        assert {x.sharding.memory_kind for x in left.arrays} == {"pinned_host"}
         assert_same(sync.arrive(left), want)
 
 

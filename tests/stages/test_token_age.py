@@ -10,7 +10,7 @@ from distflow_jax.algorithms.correction import a3po_alpha
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.load_graph import load_graph
-from distflow_jax.dag.proximal_weights import ALPHA, NODE, with_proximal_weights
+from distflow_jax.dag.proximal_weights import AGE, ALPHA, NODE, with_ages
 from distflow_jax.stages.token_age import build_token_age
 
 VERSIONS = [np.array([3, 3, 4, 6], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)]
@@ -29,17 +29,20 @@ def test_a_token_is_as_old_as_the_steps_since():
         assert not alpha[version == 6].any()
 
 
+@pytest.mark.parametrize("fields", [[ALPHA], [AGE], [ALPHA, AGE]], ids=str)
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "remax"])
-def test_every_update_of_a_built_in_graph_reads_the_weights(name):
-    graph = with_proximal_weights(load_graph(name, Config()))
+def test_every_update_of_a_built_in_graph_reads_them(name, fields):
+    graph = with_ages(load_graph(name, Config()), fields)
     by_id = {node.id: node for node in graph.nodes}
     assert by_id[NODE].reads.keys() == {"version", "step"}
     trained = [n for n in graph.nodes if (n.role, n.type) == ("ACTOR", "MODEL_TRAIN")]
-    assert trained and all(ALPHA in node.reads and NODE in node.deps for node in trained)
-    assert with_proximal_weights(graph) is graph
+    assert by_id[NODE].writes.keys() == set(fields)
+    assert trained and all(NODE in node.deps for node in trained)
+    assert all(set(fields) <= node.reads.keys() for node in trained)
+    assert with_ages(graph, fields) is graph
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "online_dpo"])
 def test_graphs_without_a_ratio_stay_as_they_are(name):
     graph = load_graph(name, Config())
-    assert with_proximal_weights(graph) is graph
+    assert with_ages(graph, [ALPHA, AGE]) is graph

@@ -130,6 +130,10 @@ SIZES = [
     ),
     ("flow.max_lag=-1", "flow.max_lag must not be negative, got -1; 0: samplers do not run ahead"),
     ("flow.max_lag=1 ; flow.swap=late", "flow.swap must be one of in_flight, boundary, got 'late'"),
+    (
+        "flow.max_lag=999999999 ; algorithm.correction=token_tis",
+        "flow.max_lag=999999999 with data.prompts_per_step=",
+    ),
     ("flow.swap=boundary", "flow.swap='boundary' has no effect with flow.max_lag=0; raise that"),
     ("flow.cache=recompute", "flow.cache='recompute' has no effect with flow.max_lag=0"),
     (

@@ -426,6 +426,45 @@ def test_metrics_of_the_correction():
     assert_close(got["rollout_corr/rollout_rs_masked_fraction"], share)
 
 
+def test_the_gap_is_told_by_age():
+    """Rows whose tokens have several ages: shares, the gap of each, and verl's sample size."""
+    f, config, oldest = fields(False), config_of("everything"), 3
+    ages = [np.arange(len(s.mask), dtype=np.float32) % (oldest + 1) for s in SEQUENCES]
+    objective = policy_objective(
+        TINY, config, ForwardConfig(), max_response=MAX_RESPONSE, max_lag=oldest
+    )
+
+    @jax.jit
+    def told(params, batch):
+        if (preview := objective.preview) is not None:
+            batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
+        batch, denominators = objective.prepare(batch)
+        _, found = objective.evaluate(params, batch, denominators, jnp.float32(1))
+        return objective.finish({**found["sum"], **found["max"]})
+
+    def metrics_by(ages):
+        batch = packed_batch(f, config, 2, poison=np.nan)
+        age = pack(SEQUENCES, 2, shared=False).tokens(ages, np.nan)
+        return told(params_of(f), batch._replace(age=age[0]))
+
+    got = metrics_by(ages)
+    flat_ages = np.concatenate([x[s.mask] for x, s in zip(ages, SEQUENCES, strict=True)])
+    log_rho = flat(f, "old") - flat(f, "roll")
+    terms = {"kl": -log_rho, "k3_kl": np.expm1(log_rho) - log_rho}
+    for age in range(oldest + 1):
+        here = flat_ages == age
+        assert_close(got[f"rollout_corr/tokens_of_age/{age}"], here.mean())
+        for name, values in terms.items():
+            assert_close(got[f"rollout_corr/{name}/{age}"], np.mean(values * here), name)
+    bounds = BOUNDS["token_mis"]
+    weight = np.exp(log_rho)
+    weight *= (weight >= bounds["low"]) & (weight <= bounds["high"])
+    size = weight.mean() ** 2 / (weight**2).mean()
+    assert_close(got["rollout_corr/rollout_is_eff_sample_size"], size)
+    metrics_by([np.zeros_like(x) for x in ages])
+    assert told._cache_size() == 1  # other ages compile nothing
+
+
 def test_denominators_do_not_shrink_with_what_is_rejected():
     """A loss over what is left, divided by what there was."""
     f = fields(False)

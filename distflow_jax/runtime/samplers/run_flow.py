@@ -4,22 +4,22 @@ import functools
 import threading
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
 from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.flow.producer import Producer, SamplingNode
-from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.rollout import node_sampling
 
 
 def make_flow(
-    prepared: PreparedRun, runtime: Runtime, state: RunState, spans: Spans
+    prepared: PreparedRun, runtime: Runtime, state: RunState, instruments: Instruments
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
 
@@ -71,5 +71,5 @@ def make_flow(
         BackgroundGather(processes.second_exchange()),
         config.flow,
         own_devices=prepared.sizes.samplers_have_own_devices,
-        span=functools.partial(spans.span, tasks[0].node.id),
+        observer=Observer(instruments.spans.span, instruments.phases.note),
     )

@@ -4,6 +4,7 @@ R rows, L tokens per row, S sequences per row.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,10 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview
 
+GAPS = ("kl", "k3_kl")  # metrics that are told by age
+SHARE = "tokens_of_age"
+_SQUARES = "rollout_corr/squared_weight"  # mean over tokens, for the effective sample size
+
 
 class PolicyBatch(NamedTuple):
     """Fields of the policy's loss; those of rows are [R, L] and [R, S], the others [R, L]."""
@@ -33,6 +38,7 @@ class PolicyBatch(NamedTuple):
     old_logp: jax.Array | None  # None: the policy's own, without a gradient (one update per batch)
     ref_logp: jax.Array | None  # None: no KL term
     prox_alpha: jax.Array | None = None  # of correction.a3po_alpha
+    age: jax.Array | None = None  # of tokens, in steps; None: metrics are not told by age
     # of the policy as it is before the optimizer step, for losses that select; no gradient
     current_logp: jax.Array | None = None
     selected: jax.Array | None = None  # bool, set by `prepare`: tokens that the loss selects
@@ -54,13 +60,17 @@ def policy_objective(
     forward: ForwardConfig,
     *,
     max_response: int,
+    max_lag: int = 0,
 ) -> Objective:
-    """The objective that `algorithm` configures; `max_response` is in tokens."""
+    """The objective that `algorithm` configures; `max_response` in tokens, `max_lag` in steps."""
     return Objective(
         "actor",
         model,
         functools.partial(prepare, algorithm=algorithm, max_response=max_response),
-        functools.partial(evaluate, model=model, algorithm=algorithm, forward=forward),
+        functools.partial(
+            evaluate, model=model, algorithm=algorithm, forward=forward, max_lag=max_lag
+        ),
+        _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
     )
 
@@ -119,6 +129,7 @@ def evaluate(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
+    max_lag: int = 0,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
@@ -142,6 +153,9 @@ def evaluate(
         terms = off_policy_terms(trainer, batch.rollout_logp, rows)
         sequences = counted(rows)
         sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
+        if batch.age is not None:
+            gaps = {name: terms.tokens[name] for name in GAPS}
+            sums |= _by_age(gaps, batch.age, max_lag, mean)
         sums |= {
             f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
             for name, x in terms.sequences.items()
@@ -164,6 +178,34 @@ def evaluate(
         loss = loss + algorithm.kl_coef * kl_loss
         sums["actor/kl_loss"] = kl_loss
     return loss, jax.lax.stop_gradient({"sum": sums, "max": maxima})
+
+
+def _by_age(
+    terms: dict[str, jax.Array],
+    age: jax.Array,
+    max_lag: int,
+    mean: Callable[[jax.Array], jax.Array],
+) -> dict[str, jax.Array]:
+    """Parts that tokens of each age have of the means of terms [R, L], and their share of tokens.
+
+    The means by age are those sums over the shares (coordinator/staleness.py).
+    """
+    found = {}
+    for number in range(max_lag + 1):
+        here = age == number
+        found[f"rollout_corr/{SHARE}/{number}"] = mean(here.astype(jnp.float32))
+        for name, x in terms.items():
+            found[f"rollout_corr/{name}/{number}"] = mean(jnp.where(here, x, 0.0))
+    return found
+
+
+def _finish(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The metrics, with verl's effective sample size in place of the mean of squared weights."""
+    squares = metrics.pop(_SQUARES, None)
+    if squares is not None:
+        size = metrics["rollout_corr/rollout_is_mean"] ** 2 / jnp.where(squares > 0, squares, 1.0)
+        metrics["rollout_corr/rollout_is_eff_sample_size"] = size
+    return metrics
 
 
 def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfig) -> jax.Array:
@@ -205,6 +247,8 @@ def _correction(
         )
         weight = found.weight
         sums["rollout_corr/rollout_is_mean"] = mean(weight)
+        if batch.age is not None:  # the program of a synchronous run stays what it was
+            sums[_SQUARES] = mean(weight**2)
         if denominators.weight is not None:
             factor = denominators.weight
             weight = weight / factor

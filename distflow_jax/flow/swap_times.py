@@ -1,0 +1,64 @@
+"""Seconds that swaps of weights take, exposed and hidden."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from distflow_jax.layout import Parts
+
+_NAMES = ("leave", "arrive", "exposed", "hidden")
+
+
+class SwapTimes:
+    """Times both halves of swaps: weights leave the trainer, and arrive on the sampler's devices.
+
+    A second is exposed if it delays the training: the trainer sends weights, or it waits for
+    samples while the sampler takes weights in place of decoding. Seconds of the sampler beside a
+    trainer at work are hidden. Any thread may begin and end blocks.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now, self._lock = now, threading.Lock()
+        self._then = now()
+        self._running: list[str] = []  # blocks that have begun and not ended
+        self._seconds = dict.fromkeys(_NAMES, 0.0)
+
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A block in which weights "leave" or "arrive", or the training does "wait" for samples."""
+        with self._lock:
+            self._advance()
+            self._running.append(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._advance()
+                self._running.remove(name)
+
+    def take(self) -> Parts:
+        """Seconds since the last call, those of blocks that still run included."""
+        with self._lock:
+            self._advance()
+            seconds = [self._seconds[name] for name in _NAMES]
+            self._seconds = dict.fromkeys(_NAMES, 0.0)
+        return Parts((seconds,), mean_seconds)
+
+    def _advance(self) -> None:
+        now = self._now()
+        passed, self._then = now - self._then, now
+        leave, arrive = ("leave" in self._running, "arrive" in self._running)
+        exposed = leave or (arrive and "wait" in self._running)
+        for name, counts in zip(
+            _NAMES, (leave, arrive, exposed, arrive and not exposed), strict=True
+        ):
+            self._seconds[name] += passed * counts
+
+
+def mean_seconds(of_all: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Metrics `perf/weight_swap/*`: means over all processes."""
+    return {
+        f"perf/weight_swap/{name}": sum(values) / len(of_all)
+        for name, values in zip(_NAMES, zip(*of_all, strict=True), strict=True)
+    }

@@ -1,0 +1,53 @@
+"""Seconds of swaps: which of them delay the training."""
+
+import pytest
+
+from distflow_jax.flow.swap_times import SwapTimes, mean_seconds
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_second_is_exposed_if_the_training_is_late_by_it():
+    clock = Clock()
+    swaps = SwapTimes(clock)
+
+    def passes(seconds):
+        clock.now += seconds
+
+    with swaps.block("leave"):
+        passes(1.0)
+    passes(10.0)  # neither
+    with swaps.block("arrive"):
+        passes(2.0)  # beside a step
+        with swaps.block("wait"):
+            passes(4.0)
+        with swaps.block("leave"):  # the next weights
+            passes(8.0)
+    with swaps.block("wait"):
+        passes(16.0)
+    assert swaps.take().values == ([9.0, 14.0, 13.0, 2.0],)
+    assert swaps.take().values == ([0.0] * 4,)
+
+
+def test_a_block_that_runs_on_counts_in_both_steps():
+    clock = Clock()
+    swaps = SwapTimes(clock)
+    with swaps.block("arrive"):
+        clock.now += 1.0
+        first = swaps.take()
+        clock.now += 2.0
+    assert [first.values[0][1], swaps.take().values[0][1]] == [1.0, 2.0]
+
+
+def test_metrics_are_means_over_processes():
+    found = mean_seconds([[1.0, 2.0, 3.0, 0.0], [3.0, 4.0, 5.0, 2.0]])
+    names = ("leave", "arrive", "exposed", "hidden")
+    want = dict(zip((f"perf/weight_swap/{n}" for n in names), (2.0, 3.0, 4.0, 1.0), strict=True))
+    assert found == pytest.approx(want)
