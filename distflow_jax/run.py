@@ -263,6 +263,8 @@ class Run:
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
             metrics = means_by_age(without_empty(jax.device_get(metrics | ahead)))
+        if self.flow is not None and not self.schedule.evaluates_first(state.step):
+            self.sync_weights(state.step)  # samplers may wait for them: before all that follows
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             metrics |= self._statistics(samples)

@@ -81,31 +81,40 @@ class SimulatedCell:
 class SimulatedSync:
     """In place of a WeightSync: a swap takes seconds, and the weights are a number."""
 
-    def __init__(self, swap: float, sampler: Lane, wire: Lane):
-        """`swap`: seconds of a whole one; `wire`: between trainers and samplers."""
-        self._swap, self._sampler, self._wire = swap, sampler, wire
+    def __init__(self, swap: float, sampler: Lane):
+        """`swap`: seconds of a whole one."""
+        self._swap, self._sampler = swap, sampler
+        self._wire = Lane(1)  # between trainers and samplers
 
     def __call__(self, params: Any) -> Any:
         """A whole swap, for which the devices do nothing else."""
         self._sampler.run("swap", self._swap)
         return {"weights": jnp.zeros(())}
 
-    def leave(self, params: Any) -> float:
-        """Begins to send the weights; returns when they are in the memory of the host."""
-        return self._wire.begin("swap", (1 - EXPOSED) * self._swap)
+    def leave(self, params: Any) -> "SimulatedWeights":
+        """Begins to send the weights."""
+        return SimulatedWeights(self._wire.begin("swap", (1 - EXPOSED) * self._swap))
 
-    def has_left(self, left: float) -> bool:
-        """Whether weights are there."""
-        return time.perf_counter() >= left
-
-    def arrive(self, left: float) -> Any:
+    def arrive(self, left: "SimulatedWeights") -> Any:
         """The weights on the sampler's devices."""
-        wait_until(left)
+        wait_until(left.end)
         self._sampler.run("swap", EXPOSED * self._swap)
         return {"weights": jnp.zeros(())}
 
     def temporaries(self, params: Any) -> int | None:
         """None: there is no program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedWeights:
+    """Weights on their way."""
+
+    end: float  # when they are in the memory of the host, on the clock of time.perf_counter
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        return time.perf_counter() >= self.end
 
 
 class SimulatedProgram:
@@ -156,7 +165,7 @@ class SimulatedRun(MarkedRun):
             costs=DecodeCosts(STEP, SLOT_STEP),
             lengths=DrawnLengths(workload.lengths, prepared.config.seed, n),
         )
-        sync = SimulatedSync(costs.swap, self.sampler, Lane(1))
+        sync = SimulatedSync(costs.swap, self.sampler)
         spans, phase = self.instruments.spans, self.phases.span
         runtime = build(prepared, spans, phase, sampler=(engine, sync))
         simulated = {

@@ -121,6 +121,7 @@ class Flow:
                 raise EndOfData
             self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
             told = self._gather.begin(self._news())
+            told.add_done_callback(lambda _: self._wake())
             self._drive(told.done)
             with self._lock:
                 for counter, keep in (news for theirs in told.result() for news in theirs):
@@ -183,6 +184,10 @@ class Flow:
                     continue
             with self._lock:
                 self._lock.wait(IDLE_SECONDS)
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
 
     def _round(self) -> None:
         with self._observer.span(self.producer.name):
