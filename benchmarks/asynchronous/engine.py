@@ -45,6 +45,7 @@ class Slots:
 
     def __init__(self, count: int):
         self.left = np.zeros(count, np.int32)  # tokens of the response; 0: the slot is free
+        self.cut = np.zeros(count, bool)  # by the limit: without an end token
         self.exit_below = 0
 
 
@@ -140,8 +141,9 @@ class SimulatedEngine:
     ) -> Slots:
         """Starts responses in slots."""
         for slot, request in zip(slots, requests, strict=True):
-            length = self._lengths(request.counter, request.sample) - request.emitted
-            state.left[slot] = min(length, request.sampling.limit - request.emitted)
+            length, limit = self._lengths(request.counter, request.sample), request.sampling.limit
+            state.left[slot] = min(length, limit) - request.emitted
+            state.cut[slot] = length > limit
         return state
 
     def change(
@@ -182,7 +184,7 @@ class SimulatedEngine:
         count = np.minimum(state.left, steps)
         valid = np.arange(k) < count[:, None]
         tokens = np.where(valid, self._token, 0).astype(np.int32)
-        ended = (state.left > 0) & (state.left <= steps)
+        ended = (state.left > 0) & (state.left <= steps) & ~state.cut
         tokens[ended, count[ended] - 1] = self.stop_ids[0]
         logp, margin = (np.full((slots, k), x, np.float32).view(np.int32) for x in (LOGP, MARGIN))
         rest = np.zeros((slots, 3), np.int32)  # length, goes on, free pages of the rank
