@@ -21,13 +21,14 @@ passes if no schedule that runs ahead is slower than the synchronous one.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         help="other jobs run on the machine: judge by the CPU-seconds of the run alone",
     )
     parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
+    parser.add_argument("--workdir", default="", help="keep the runs in this new folder")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -126,6 +128,18 @@ def cells_of(workload: str, args: argparse.Namespace) -> list[SimulatedCell]:
             count = args.samplers if args.samplers and own else samplers
             cells.append(SimulatedCell(schedule=schedule, lag=lag, samplers=count, **common))
     return cells
+
+
+@contextlib.contextmanager
+def run_folder(args: argparse.Namespace) -> Iterator[pathlib.Path]:
+    """The folder of a job's runs: a temporary one, unless they are to be kept."""
+    if args.workdir:
+        folder = pathlib.Path(args.workdir).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="streaming-") as name:
+        yield pathlib.Path(name)
 
 
 def run_job(cells: Sequence[Cell], folder: pathlib.Path) -> None:
@@ -250,9 +264,9 @@ def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     print(HEADER, flush=True)
     for workload in args.cells:
         cells = cells_of(workload, args)
-        with tempfile.TemporaryDirectory(prefix="streaming-") as name:
-            run_job(cells, pathlib.Path(name))
-            base, *others = [measured(cell, pathlib.Path(name)) for cell in cells]
+        with run_folder(args) as folder:
+            run_job(cells, folder)
+            base, *others = [measured(cell, folder) for cell in cells]
         print(synchronous_line(base), flush=True)
         for found in others:
             results.append(judged(found, base, args))
@@ -272,9 +286,9 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     for model in args.real:
         chosen = (("synchronous", 0), ("shared", 1), ("in_flight", 1))
         cells = [RealCell(model, name, lag, args.steps, args.warmup) for name, lag in chosen]
-        with tempfile.TemporaryDirectory(prefix="streaming-") as name:
-            run_job(cells, pathlib.Path(name))
-            found = [Window(c, pathlib.Path(name)).common(c) for c in cells]
+        with run_folder(args) as folder:
+            run_job(cells, folder)
+            found = [Window(c, folder).common(c) for c in cells]
         for x in found:
             x["share"] = x["own_cpu"] * os.cpu_count() / min(PROCESSES, os.cpu_count())
             x["speed"] = found[0]["seconds"] / x["seconds"]

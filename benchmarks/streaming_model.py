@@ -36,6 +36,11 @@ class Workload:
     ratio: float  # in the synchronous mode on all devices
     sigma: float = 1.0  # of the lengths' logarithm
 
+    @property
+    def longest(self) -> int:
+        """Tokens that no response exceeds."""
+        return {"lognormal": CAP, "uniform": 2 * MEDIAN, "fixed": MEDIAN}[self.kind]
+
     def lengths(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Tokens of `count` responses, int [count]."""
         if self.kind == "lognormal":

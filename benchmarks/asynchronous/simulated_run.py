@@ -10,7 +10,7 @@ import numpy as np
 from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import MarkedRun
-from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs
+from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs, Workload
 
 from distflow_jax.batch import Rows
 from distflow_jax.parallel import mesh, processes
@@ -24,7 +24,6 @@ SETTINGS = {
     "data.prompts_per_step": 32,
     "data.max_prompt_length": 64,
     "rollout.num_samples": 8,
-    "rollout.max_response_length": 1024,
     "rollout.num_slots": 256,
     "rollout.tokens_per_call": 16,
     "training.row_tokens": 2048,
@@ -55,6 +54,12 @@ class SimulatedCell:
     seed: int = 0
 
     @property
+    def lengths(self) -> Workload:
+        """Its workload."""
+        (found,) = (w for w in WORKLOADS if w.name == self.workload)
+        return found
+
+    @property
     def config(self) -> str:
         """The shipped config."""
         return "tiny"
@@ -73,6 +78,7 @@ class SimulatedCell:
         """Values of the config, by key. Samplers are at work until the last timed step ends."""
         changed = SETTINGS | (OWN if self.own_devices else SHARED)
         changed |= {"training.steps": self.warmup + self.steps + self.lag + 1, "seed": self.seed}
+        changed["rollout.max_response_length"] = self.lengths.longest
         if self.schedule == "boundary":
             changed["flow.swap"] = "boundary"
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})
@@ -153,7 +159,7 @@ class SimulatedRun(MarkedRun):
         """The parts of a real run, with stand-ins where devices would work."""
         prepared, sizes = self.prepared, self.prepared.sizes
         source, n = prepared.source, prepared.config.rollout.num_samples
-        (workload,) = (w for w in WORKLOADS if w.name == self.cell.workload)
+        workload = self.cell.lengths
         costs = Costs.of(workload)
         engine = SimulatedEngine(
             source.config,
