@@ -13,7 +13,8 @@ A cell is a workload under one schedule: lengths of responses, and the seconds o
 those of training in the synchronous mode. Its speed-up is over our synchronous mode on all 8
 devices. The model's figure is that of streaming_model.py. The bound: no schedule can be faster,
 since all devices would be at work with full slots all the time. A cell passes with at least 0.9 of
-the model's figure, at most the bound, and less than half of the machine's CPU seconds.
+the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
+it is refused, and in no mean.
 
 With --real the models compute on this machine, each process on a core of its own. A step cannot be
 shorter than its CPU-seconds over the number of cores; the share of that bound is printed. A model
@@ -224,7 +225,8 @@ def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace
     figure, _ = FIGURES[found["workload"], found["schedule"], found["lag"]]
     speed, bound = base["seconds"] / found["seconds"], base["seconds"] / least
     used = max(x["own_cpu" if args.beside_others else "machine_cpu"] for x in (found, base))
-    problems = [f"refused: CPU {used:.0%}"] if used >= MOST_CPU else []
+    refused = used >= MOST_CPU
+    problems = [f"refused: CPU {used:.0%}"] if refused else []
     problems += [f"below {LEAST_SHARE}"] if speed < LEAST_SHARE * figure else []
     problems += ["above its bound"] if speed > bound else []
     problems += ["compiled"] if found["compilations"] else []
@@ -233,6 +235,7 @@ def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace
         "figure": figure,
         "bound": bound,
         "problems": problems,
+        "refused": refused,
         "base_seconds": base["seconds"],
     }
 
@@ -273,6 +276,7 @@ def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
             print(line(results[-1]), flush=True)
     for schedule in args.schedules:
         of_schedule = [x for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
+        of_schedule = [x for x in of_schedule if not x["refused"]]
         if of_schedule:
             mean, model = (np.mean([x[key] for x in of_schedule]) for key in ("speed", "figure"))
             print(f"{schedule}: mean of {len(of_schedule)} {mean:.2f}x, model {model:.2f}x")

@@ -6,10 +6,7 @@ from typing import Any
 BESIDE = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
 ON_ALL = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 MODELS = {  # name -> (config, settings)
-    "tiny": (
-        "tiny",
-        {"rollout.max_response_length": 64, "rollout.num_slots": 64, "algorithm.clip": 0.2},
-    ),
+    "tiny": ("tiny", {"rollout.max_response_length": 64, "rollout.num_slots": 64}),
     "smollm2": ("grpo_smollm2", {}),
 }
 
