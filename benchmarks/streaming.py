@@ -196,7 +196,6 @@ class Window:
         return {
             **vars(cell),
             "seconds": self.seconds / cell.steps,
-            "tokens": self.mean("response_length/mean") * RESPONSES,
             "age_mean": self.mean(age + "mean"),
             "age_max": max(row.get(age + "max", 0.0) for row in self.rows),
             "own_cpu": self.total("own_cpu") / self.seconds / cores,
@@ -211,6 +210,7 @@ def measured(cell: SimulatedCell, folder: pathlib.Path) -> dict[str, Any]:
     kinds = ("decode", "swap") if cell.own_devices else ("decode", "train", "swap")
     trainers = 1 - window.busy("trainer", ("train",)) if cell.own_devices else None
     return window.common(cell) | {
+        "tokens": window.mean("response_length/mean") * RESPONSES,
         "idle_samplers": 1 - window.busy("sampler", kinds),
         "idle_trainers": trainers,
         "exposed_swap": window.busy("sampler", ("swap",)) * window.seconds / cell.steps,
