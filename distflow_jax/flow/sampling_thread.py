@@ -59,11 +59,18 @@ class SamplingThread:
     def make_room(self) -> None:
         """Waits until weights may leave: those that no sampler takes any more are dropped."""
         with self._lock:
-            if self._exact is None:
-                self._inbox.clear()  # only the newest are taken
+            for version in [v for v in self._inbox if not self._needs(v)]:
+                del self._inbox[version]
             while len(self._inbox) + self._arriving >= self._buffers:
                 self.raise_error()
                 self._lock.wait(IDLE_SECONDS)
+
+    def _needs(self, version: int) -> bool:
+        """Whether weights that wait are taken although newer ones leave; under the lock."""
+        if self._exact is None:
+            return False  # the newest are
+        admission = self._producer.admission
+        return admission.has_step(version + 1 + admission.rule.max_lag)
 
     def deliver(self, left: Any, version: int) -> None:
         """Hands over weights on their way."""

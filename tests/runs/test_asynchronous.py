@@ -91,8 +91,20 @@ def test_samplers_that_share_the_trainers_devices(tmp_path, lag):
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert not any(r["perf/compilations"] for r in read_metrics(tmp_path / "metrics.jsonl")[2:])
     for row in rows[1:]:
-        shares = [row[f"training/off_policy/age_share/{age}"] for age in range(lag + 1)]
-        assert sum(shares) == pytest.approx(1.0)
+        steps = np.arange(lag + 1)
+        means = []
+        for name in ("age", "in_flight", "waiting"):
+            shares = [row[f"training/off_policy/{name}_share/{step}"] for step in steps]
+            assert sum(shares) == pytest.approx(1.0)
+            means.append(steps @ shares)
+        assert means[0] == pytest.approx(means[1] + means[2])
+        ages = [age for age in steps if row[f"training/off_policy/age_share/{age}"]]
+        by_age = {age for age in steps if f"rollout_corr/kl/{age}" in row}
+        assert by_age == set(ages)
+        mean = sum(
+            row[f"training/off_policy/age_share/{a}"] * row[f"rollout_corr/kl/{a}"] for a in ages
+        )
+        assert mean == pytest.approx(row["rollout_corr/kl"], abs=1e-6)
         assert row["training/off_policy/trajectory_staleness/max"] <= lag
     assert not unexplained_metrics(tmp_path)
 
@@ -160,6 +172,20 @@ def test_newest_weights_at_once(tmp_path, monkeypatch):
     assert run.train_here(config, tmp_path) == 0
     _, uids = check_ages(tmp_path, 2)
     check_batches(uids)
+    swaps = [
+        {n: row[f"perf/weight_swap/{n}"] for n in ("leave", "arrive", "exposed", "hidden")}
+        for row in read_metrics(tmp_path / "metrics.jsonl")[1:]
+    ]
+    assert sum(swap["arrive"] for swap in swaps) > 0
+    for swap in swaps:
+        seconds = swap["leave"] + swap["arrive"]
+        assert max(swap["leave"], swap["arrive"]) - 1e-6 <= swap["exposed"] + swap["hidden"]
+        assert swap["exposed"] + swap["hidden"] <= seconds + 1e-6
+    assert "run ahead of the training, at most 2 steps" in (tmp_path / "plan.txt").read_text()
+    assert json.loads((tmp_path / "memory.json").read_text())["host"]["weights"]["buffers"] == 2
+    page = (tmp_path / "report.html").read_text()
+    assert "title='sampling'" in page and "rollout (sampler_0)" in page
+    assert not unexplained_metrics(tmp_path)
 
 
 def test_samplers_on_a_part_without_lag(tmp_path):
@@ -178,12 +204,17 @@ def test_samplers_on_a_part_without_lag(tmp_path):
 def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     """It reaches the step that needs the group, with its own message."""
 
-    def broken(self, group):
-        raise RuntimeError("no verdict today")
+    whole = NodesAhead.run
+
+    def broken(self, group, span):
+        if group.counter >= PROMPTS:  # of step 2, which is sampled beside step 1
+            raise RuntimeError("no verdict today")
+        whole(self, group, span)
 
     monkeypatch.setattr(NodesAhead, "run", broken)
     with pytest.raises(RuntimeError, match="no verdict today"):
         run.train_here(config_of("flow.max_lag=1", "eval.every=0"), tmp_path)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
 @pytest.mark.slow

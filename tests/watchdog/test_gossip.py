@@ -13,6 +13,9 @@ from distflow_jax.watchdog.gossip import (
     DONE,
     FAILED,
     FANOUT,
+    NOTE,
+    OTHERS,
+    PHASE_CHARS,
     Limits,
     Peer,
     Record,
@@ -232,6 +235,25 @@ def test_those_behind_are_named_when_nobody_moves():
     )
     left = same | {2: Peer(Record(2, state=DONE), 0.0, 0.0)}
     assert words("stuck", [0, 1], left, 2001.0).endswith("; process 2 had ended in order")
+
+
+def test_processes_that_wait_for_others_are_not_the_ones_that_are_stuck():
+    """All are in one phase; what it waits for tells them apart."""
+    waits = f"wait_for_samples{NOTE}{OTHERS}"
+    late = f"wait_for_samples{NOTE}reward of prompt 1234567"
+    assert len(late) <= PHASE_CHARS
+    table = table_of(
+        running(0, 12, 2000.0, phase=waits),
+        running(1, 12, 2000.0, phase=late),
+        running(2, 12, 2000.0, phase=waits),
+    )
+    assert judge(table, 2001.0) == ("stuck", [1])
+    assert words("stuck", [1], table, 2001.0).endswith(
+        f": process 1 is behind, at step 7 in node {late!r}; the others wait at step 7 in node "
+        f"{waits!r}"
+    )
+    all_wait = table_of(*(running(i, 12, 2000.0, phase=waits) for i in range(2)))
+    assert judge(all_wait, 2001.0) == ("stuck", [0, 1])
 
 
 def test_all_prefer_the_same_verdict():

@@ -6,6 +6,7 @@ from distflow_jax.report.read_run import PlannedNode, Span
 from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ROWS = 48
+_WAITING = "waiting"  # the thread of times that no thread spends
 _INVISIBLE = 0.001  # share of the axis below which a gap between bars is not drawn
 _ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
 
@@ -16,11 +17,10 @@ def step_bars(plan: Sequence[PlannedNode], steps: Mapping[int, Sequence[Span]]) 
     for step, spans in reversed(steps.items()):
         note = "the last" if step == max(steps) else "the first in trace.json"
         end = max([span.end for span in spans], default=0.0)
-        rows = [
-            BarRow(
-                name, [Bar(a, b, kind, f"{name}: {a:.3f} s to {b:.3f} s") for a, b in bars], sum_
-            )
-            for name, bars, kind, sum_ in _rows(plan, spans, end * _INVISIBLE)
+        near = end * _INVISIBLE
+        rows = _lanes(plan, spans, near) + [
+            BarRow(name, _bars(name, bars, kind), sum_)
+            for name, bars, kind, sum_ in _rows(plan, spans, near)
         ]
         parts.append(f"<h3>Step {step} <i>{note}</i></h3>{bars_html(rows, end)}")
     if not parts:
@@ -32,6 +32,35 @@ def step_bars(plan: Sequence[PlannedNode], steps: Mapping[int, Sequence[Span]]) 
     return about + "".join(parts)
 
 
+def _lanes(plan: Sequence[PlannedNode], spans: Sequence[Span], near: float) -> list[BarRow]:
+    """Sampling and training, a row each, where samplers run in a thread beside the training."""
+    roles = {node.id: node.role for node in plan}
+    beside = [s for s in spans if s.thread and roles.get(s.name) == "ROLLOUT"]
+    if not beside:
+        return []
+    threads = {span.thread for span in beside}
+    rows = []
+    for label, here in (
+        ("sampling", [s for s in spans if s.thread in threads]),
+        ("training", [s for s in spans if not s.thread and s.name in roles]),
+    ):
+        found: dict[str, list[tuple[float, float]]] = {}
+        for span in here:
+            found.setdefault(span.name, []).append((max(0.0, span.start), span.end))
+        bars = [
+            bar
+            for name, times in found.items()
+            for bar in _bars(name, _merged(times, near), _kind(roles.get(name, "")))
+        ]
+        busy = [time for times in found.values() for time in times]
+        rows.append(BarRow(label, bars, _sum(busy)))
+    return rows
+
+
+def _bars(name: str, times: Sequence[tuple[float, float]], kind: str) -> list[Bar]:
+    return [Bar(a, b, kind, f"{name}: {a:.3f} s to {b:.3f} s") for a, b in times]
+
+
 def _rows(
     plan: Sequence[PlannedNode], spans: Sequence[Span], near: float
 ) -> list[tuple[str, list[tuple[float, float]], str, str]]:
@@ -39,10 +68,12 @@ def _rows(
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         bars.setdefault((span.thread, span.name), []).append((max(0.0, span.start), span.end))
-    rows = [
-        (f"{place}. {node.id}", bars.pop(("", node.id), []), _kind(node.role))
-        for place, node in enumerate(plan, 1)
-    ]
+    rows = []
+    for place, node in enumerate(plan, 1):  # those that run ahead may have a thread of their own
+        own = sorted(k for k in bars if k[1] == node.id and k[0] != _WAITING)[:1]
+        thread = f" ({own[0][0]})" if own and own[0][0] else ""
+        found = bars.pop(own[0]) if own else []
+        rows.append((f"{place}. {node.id}{thread}", found, _kind(node.role)))
     main = {key: value for key, value in bars.items() if not key[0]}
     others = {key: value for key, value in bars.items() if key[0]}
     rows += [(name, value, "other") for (_, name), value in main.items()]

@@ -1,0 +1,78 @@
+"""Asynchronous runs of which a reward hangs or raises: told by name, in the step that needs it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.report.run_writer import read_metrics
+
+FUNCTIONS = ROOT / "tests" / "support" / "late_rewards.py"
+SMALL = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "data.prompts_per_step=8",
+    "rollout.num_slots=24",
+    "training.steps=6",
+    "algorithm.correction=token_tis",
+    "flow.max_lag=1",
+    "eval.dataset=",
+    "observe.trackers=()",
+    "reward.num_workers=1",
+)
+ENOUGH = 50  # calls of one step of 8 x 4 responses, and some of the next
+
+
+def run_until_it_ends(folder, name, *flags, processes=1):
+    kwargs = json.dumps({"calls": str(folder / "calls"), "enough": ENOUGH})
+    keys = (*SMALL, f"reward.function={FUNCTIONS}:{name}", f"reward.kwargs={kwargs}", *flags)
+    launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=1"]
+    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, *launch, "--", *train, *(f"--config.{key}" for key in keys)],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def steps_of(folder):
+    return [row["step"] for row in read_metrics(folder / "run" / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_reward_that_hangs_is_named_with_its_group(tmp_path, processes):
+    """Watchdogs name the process that waits for it, the node and the prompt; others wait."""
+    deadlines = ("reward.timeout_seconds=3600", "health.dead_seconds=30", "health.stuck_seconds=45")
+    code, text = run_until_it_ends(tmp_path, "hangs_once", *deadlines, processes=processes)
+    assert code not in (0, 75)
+    found = re.search(
+        r"no progress since [\d:]+: process (\d) (?:is behind,|stuck) at step (\d) in node "
+        r"'wait_for_samples: reward of prompt (\d+)'",
+        text,
+    )
+    told = [line for line in text.splitlines() if "progress" in line or "is at step" in line]
+    assert found, told
+    process, step, prompt = map(int, found.groups())
+    assert step - 1 == prompt // 8 and steps_of(tmp_path) == list(range(1, step))
+    if processes == 2:
+        assert f"at step {step} in node 'wait_for_samples: other processes'" in text
+    assert re.search(rf"watchdog {process}: .*in reward\b", text)  # the stack of the thread
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_reward_that_raises_ends_the_step_that_needs_it(tmp_path):
+    code, text = run_until_it_ends(tmp_path, "raises_later")
+    assert code not in (0, 75)
+    assert "rewards failed" in text and "KeyError: 'no such answer'" in text
+    steps = steps_of(tmp_path)
+    assert steps and steps == list(range(1, len(steps) + 1)) and len(steps) < 6
