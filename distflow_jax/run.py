@@ -34,6 +34,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
+from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.data.loader import Loader
@@ -51,7 +52,7 @@ from distflow_jax.report import log_lines
 from distflow_jax.report.json_lines import explained_disk_errors
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
-from distflow_jax.runtime.build import build
+from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
@@ -181,7 +182,7 @@ class Run:
         self.phases = self.instruments.phases
         started = time.perf_counter()
         with terminal.activity("build"):
-            self.runtime = build(prepared, self.instruments.spans, self.phases.span)
+            self.runtime = self.make_runtime()
         self.compile_seconds = time.perf_counter() - started
         if missing := self.runtime.compiled.shortage:  # before there is an array
             self.instruments.close()
@@ -195,6 +196,10 @@ class Run:
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
+
+    def make_runtime(self) -> Runtime:
+        """Builds what lives on the devices; a subclass may put other parts in."""
+        return build(self.prepared, self.instruments.spans, self.phases.span)
 
     def loop(self, stop: StopSignal) -> int:
         """Makes all steps that are left, or those until `stop` is set; returns the exit code."""
@@ -257,6 +262,8 @@ class Run:
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
             metrics = means_by_age(without_empty(jax.device_get(metrics | ahead)))
+        if self.flow is not None and not self.schedule.evaluates_first(state.step):
+            self.sync_weights(state.step)  # samplers may wait for them: before all that follows
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             metrics |= self._statistics(samples)
@@ -360,7 +367,7 @@ class Run:
         batch = self.config.data.prompts_per_step
         state.batches = -(-state.counter // batch)
         coordinator.use(store)
-        for field, column in self._with_step({"uid": store.uid}).items():
+        for field, column in _with_step(self.prepared.plan, {"uid": store.uid}, state.step).items():
             store.put(None, field, column)
         return coordinator.merged(measured) | flow.counts()
 
@@ -384,13 +391,8 @@ class Run:
         if batch is None:
             return None
         self.state.batches += 1
-        return self._with_step(given_columns(batch, self.config.rollout.num_samples))
-
-    def _with_step(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The columns, with the number of the step where a node reads it."""
-        if STEP in dict(self.prepared.plan.loader_fields):
-            given[STEP] = np.full(len(given["uid"]), self.state.step, np.int64)
-        return given
+        given = given_columns(batch, self.config.rollout.num_samples)
+        return _with_step(self.prepared.plan, given, self.state.step)
 
     def _statistics(self, samples: Samples) -> dict[str, float]:
         """Metrics of the step's samples over all processes. Collective."""
@@ -459,6 +461,13 @@ class Run:
 def _never() -> bool:
     """No round of a region: its nodes ran before the step."""
     return False
+
+
+def _with_step(plan: Plan, given: dict[str, Any], step: int) -> dict[str, Any]:
+    """The columns, with the number of the step where a node of the plan reads it."""
+    if STEP in dict(plan.loader_fields):
+        given[STEP] = np.full(len(given["uid"]), step, np.int64)
+    return given
 
 
 def _read(loader: Loader, spans: Spans) -> Iterator[list[Prompt]]:

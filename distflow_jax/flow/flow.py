@@ -136,16 +136,22 @@ class Flow:
     def _take(self, step: int) -> tuple[FieldStore, Metrics]:
         admission = self.producer.admission
         self._next_note = 0.0
+
+        def decided() -> bool:  # then all groups of the step are done
+            with self._lock:
+                return admission.cut(step).final
+
         while True:
             with self._lock:
                 cut = admission.cut(step)
             if cut.start == cut.end:
                 raise EndOfData
             if self._rounds:
-                self._drive(lambda: self._final(step), needs=cut.end)
+                self._drive(decided, needs=cut.end)
             else:
                 self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
                 told = self._gather.begin(self._news())
+                told.add_done_callback(lambda _: self._wake())
                 self._drive(told.done)
                 with self._lock:
                     for counter, keep in (news for theirs in told.result() for news in theirs):
@@ -234,6 +240,10 @@ class Flow:
             with self._lock:
                 self._lock.wait(IDLE_SECONDS)
 
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
     def _round(self) -> None:
         with self._observer.span(self.producer.name):
             groups = self.producer.round()
@@ -279,11 +289,6 @@ class Flow:
         with self._lock:
             groups = [g for c, g in producer.groups.items() if c < cut.end]
             return producer.begun_up_to(cut.end) and all(group.done for group in groups)
-
-    def _final(self, step: int) -> bool:
-        """Whether all verdicts that decide a step are known, and so all its groups are done."""
-        with self._lock:
-            return self.producer.admission.cut(step).final
 
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""

@@ -45,6 +45,7 @@ class SamplingThread:
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._buffers, self._arriving = buffers, False
         self._wanted: int | None = None  # version at which somebody wants the sampler
+        self._told = 0  # deliveries and wishes so far; under the lock
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._end = self._executor.submit(self._serve)
@@ -69,6 +70,7 @@ class SamplingThread:
         """Hands over weights on their way."""
         with self._lock:
             self._inbox[version] = left
+            self._told += 1
             self._lock.notify_all()
 
     @contextlib.contextmanager
@@ -79,6 +81,7 @@ class SamplingThread:
         """
         with self._lock:
             self._wanted = version
+            self._told += 1
             self._lock.notify_all()
             while not self._held:
                 self.raise_error()
@@ -102,16 +105,22 @@ class SamplingThread:
 
     def _serve(self) -> None:
         while not self._closing:
+            told = self._told
             worked = self._work() if self._order is None else self._work_in_order()
             if not worked:
                 with self._lock:
-                    self._lock.wait(IDLE_SECONDS)
+                    if told == self._told:
+                        self._lock.wait(IDLE_SECONDS)
 
     def _work(self) -> bool:
-        """A round with the newest weights; whether there was anything to do."""
+        """A round with the newest weights; whether there was anything to do.
+
+        With something to sample it goes on while weights are on their way.
+        """
         with self._lock:
             newest = max(self._inbox, default=None)
-        if newest is not None:
+            there = newest is not None and self._inbox[newest].ready
+        if there or (newest is not None and not self._producer.sampler.busy):
             self._take(newest)
         if self._wanted is not None and self._producer.sampler.version >= self._wanted:
             self._wait_held()

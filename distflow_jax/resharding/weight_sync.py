@@ -240,6 +240,11 @@ class LeftWeights:
         return [shard for x in _on_host(chunks) for shard in x.shards]
 
     @property
+    def ready(self) -> bool:
+        """Whether all of them are there: to take them waits for nothing."""
+        return all(x.is_ready() for x in self.arrays if isinstance(x, jax.Array))
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the memory of this host."""
         return sum(x.nbytes for x in self.arrays)

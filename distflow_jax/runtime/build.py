@@ -56,16 +56,23 @@ class Runtime:
 
 
 def build(
-    run: PreparedRun, spans: Spans, phase: Span = lambda name: contextlib.nullcontext()
+    run: PreparedRun,
+    spans: Spans,
+    phase: Span = lambda name: contextlib.nullcontext(),
+    *,
+    sampler: tuple[RolloutEngine, WeightSync] | None = None,
 ) -> Runtime:
     """Builds meshes, engine and coordinator, and compiles the programs; no array exists yet.
 
-    `spans` times the coordinator's work in every step, `phase` the compilation.
+    `spans` times the coordinator's work in every step, `phase` the compilation. `sampler`: an
+    engine and the sync that feeds it, in place of those that the config describes.
     """
-    config, sizes, source = run.config, run.sizes, run.source
+    sizes = run.sizes
     meshes = make_meshes(sizes)
-    engine = make_engine(source, config, sizes) if run.samplers else None
-    sync = make_sync(source, config, sizes) if run.samplers else None
+    engine, sync = sampler or (None, None)
+    if sampler is None and run.samplers:
+        engine = make_engine(run.source, run.config, sizes)
+        sync = make_sync(run.source, run.config, sizes)
     member = processes.process_index() % sizes.sampler_hosts
     coordinator = _coordinator(run, meshes, spans.span)
     layouts = {key: found.layout for key, found in run.models.items()}

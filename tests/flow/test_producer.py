@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import sys
 import threading
+import types
 
 import pytest
 from support.tiny_model import prompt_of
@@ -35,7 +36,7 @@ class NoSampler:
 
     def load(self, params, version, *, cache):
         """Takes weights, which must be newer."""
-        assert version > self.version and params == version
+        assert version > self.version and params.version == version
         self.version = version
 
 
@@ -103,7 +104,7 @@ def test_weights_that_come_while_others_are_taken():
         buffers=2,
     )
     for version in range(1, 200 * STEPS):
-        thread.deliver(version, version)
+        thread.deliver(types.SimpleNamespace(ready=True, version=version), version)
         thread.raise_error()
     with thread.hold(version):
         assert sampler.version == version

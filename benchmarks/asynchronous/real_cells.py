@@ -1,0 +1,46 @@
+"""Runs on this machine's cores, each process on one: a step takes CPU-seconds / cores at least."""
+
+import dataclasses
+from typing import Any
+
+BESIDE = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
+ON_ALL = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
+MODELS = {  # name -> (config, settings)
+    "tiny": ("tiny", {"rollout.max_response_length": 64, "rollout.num_slots": 64}),
+    "smollm2": ("grpo_smollm2", {}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RealCell:
+    """One run of a model, synchronous or with samplers that run ahead."""
+
+    model: str  # of MODELS
+    schedule: str  # synchronous, shared or in_flight (on a device of their own)
+    lag: int
+    steps: int  # that are timed
+    warmup: int  # before them
+
+    @property
+    def config(self) -> str:
+        """The shipped config."""
+        return MODELS[self.model][0]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.model}-{self.schedule}-{self.lag}"
+
+    def settings(self) -> dict[str, Any]:
+        """Values of the config, by key. Samplers are at work until the last timed step ends."""
+        where = BESIDE if self.schedule == "in_flight" else ON_ALL
+        common = {
+            "training.steps": self.warmup + self.steps + self.lag + 1,
+            "algorithm.correction": "token_tis",
+            "eval.dataset": "",
+            "checkpoint.every": 1000,
+            "health.enabled": False,
+            "observe.trackers": (),
+        }
+        ahead = {"flow.max_lag": self.lag} if self.lag else {}
+        return MODELS[self.model][1] | where | common | ahead

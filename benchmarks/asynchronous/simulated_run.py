@@ -1,0 +1,186 @@
+"""Runs on simulated devices: all is real but decoding, updating and moving weights."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
+from asynchronous.lanes import Lane, wait_until
+from asynchronous.marked_run import MarkedRun
+from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs, Workload
+
+from distflow_jax.batch import Rows
+from distflow_jax.parallel import mesh, processes
+from distflow_jax.planning.unit_programs import Program
+from distflow_jax.runtime.build import Runtime, build
+from distflow_jax.training.state import TrainState
+
+SETTINGS = {
+    "model.source": "random:llama?hidden=32&layers=1&heads=2&kv_heads=1&mlp=64&vocab=512"
+    "&max_position=2048",
+    "data.prompts_per_step": 32,
+    "data.max_prompt_length": 64,
+    "rollout.num_samples": 8,
+    "rollout.num_slots": 256,
+    "rollout.tokens_per_call": 16,
+    "training.row_tokens": 2048,
+    "algorithm.proximal": "rollout",
+    "reward.kwargs": {"pattern": ".*[0-9]"},
+    "eval.dataset": "",
+    "checkpoint.every": 10,
+    "health.enabled": False,
+    "observe.trackers": (),
+    "observe.samples_every": 10,
+    "mesh.devices": "0:1",
+}
+# JAX's devices lend their meshes, and hold a tiny model; simulated ones have its work
+SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
+OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedCell:
+    """One run of a cell."""
+
+    workload: str
+    schedule: str  # synchronous, boundary, in_flight or shared
+    lag: int
+    samplers: int  # simulated devices that sample, of all processes
+    steps: int  # that are timed
+    warmup: int  # before them
+    seed: int = 0
+
+    @property
+    def lengths(self) -> Workload:
+        """Its workload."""
+        (found,) = (w for w in WORKLOADS if w.name == self.workload)
+        return found
+
+    @property
+    def config(self) -> str:
+        """The shipped config."""
+        return "tiny"
+
+    @property
+    def own_devices(self) -> bool:
+        """Whether samplers have devices that do not train."""
+        return self.schedule in ("boundary", "in_flight")
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.workload}-{self.schedule}-{self.lag}-{self.samplers}"
+
+    def settings(self) -> dict[str, Any]:
+        """Values of the config, by key. Samplers are at work until the last timed step ends."""
+        changed = SETTINGS | (OWN if self.own_devices else SHARED)
+        changed |= {"training.steps": self.warmup + self.steps + self.lag + 1, "seed": self.seed}
+        changed["rollout.max_response_length"] = self.lengths.longest
+        if self.schedule == "boundary":
+            changed["flow.swap"] = "boundary"
+        return changed | ({"flow.max_lag": self.lag} if self.lag else {})
+
+
+class SimulatedSync:
+    """In place of a WeightSync: a swap takes seconds, and the weights are a number."""
+
+    def __init__(self, swap: float, sampler: Lane):
+        """`swap`: seconds of a whole one."""
+        self._swap, self._sampler = swap, sampler
+        self._wire = Lane(1)  # between trainers and samplers
+
+    def __call__(self, params: Any) -> Any:
+        """A whole swap, for which the devices do nothing else."""
+        self._sampler.run("swap", self._swap)
+        return {"weights": jnp.zeros(())}
+
+    def leave(self, params: Any) -> "SimulatedWeights":
+        """Begins to send the weights."""
+        return SimulatedWeights(self._wire.begin("swap", (1 - EXPOSED) * self._swap))
+
+    def arrive(self, left: "SimulatedWeights") -> Any:
+        """The weights on the sampler's devices."""
+        wait_until(left.end)
+        self._sampler.run("swap", EXPOSED * self._swap)
+        return {"weights": jnp.zeros(())}
+
+    def temporaries(self, params: Any) -> int | None:
+        """None: there is no program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedWeights:
+    """Weights on their way."""
+
+    end: float  # when they are in the memory of the host, on the clock of time.perf_counter
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        return time.perf_counter() >= self.end
+
+
+class SimulatedProgram:
+    """In place of a unit's program: it takes seconds for each token, and counts its updates."""
+
+    def __init__(self, program: Program, lane: Lane, token: float):
+        """`token`: seconds of one device."""
+        if program.outputs:
+            raise ValueError(f"unit {program.unit.name!r} writes fields, and simulated ones do not")
+        self._keys, self._lane, self._token = program.unit.state_keys, lane, token
+
+    def __call__(
+        self, states: Mapping[str, Any], values: Sequence[Any]
+    ) -> tuple[dict[str, Any], Sequence[Any], dict[str, Any]]:
+        """See dag.plan_walker.Runner."""
+        rows = next(value for value in values if isinstance(value, Rows))
+        tokens = sum(int(np.sum(shard.data)) for shard in rows.length.addressable_shards)
+        self._lane.run("train", tokens * self._token / self._lane.devices)
+        trained = {k: states[k] for k in self._keys if isinstance(states[k], TrainState)}
+        kept = {k: dataclasses.replace(s, count=s.count + 1) for k, s in trained.items()}
+        return kept, (), {}
+
+
+class SimulatedRun(MarkedRun):
+    """A run on simulated devices, which notes their work too."""
+
+    def __init__(self, cell: SimulatedCell, *given: Any):
+        """`given`: what a Run takes."""
+        self.cell, here = cell, processes.process_count()
+        self.sampler = self.trainer = Lane(cell.samplers // here)
+        if cell.own_devices:
+            self.trainer = Lane((DEVICES - cell.samplers) // here)
+        super().__init__(*given)
+
+    def make_runtime(self) -> Runtime:
+        """The parts of a real run, with stand-ins where devices would work."""
+        prepared, sizes = self.prepared, self.prepared.sizes
+        source, n = prepared.source, prepared.config.rollout.num_samples
+        workload = self.cell.lengths
+        costs = Costs.of(workload)
+        engine = SimulatedEngine(
+            source.config,
+            sizes.engine,
+            mesh.sampler_mesh(1, submesh=sizes.sampler_submesh),
+            stop_ids=source.tokenizer.stop_ids,
+            token=source.tokenizer.encode("7")[0],
+            lane=self.sampler,
+            costs=DecodeCosts(STEP, SLOT_STEP),
+            lengths=DrawnLengths(workload.lengths, prepared.config.seed, n),
+        )
+        sync = SimulatedSync(costs.swap, self.sampler)
+        spans, phase = self.instruments.spans, self.phases.span
+        runtime = build(prepared, spans, phase, sampler=(engine, sync))
+        simulated = {
+            name: SimulatedProgram(program, self.trainer, costs.token)
+            for name, program in runtime.programs.items()
+            if any(task.node.type != "COMPUTE" for task in program.unit.tasks)
+        }
+        return dataclasses.replace(runtime, runners=runtime.runners | simulated)
+
+    def work(self) -> dict[str, Any]:
+        """Seconds of simulated devices by kind of work, so far."""
+        return {"sampler": dict(self.sampler.busy), "trainer": dict(self.trainer.busy)}

@@ -1,0 +1,49 @@
+"""What every process of the job does: one run after the other, each in a folder of its name."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Sequence
+
+import jax
+from asynchronous.marked_run import MarkedRun
+from asynchronous.real_cells import RealCell
+from asynchronous.simulated_run import SimulatedCell, SimulatedRun
+
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.notebook import load_config
+from distflow_jax.parallel import job, processes
+from distflow_jax.planning.plan_run import prepare
+from distflow_jax.report.terminal import Terminal
+from distflow_jax.watchdog.controller import Watchdog
+from distflow_jax.watchdog.supervision import stop_on_sigterm
+
+Cell = SimulatedCell | RealCell
+
+
+def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:
+    """Makes all runs. Real ones have this process's core to themselves."""
+    found = job.find(os.environ)
+    if any(isinstance(cell, RealCell) for cell in cells):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[found.process_id % len(cores)]})
+    processes.initialize(found)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    with stop_on_sigterm() as stop:
+        for cell in cells:
+            config = load_config(cell.config, cell.settings()).config
+            place = folder / cell.name
+            place.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as files:
+                saved = Checkpointer(place / "checkpoints", config.checkpoint)
+                files.callback(saved.close)
+                prepared = prepare(config)
+                files.callback(prepared.rewards.close)
+                quiet, watchdog = Terminal(enabled=False), Watchdog(config.health, 1)
+                given = (prepared, place, saved, watchdog, quiet)
+                simulated = isinstance(cell, SimulatedCell)
+                run = SimulatedRun(cell, *given) if simulated else MarkedRun(*given)
+                run.loop(stop)
+            run.write_marks()
+            processes.barrier(f"end of {cell.name}")
+    processes.shutdown()

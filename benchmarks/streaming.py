@@ -1,0 +1,324 @@
+"""Speed-up of samplers that run ahead, on 8 simulated devices in 2 processes.
+
+    python benchmarks/streaming.py
+    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2
+    python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
+    python benchmarks/streaming.py --quick                      # few steps: all parts run
+
+The cores of one machine cannot show the overlap of two computations, so that the devices are
+simulated: where they would decode, train or move weights, the process sleeps (asynchronous/). All
+else is real: scheduler, flow, coordinator, rewards, checkpoints, two processes of the launcher.
+
+A cell is a workload under one schedule: lengths of responses, and the seconds of generation over
+those of training in the synchronous mode. Its speed-up is over our synchronous mode on all 8
+devices. The model's figure is that of streaming_model.py. The bound: no schedule can be faster,
+since all devices would be at work with full slots all the time. A cell passes with at least 0.9 of
+the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
+it is refused, and in no mean.
+
+With --real the models compute on this machine, each process on a core of its own. A step cannot be
+shorter than its CPU-seconds over the number of cores; the share of that bound is printed. A model
+passes if no schedule that runs ahead is slower than the synchronous one.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from asynchronous.real_cells import MODELS, RealCell
+from asynchronous.simulated_run import SimulatedCell
+from asynchronous.worker import Cell, run_cells
+from streaming_model import DEVICES, PROMPTS, SAMPLES, WORKLOADS, Costs, least_seconds
+
+from distflow_jax.report.run_writer import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROCESSES = 2
+RESPONSES = PROMPTS * SAMPLES  # of a step
+# the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
+FIGURES = {
+    ("heavy-2", "boundary", 1): (1.45, 4),
+    ("heavy-1", "boundary", 1): (1.53, 2),
+    ("heavy-4", "boundary", 1): (1.29, 4),
+    ("mild-2", "boundary", 1): (1.43, 4),
+    ("uniform-2", "boundary", 1): (1.33, 4),
+    ("fixed-2", "boundary", 1): (1.18, 4),
+    ("heavy-2", "in_flight", 1): (1.41, 4),
+    ("heavy-1", "in_flight", 1): (1.51, 2),
+    ("heavy-4", "in_flight", 1): (1.49, 4),
+    ("mild-2", "in_flight", 1): (1.36, 4),
+    ("uniform-2", "in_flight", 1): (1.32, 4),
+    ("fixed-2", "in_flight", 1): (1.16, 4),
+    ("heavy-2", "in_flight", 2): (1.82, 2),
+    ("heavy-1", "in_flight", 2): (1.53, 2),
+    ("heavy-4", "in_flight", 2): (2.02, 4),
+    ("mild-2", "in_flight", 2): (1.70, 2),
+    ("uniform-2", "in_flight", 2): (1.54, 4),
+    ("fixed-2", "in_flight", 2): (1.16, 4),
+    ("heavy-2", "shared", 1): (1.38, DEVICES),
+    ("heavy-2", "shared", 2): (1.58, DEVICES),
+}
+LEAST_SHARE = 0.9  # of the model's figure
+MOST_CPU = 0.5  # of the machine's CPU-seconds
+HEADER = (
+    "| workload | schedule | samplers | s a step | speed-up | model | ratio | bound "
+    "| idle: samplers | trainers | age mean / max | exposed swap s | CPU, own | machine | |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+REAL_HEADER = (
+    "| model | schedule | s a step | CPU-s / cores | share of that bound | speed-up "
+    "| age mean / max | CPU of the machine |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ",".join(w.name for w in WORKLOADS)
+    parser.add_argument("--cells", default=names, help="workloads, with commas between them")
+    schedules = list(dict.fromkeys(f"{name}-{lag}" for _, name, lag in FIGURES))
+    parser.add_argument("--schedules", default=",".join(schedules), help="NAME-LAG, with commas")
+    parser.add_argument(
+        "--samplers", type=int, default=0, help="devices; 0: the model's best split"
+    )
+    parser.add_argument("--steps", type=int, default=36, help="timed steps of a run")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument("--quick", action="store_true", help="2 steps: to see that all parts run")
+    parser.add_argument(
+        "--beside-others",
+        action="store_true",
+        help="other jobs run on the machine: judge by the CPU-seconds of the run alone",
+    )
+    parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
+    parser.add_argument("--workdir", default="", help="keep the runs in this new folder")
+    parser.add_argument("--json", default="", help="file for the results")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    known = {
+        "cells": {w.name for w in WORKLOADS},
+        "schedules": set(schedules),
+        "real": set(MODELS),
+    }
+    for name, values in known.items():
+        chosen = [value for value in getattr(args, name).split(",") if value]
+        if wrong := [value for value in chosen if value not in values]:
+            parser.error(f"--{name}={wrong[0]} is unknown; choose of {', '.join(sorted(values))}")
+        setattr(args, name, chosen)
+    if args.quick:
+        args.steps, args.warmup = 2, 2
+    return args
+
+
+def cells_of(workload: str, args: argparse.Namespace) -> list[SimulatedCell]:
+    """The synchronous run of a workload, and those beside it."""
+    common = {"workload": workload, "steps": args.steps, "warmup": args.warmup}
+    cells = [SimulatedCell(schedule="synchronous", lag=0, samplers=DEVICES, **common)]
+    for (name, schedule, lag), (_, samplers) in FIGURES.items():
+        if name == workload and f"{schedule}-{lag}" in args.schedules:
+            own = schedule != "shared"
+            count = args.samplers if args.samplers and own else samplers
+            cells.append(SimulatedCell(schedule=schedule, lag=lag, samplers=count, **common))
+    return cells
+
+
+@contextlib.contextmanager
+def run_folder(args: argparse.Namespace) -> Iterator[pathlib.Path]:
+    """The folder of a job's runs: a temporary one, unless they are to be kept."""
+    if args.workdir:
+        folder = pathlib.Path(args.workdir).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="streaming-") as name:
+        yield pathlib.Path(name)
+
+
+def run_job(cells: Sequence[Cell], folder: pathlib.Path) -> None:
+    """Makes runs in a job of two processes. Raises RuntimeError if the job fails."""
+    spec = folder / "cells.json"
+    spec.write_text(json.dumps([[type(cell).__name__, vars(cell)] for cell in cells]))
+    launch = ["scripts/launch_local.py", f"--processes={PROCESSES}", "--devices_per_process=2"]
+    command = [*launch, "--", "benchmarks/streaming.py", f"--worker={spec}"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the job failed:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+
+
+class Window:
+    """The timed steps of a run: notes of all processes at their beginning and end, and metrics."""
+
+    def __init__(self, cell: Cell, folder: pathlib.Path):
+        place, first, last = folder / cell.name, cell.warmup - 1, cell.warmup + cell.steps - 1
+        marks = [json.loads((place / f"marks-{p}.json").read_text()) for p in range(PROCESSES)]
+        self._spans = [(m[first], m[last]) for m in marks]
+        self.seconds = self.total("time") / PROCESSES
+        rows = read_metrics(place / "metrics.jsonl")
+        steps = range(cell.warmup + 1, cell.warmup + cell.steps + 1)
+        self.rows = [row for row in rows if row["step"] in steps]
+
+    def total(self, key: str) -> float:
+        """What was spent, over all processes."""
+        return sum(end[key] - start[key] for start, end in self._spans)
+
+    def busy(self, side: str, kinds: Sequence[str]) -> float:
+        """Share of the time in which simulated devices did work of these kinds."""
+        spent = [
+            end[side].get(kind, 0.0) - start[side].get(kind, 0.0)
+            for start, end in self._spans
+            for kind in kinds
+        ]
+        return sum(spent) / PROCESSES / self.seconds
+
+    def mean(self, name: str) -> float:
+        """Of a metric; 0 where it is missing."""
+        return float(np.mean([row.get(name, 0.0) for row in self.rows]))
+
+    def common(self, cell: Cell) -> dict[str, Any]:
+        """Means over the steps that all runs have."""
+        cores, age = os.cpu_count(), "training/off_policy/trajectory_staleness/"
+        return {
+            **vars(cell),
+            "seconds": self.seconds / cell.steps,
+            "age_mean": self.mean(age + "mean"),
+            "age_max": max(row.get(age + "max", 0.0) for row in self.rows),
+            "own_cpu": self.total("own_cpu") / self.seconds / cores,
+            "machine_cpu": self.total("machine_cpu") / PROCESSES / self.seconds / cores,
+            "compilations": sum(row["perf/compilations"] for row in self.rows),
+        }
+
+
+def measured(cell: SimulatedCell, folder: pathlib.Path) -> dict[str, Any]:
+    """Means over the timed steps of a run on simulated devices."""
+    window = Window(cell, folder)
+    kinds = ("decode", "swap") if cell.own_devices else ("decode", "train", "swap")
+    trainers = 1 - window.busy("trainer", ("train",)) if cell.own_devices else None
+    return window.common(cell) | {
+        "tokens": window.mean("response_length/mean") * RESPONSES,
+        "idle_samplers": 1 - window.busy("sampler", kinds),
+        "idle_trainers": trainers,
+        "exposed_swap": window.busy("sampler", ("swap",)) * window.seconds / cell.steps,
+    }
+
+
+def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A run's numbers beside those of the model, of the bound and of the synchronous run."""
+    (workload,) = (w for w in WORKLOADS if w.name == found["workload"])
+    costs, shared = Costs.of(workload), found["schedule"] == "shared"
+    least = least_seconds(costs, base["tokens"], shared_devices=shared)
+    figure, _ = FIGURES[found["workload"], found["schedule"], found["lag"]]
+    speed, bound = base["seconds"] / found["seconds"], base["seconds"] / least
+    used = max(x["own_cpu" if args.beside_others else "machine_cpu"] for x in (found, base))
+    refused = used >= MOST_CPU
+    problems = [f"refused: CPU {used:.0%}"] if refused else []
+    problems += [f"below {LEAST_SHARE}"] if speed < LEAST_SHARE * figure else []
+    problems += ["above its bound"] if speed > bound else []
+    problems += ["compiled"] if found["compilations"] else []
+    return found | {
+        "speed": speed,
+        "figure": figure,
+        "bound": bound,
+        "problems": problems,
+        "refused": refused,
+        "base_seconds": base["seconds"],
+    }
+
+
+def line(x: dict[str, Any]) -> str:
+    """A row of the table."""
+    trainers = "-" if x["idle_trainers"] is None else f"{x['idle_trainers']:.0%}"
+    return (
+        f"| {x['workload']} | {x['schedule']}, lag {x['lag']} | {x['samplers']} "
+        f"| {x['seconds']:.3f} | {x['speed']:.2f} | {x['figure']:.2f} "
+        f"| {x['speed'] / x['figure']:.2f} | {x['bound']:.2f} | {x['idle_samplers']:.0%} "
+        f"| {trainers} | {x['age_mean']:.2f} / {x['age_max']:.0f} | {x['exposed_swap']:.3f} "
+        f"| {x['own_cpu']:.0%} | {x['machine_cpu']:.0%} | {'; '.join(x['problems'])} |"
+    )
+
+
+def synchronous_line(x: dict[str, Any]) -> str:
+    """The row of the run that others are compared with."""
+    return (
+        f"| {x['workload']} | synchronous | {DEVICES} | {x['seconds']:.3f} | 1 | | | "
+        f"| {x['idle_samplers']:.0%} | | 0 | {x['exposed_swap']:.3f} | {x['own_cpu']:.0%} "
+        f"| {x['machine_cpu']:.0%} | |"
+    )
+
+
+def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of all cells; returns their numbers, and whether all pass."""
+    results: list[dict[str, Any]] = []
+    print(HEADER, flush=True)
+    for workload in args.cells:
+        cells = cells_of(workload, args)
+        with run_folder(args) as folder:
+            run_job(cells, folder)
+            base, *others = [measured(cell, folder) for cell in cells]
+        print(synchronous_line(base), flush=True)
+        for found in others:
+            results.append(judged(found, base, args))
+            print(line(results[-1]), flush=True)
+    for schedule in args.schedules:
+        of_schedule = [x for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
+        of_schedule = [x for x in of_schedule if not x["refused"]]
+        if of_schedule:
+            mean, model = (np.mean([x[key] for x in of_schedule]) for key in ("speed", "figure"))
+            print(f"{schedule}: mean of {len(of_schedule)} {mean:.2f}x, model {model:.2f}x")
+    return results, not any(x["problems"] for x in results)
+
+
+def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of models that compute; returns their numbers, and whether all pass."""
+    results: list[dict[str, Any]] = []
+    print(REAL_HEADER, flush=True)
+    for model in args.real:
+        chosen = (("synchronous", 0), ("shared", 1), ("in_flight", 1))
+        cells = [RealCell(model, name, lag, args.steps, args.warmup) for name, lag in chosen]
+        with run_folder(args) as folder:
+            run_job(cells, folder)
+            found = [Window(c, folder).common(c) for c in cells]
+        for x in found:
+            x["share"] = x["own_cpu"] * os.cpu_count() / min(PROCESSES, os.cpu_count())
+            x["speed"] = found[0]["seconds"] / x["seconds"]
+            print(
+                f"| {model} | {x['schedule']}, lag {x['lag']} | {x['seconds']:.3f} "
+                f"| {x['share'] * x['seconds']:.3f} | {x['share']:.0%} | {x['speed']:.2f} "
+                f"| {x['age_mean']:.2f} / {x['age_max']:.0f} | {x['machine_cpu']:.0%} |",
+                flush=True,
+            )
+        results += found
+    return results, all(x["speed"] >= 1 for x in results)
+
+
+def main() -> int:
+    """Prints tables; returns the exit code."""
+    args = parse_arguments()
+    if args.worker:
+        spec = pathlib.Path(args.worker)
+        kinds = {kind.__name__: kind for kind in (SimulatedCell, RealCell)}
+        run_cells([kinds[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
+        return 0
+    results, passed = compute(args) if args.real else simulate(args)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
+    return int(not (passed or args.quick))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""benchmarks/streaming.py: its model, its simulated devices, and all parts on this machine."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support import haste
+from support.paths import ROOT
+from support.tiny_model import TINY, prompt_of
+
+from distflow_jax.rollout.decode_state import EngineConfig
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import streaming  # noqa: E402
+import streaming_model  # noqa: E402
+from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine  # noqa: E402
+from asynchronous.lanes import Lane  # noqa: E402
+
+COSTS = DecodeCosts(step=1e-5, slot=1e-6)
+TOKEN, STOP = 7, 3
+
+
+def engine_of(lengths, *, devices=2, slots=8):
+    config = EngineConfig(
+        slots=slots, max_prompt=16, max_response=40, tokens_per_call=4, page_size=16, group_size=4
+    )
+    return SimulatedEngine(
+        TINY,
+        config,
+        jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor")),
+        stop_ids=(STOP,),
+        token=TOKEN,
+        lane=Lane(devices),
+        costs=COSTS,
+        lengths=lengths,
+    )
+
+
+def requests_of(prompts, samples, limit=40):
+    return [
+        GroupRequest(prompt_of(i, np.arange(1, 3 + i)), SamplingParams(samples, limit))
+        for i in range(prompts)
+    ]
+
+
+@pytest.mark.parametrize("workload", ["heavy-2", "fixed-2"])
+def test_the_model_gives_the_figures_of_the_script(workload):
+    (of_model,) = (w for w in streaming_model.WORKLOADS if w.name == workload)
+    for (name, schedule, lag), (figure, split) in streaming.FIGURES.items():
+        if name == workload:
+            speed, devices = streaming_model.predict(of_model, schedule, lag)
+            assert speed == pytest.approx(figure, abs=0.015)
+            assert devices == split
+
+
+def test_no_schedule_of_the_model_is_above_its_bound():
+    for workload in streaming_model.WORKLOADS[::2]:
+        costs = streaming_model.Costs.of(workload, draws=40, seed=3)
+        for schedule, lag in (("boundary", 1), ("in_flight", 2), ("shared", 1)):
+            shared = schedule == "shared"
+            bound = streaming_model.synchronous(workload, costs, 10)
+            bound /= streaming_model.least_seconds(costs, costs.tokens, shared_devices=shared)
+            # steps of 10 runs have other tokens than the mean
+            assert streaming_model.predict(workload, schedule, lag, steps=10)[0] < 1.1 * bound
+
+
+def test_responses_end_at_lengths_of_their_uids():
+    draw = DrawnLengths(lambda rng, n: rng.integers(1, 40, n), seed=5, n=4)
+    engine = engine_of(draw)
+    _, responses, stats = run_requests(engine, {}, engine.init_decode_state(), requests_of(5, 4))
+    assert len(responses) == 20 and stats.tokens == sum(len(r.tokens) for r in responses)
+    for response in responses:
+        wanted = draw(response.prompt.counter, response.sample)
+        assert len(response.tokens) == wanted and response.finished
+        assert response.tokens.tolist() == [TOKEN] * (wanted - 1) + [STOP]
+    again = DrawnLengths(lambda rng, n: rng.integers(1, 40, n), seed=5, n=4)
+    assert [again(4, s) for s in range(4)] == [draw(4, s) for s in range(4)]
+
+
+def test_a_response_beyond_the_limit_is_cut():
+    engine = engine_of(lambda counter, sample: 30)
+    _, responses, _ = run_requests(engine, {}, engine.init_decode_state(), requests_of(1, 2, 12))
+    assert [(len(r.tokens), r.finished) for r in responses] == [(12, False)] * 2
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_decode_steps_take_the_seconds_of_their_active_slots(devices):
+    """Two responses of 3 and 9 tokens: 9 steps, of which three have two active slots."""
+    engine = engine_of(lambda counter, sample: (3, 9)[sample], devices=devices)
+    run_requests(engine, {}, engine.init_decode_state(), requests_of(1, 2))
+    wanted = 9 * COSTS.step + (3 * 2 + 6) * COSTS.slot / devices
+    assert engine._lane.busy["decode"] == pytest.approx(wanted)
+
+
+def test_a_suspended_response_goes_on_where_it_was():
+    engine = engine_of(lambda counter, sample: 10)
+    scheduler = Scheduler(engine, {}, version=1)
+    scheduler.submit(requests_of(1, 1)[0])
+    scheduler.step()
+    partials = scheduler.export()
+    assert 0 < len(partials[0].tokens) < 10
+    state = scheduler.close()
+    scheduler = Scheduler(engine, {}, version=2, state=state)
+    scheduler.restore(partials)
+    found = []
+    while scheduler.busy:
+        found += scheduler.step()
+    (response,) = found
+    assert len(response.tokens) == 10 and set(response.version) == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_part_runs_on_this_machine(tmp_path):
+    """Two processes, of which each step takes groups of bounded age; the numbers mean nothing."""
+    command = [sys.executable, "benchmarks/streaming.py", "--quick", "--beside-others"]
+    flags = ["--cells=fixed-2,heavy-2", "--schedules=boundary-1,in_flight-2,shared-1"]
+    done = subprocess.run(
+        [*command, *flags, f"--json={tmp_path / 'found.json'}"],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    cells = [(x["workload"], x["schedule"], x["lag"]) for x in found]
+    assert cells == [
+        ("fixed-2", "boundary", 1),
+        ("fixed-2", "in_flight", 2),
+        ("heavy-2", "boundary", 1),
+        ("heavy-2", "in_flight", 2),
+        ("heavy-2", "shared", 1),
+    ]
+    for x in found:
+        assert x["age_max"] <= x["lag"] and 0 < x["exposed_swap"] < x["seconds"]
+        assert 0 < x["own_cpu"] and 0 <= x["idle_samplers"] < 1 and not x["compilations"]
