@@ -115,6 +115,24 @@ def _assign_groups(
     max_rows: int | None,
 ) -> Assignment:
     """As `assign`, with each group kept whole."""
+    whole_groups, whole, members = _whole_groups(lengths, limits)
+    found = assign(whole_groups, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
+    rows = (tuple(sorted(i for group in row for i in members[group])) for row in found.rows)
+    return Assignment(tuple(rows), found.rank)
+
+
+def rows_needed(lengths: Lengths, limits: RowLimits) -> int:
+    """Rows F that first-fit-decreasing opens for all sequences: `assign` takes ceil(F / R) of a
+    rank where it has no more room than that."""
+    if limits.group_size:
+        lengths, limits, _ = _whole_groups(lengths, limits)
+    return len(first_fit_decreasing(lengths, limits))
+
+
+def _whole_groups(
+    lengths: Lengths, limits: RowLimits
+) -> tuple[Lengths, RowLimits, list[list[int]]]:
+    """(each group as one sequence, limits for these, the sequences of each group)."""
     groups, first, number = np.unique(lengths.group, return_index=True, return_inverse=True)
     response = np.bincount(number, lengths.response, len(groups)).astype(np.int64)
     if limits.shared:
@@ -127,14 +145,12 @@ def _assign_groups(
             f"a group of {longest} tokens, which must stay in one row, does not fit a row of "
             f"{limits.tokens}; raise training.row_tokens"
         )
-    whole_groups = Lengths(prompt, response, np.arange(len(groups)), lengths.site[first])
-    whole = RowLimits(limits.tokens, limits.sequences // limits.group_size, shared=False)
-    found = assign(whole_groups, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
     members: list[list[int]] = [[] for _ in groups]
     for i, g in enumerate(number.tolist()):
         members[g].append(i)
-    rows = (tuple(sorted(i for group in row for i in members[group])) for row in found.rows)
-    return Assignment(tuple(rows), found.rank)
+    whole_groups = Lengths(prompt, response, np.arange(len(groups)), lengths.site[first])
+    whole = RowLimits(limits.tokens, limits.sequences // limits.group_size, shared=False)
+    return whole_groups, whole, members
 
 
 def _pays(stay: "_Packing", move: "_Packing", threshold: float) -> bool:

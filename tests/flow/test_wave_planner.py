@@ -1,0 +1,277 @@
+"""The planner of waves, in random steps of random jobs: one plan on all processes.
+
+A hundred thousand cases are the nightly tier's, five hundred the default one's.
+"""
+
+import dataclasses
+import hashlib
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
+from distflow_jax.coordinator.first_fit import RowLimits
+from distflow_jax.coordinator.packing import rows_needed
+from distflow_jax.flow.lag_rule import Admission, Rule
+from distflow_jax.flow.waves.group_facts import GroupFacts, lengths_of
+from distflow_jax.flow.waves.wave_planner import WavePlanner
+from distflow_jax.flow.waves.wave_room import WaveRoom
+from distflow_jax.layout import Layout
+
+CASES = 500
+
+
+@dataclasses.dataclass
+class Case:
+    """A job of some steps: its rule, how waves are made, and all of its groups."""
+
+    seed: int
+
+    def __post_init__(self):
+        self.draw = draw = random.Random(self.seed)
+        self.minis = draw.choice([1, 1, 2, 3])
+        self.judged = draw.random() < 0.4
+        size = draw.randint(1, 5)
+        rounds = draw.randint(1, 3) if self.judged else 1
+        self.rule = Rule(size * self.minis, draw.randint(1, 2), rounds)
+        self.last = draw.choice([None, draw.randint(1, 30)])
+        self.processes = draw.choice([1, 2, 3, 4])
+        self.samples = draw.choice([1, 2, 4])
+        self.ranks = self.processes * draw.choice([1, 2])
+        longest, prompt = draw.choice([8, 30, 100]), draw.randint(1, 20)
+        self.limits = RowLimits(
+            tokens=prompt + longest + draw.randint(0, 60),
+            sequences=draw.choice([1, 2, 8, 50]),
+            shared=draw.random() < 0.5,
+        )
+        # as many rows as the longest group may need, or some more
+        least = -(-self.samples // self.ranks)
+        self.rows = (least + draw.randint(0, 2)) * self.ranks
+        self.counted = draw.choice([None, draw.randint(1, 6)])
+        share = draw.choice([0.2, 0.7, 1.0])
+        self.facts = {
+            counter: GroupFacts(
+                counter=counter,
+                home=draw.randrange(self.processes),
+                prompt=draw.randint(1, prompt),
+                responses=tuple(draw.randint(0, longest) for _ in range(self.samples)),
+                first=draw.randint(0, 3),
+                last=4,
+                keep=not self.judged or draw.random() < share,
+            )
+            for counter in range(self.rule.groups * self.rule.max_rounds * 8)
+        }
+
+    def planner(self):
+        """The planner of a process at the start of the job."""
+        admission = Admission(self.rule, last=self.last, judged=self.judged)
+        room = None if self.counted else WaveRoom(self.rows, self.limits)
+        return WavePlanner(admission, mini_batches=self.minis, prompts=self.counted, room=room)
+
+
+def waves_of(case, steps, replicas=2, shuffled=None):
+    """All waves of the first steps, planned alike by several processes."""
+    draw, shuffled = case.draw, shuffled or random.Random(case.seed + 1)
+    planners = [case.planner() for _ in range(replicas)]
+    waves, told, cuts = [], set(), []
+    for _ in range(steps):
+        if planners[0].cut.start == planners[0].cut.end:
+            break
+        while not waves or not waves[-1].last or waves[-1].step < planners[0].step:
+            found = [planner.next() for planner in planners]
+            assert all(wave == found[0] for wave in found)
+            if found[0] is not None:
+                waves.append(found[0])
+                continue
+            # groups of this step, and sometimes of later ones, become complete in any order
+            cut = planners[0].cut
+            late = [c for c in range(cut.start, cut.end) if c not in told]
+            ahead = [c for c in range(cut.end, cut.end + 3) if c in case.facts and c not in told]
+            ended = draw.sample(late, draw.randint(1, len(late)))
+            ended += [c for c in ahead if draw.random() < 0.2 and _exists(case, c)]
+            told |= set(ended)
+            for planner in planners:
+                shuffled.shuffle(ended)
+                planner.learn(case.facts[c] for c in ended)
+        cuts.append([planner.finish() for planner in planners])
+        assert all(cut == cuts[-1][0] for cut in cuts[-1])
+    return waves, [cut[0] for cut in cuts]
+
+
+def _exists(case, counter):
+    return case.last is None or counter < case.last
+
+
+def check(case, waves, cuts):
+    """What holds of every job."""
+    size = case.rule.groups // case.minis
+    for cut in cuts:
+        mine = [wave for wave in waves if wave.step == cut.step]
+        counters = [c for wave in mine for c in wave.counters]
+        assert sorted(counters) == sorted(cut.kept)  # each once, no group in two
+        assert [wave.number for wave in mine] == list(range(1, len(mine) + 1))
+        assert [wave.last for wave in mine] == [False] * (len(mine) - 1) + [True]
+        ends = [wave.mini_batch for wave in mine if wave.ends_mini_batch]
+        assert ends == list(range(case.minis))
+        assert [wave.mini_batch for wave in mine] == sorted(wave.mini_batch for wave in mine)
+        for wave in mine:
+            assert all(case.facts[c] in wave.groups for c in wave.counters)  # whole groups
+            assert {cut.kept.index(c) // size for c in wave.counters} <= {wave.mini_batch}
+            assert wave.groups or wave.ends_mini_batch
+            if case.counted:
+                assert len(wave.groups) <= case.counted
+                assert len(wave.groups) == case.counted or wave.ends_mini_batch or case.judged
+        if case.counted:
+            assert counters == sorted(counters)
+
+
+def place(case, wave):
+    """The rows of a wave, as every process assigns them: (all rows, rows of the busiest rank)."""
+    layout = Layout("mesh", (("fsdp", case.ranks),))
+    rows = case.rows if not case.counted else case.ranks * case.samples * len(wave.groups)
+    packing = PackingPlan(case.limits, 1, case.rule.groups, {layout: rows // case.ranks}, layout)
+    assert data_ranks(layout) == case.ranks
+    lengths = lengths_of(wave.groups, case.processes, case.processes)
+    counter = np.array([g.counter for g in wave.groups for _ in g.responses], np.int64)
+    shares = Shares.make(
+        packing, counter, lengths.site, lengths.prompt, lengths.response, processes=case.processes
+    )
+    (mini,) = shares.minis
+    placed = sorted(n for row in mini.rows for n in row)
+    assert placed == list(range(len(counter)))
+    busiest = max(np.bincount(mini.rank, minlength=case.ranks), default=0)
+    assert busiest <= packing.rows[layout]
+    least = -(-rows_needed(lengths, case.limits) // case.ranks)
+    assert busiest <= least + 1
+    return busiest
+
+
+def run_cases(seeds):
+    for seed in seeds:
+        case = Case(seed)
+        waves, cuts = waves_of(case, 3)
+        check(case, waves, cuts)
+        for wave in waves:
+            if wave.groups:
+                place(case, wave)
+
+
+def test_every_group_is_in_one_wave_whatever_the_order_of_facts():
+    run_cases(range(CASES))
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_jobs_are_planned_alike():
+    run_cases(range(CASES, 100_000))
+
+
+DIGEST = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+from test_wave_planner import digest
+print(digest())
+"""
+
+
+def digest():
+    """A digest of the waves of some cases."""
+    found = [waves_of(Case(seed), 2)[0] for seed in range(100)]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def test_the_hash_seed_changes_nothing():
+    folder = os.path.dirname(__file__)
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", DIGEST, folder],
+            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "77")
+    ]
+    assert printed == [digest()] * 2
+
+
+# -- single facts ---------------------------------------------------------------------------------
+
+
+def facts(counter, responses=(10,), *, prompt=2, first=0, keep=True):
+    return GroupFacts(counter, 0, prompt, tuple(responses), first, first, keep)
+
+
+def room(rows, tokens=24, sequences=8):
+    return WaveRoom(rows, RowLimits(tokens, sequences, shared=False))
+
+
+def test_a_ready_wave_waits_until_its_rows_are_full():
+    planner = WavePlanner(Admission(Rule(6, 1)), room=room(2))
+    assert planner.next() is None
+    planner.learn([facts(4), facts(2), facts(5)])
+    assert planner.next() is None  # 36 of 48 tokens
+    assert planner.missing() == (12, 13)
+    planner.learn([facts(0)])
+    wave = planner.next()
+    assert (wave.counters, wave.number, wave.last) == ((0, 2, 4, 5), 1, False)
+    assert planner.next() is None
+    planner.learn([facts(1)])
+    assert planner.next() is None
+    planner.learn([facts(3)])  # nothing more is under way
+    wave = planner.next()
+    assert (wave.counters, wave.number, wave.last) == ((1, 3), 2, True)
+    assert planner.finish().kept == tuple(range(6))
+    assert planner.step == 2
+
+
+def test_a_ready_wave_takes_the_oldest_first():
+    planner = WavePlanner(Admission(Rule(4, 1)), room=room(1))
+    planner.learn([facts(0, first=5), facts(1, first=3), facts(2, first=4)])
+    assert planner.next().counters == (1, 2)
+
+
+def test_counted_waves_are_in_order_and_wait_for_what_is_late():
+    planner = WavePlanner(Admission(Rule(5, 1)), prompts=2)
+    assert planner.wanted() == 2
+    planner.learn([facts(1), facts(2), facts(3), facts(4)])
+    assert planner.next() is None
+    assert planner.wanted() == 2
+    planner.learn([facts(0)])
+    assert planner.wanted() is None
+    assert [planner.next().counters for _ in range(3)] == [(0, 1), (2, 3), (4,)]
+    with pytest.raises(ValueError, match="step 1 has no more waves"):
+        planner.next()
+
+
+def test_verdicts_move_groups_between_mini_batches():
+    rule = Rule(2, 1, 3)
+    planner = WavePlanner(Admission(rule, judged=True), mini_batches=2, room=room(1))
+    planner.learn([facts(1)])  # of the first mini-batch only if the group of prompt 0 is filtered
+    assert planner.next() is None
+    planner.learn([facts(0, keep=False)])
+    assert planner.next().counters == (1,)
+    planner.learn([facts(c, keep=False) for c in (2, 3, 4)])
+    assert planner.next() is None
+    planner.learn([facts(5, keep=False)])  # three rounds of two were looked at
+    wave = planner.next()
+    assert (wave.groups, wave.mini_batch, wave.last) == ((), 1, True)
+
+
+def test_a_group_that_no_wave_can_hold_is_an_error():
+    planner = WavePlanner(Admission(Rule(2, 1)), room=room(1, tokens=10, sequences=1))
+    planner.learn([facts(0, (5, 5))])
+    with pytest.raises(ValueError, match="prompt 0, 14 tokens, does not fit the 1 rows"):
+        planner.next()
+
+
+def test_facts_travel_as_json():
+    found = facts(3, (4, 5), first=2)
+    assert GroupFacts.from_json(0, found.to_json()) == found
+    planner = WavePlanner(Admission(Rule(2, 1)), prompts=1)
+    planner.learn([found])
+    with pytest.raises(ValueError, match="prompt 3 became complete twice"):
+        planner.learn([facts(3)])
