@@ -29,6 +29,7 @@ class Prompt:
     extra_info: dict[str, Any]
     expected_length: float = 0.0  # tokens of a response, as far as known; long ones start first
     answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
+    expected_spread: float = 0.0  # of the scores of its responses, as far as known
 
 
 @dataclasses.dataclass

@@ -406,6 +406,7 @@ class Run:
                 metrics |= staleness_metrics(samples, state.step, lag)
                 self.flow.saver.record(samples)
             loader.observe(state.batches, table.counter, table.response)
+            loader.observe_scores(state.batches, table.counter, table.score)
         return metrics | {
             "training/global_step": state.step,
             "training/epoch": loader.epoch(loader_position(self.prepared, state)),

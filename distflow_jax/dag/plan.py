@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.dag.graph import Node, Region, When
@@ -138,14 +139,19 @@ class Plan:
         """SHA-256 of to_json(), in hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def describe(self) -> str:
-        """Returns the plan as tables: nodes, their reads with moves, and segments."""
-        nodes = [("#", "depth", "node", "role", "type", "model", "layout", "writes")]
+    def describe(self, notes: Mapping[str, Mapping[str, str]] | None = None) -> str:
+        """Returns the plan as tables: nodes, their reads with moves, and segments.
+
+        `notes`: further columns of the first table, {title: {node id: text}}.
+        """
+        notes = notes or {}
+        nodes = [("#", "depth", "node", "role", "type", "model", "layout", "writes", *notes)]
         reads = [("node", "reads", "from", "move")]
         for place, task in enumerate(self.tasks, 1):
             node = task.node
             where = (str(place), str(task.depth), node.id, node.role, node.type, node.model or "-")
-            nodes.append((*where, str(task.layout), ", ".join(node.writes.values()) or "-"))
+            more = [column.get(node.id, "-") for column in notes.values()]
+            nodes.append((*where, str(task.layout), ", ".join(node.writes.values()) or "-", *more))
             fields: dict[tuple[str, str], list[str]] = {}  # (from, move) -> fields
             for edge in task.edges_in:
                 way = (edge.source or "(loader)", _describe_move(edge))

@@ -85,6 +85,7 @@ class Loader:
       dropped: number of rows that `overlong="drop"` left out.
       rows: int64 [N], the rows of the data set that are issued.
       lengths: expected response lengths by row of the data set; `observe` feeds them.
+      spreads: 1 + the expected spread of scores by row; `observe_scores` feeds them.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Loader:
         self.rows = self._rows_in_limit()
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset), observed_lag)
+        self.spreads = LengthEstimates(len(dataset), observed_lag)
         order = grain.MapDataset.range(len(self.rows))
         if config.shuffle:
             # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.
@@ -131,11 +133,16 @@ class Loader:
         if self.position + count > len(self._order):
             raise StopIteration
         counters = range(self.position, self.position + count)
-        expected = self.lengths.expected(
-            self.position // count + 1, np.array([self.row(c) for c in counters])
-        )
+        step, rows = self.position // count + 1, np.array([self.row(c) for c in counters])
+        expected = self.lengths.expected(step, rows)
+        spread = self.spreads.expected(step, rows) - 1
         share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
-        prompts = [self.prompt(counters[i], float(expected[i])) for i in share[self._share.index]]
+        prompts = [
+            dataclasses.replace(
+                self.prompt(counters[i], float(expected[i])), expected_spread=float(spread[i])
+            )
+            for i in share[self._share.index]
+        ]
         self.position += count
         return prompts
 
@@ -145,6 +152,17 @@ class Loader:
         mean = np.bincount(which, length) / np.bincount(which)
         rows = np.array([self.row(int(c)) for c in counters], np.int64)
         self.lengths.observe(step, rows, mean)
+
+    def observe_scores(self, step: int, counter: np.ndarray, score: np.ndarray) -> None:
+        """Records how far the scores of a finished step's groups lie apart, float64 [N] with the
+        counters, int [N], over all processes. NaN: not scored."""
+        scored = ~np.isnan(score)
+        counters, which = np.unique(counter[scored], return_inverse=True)
+        low, high = np.full(len(counters), np.inf), np.full(len(counters), -np.inf)
+        np.minimum.at(low, which, score[scored])
+        np.maximum.at(high, which, score[scored])
+        rows = np.array([self.row(int(c)) for c in counters], np.int64)
+        self.spreads.observe(step, rows, 1 + high - low)
 
     def __len__(self) -> int:
         """Prompts until `config.epochs` end."""
@@ -171,7 +189,8 @@ class Loader:
             `self.position` while prompts are prefetched.
         """
         step = position // self._config.prompts_per_step
-        return {"position": position, "lengths": self.lengths.state(step), **self._identity()}
+        estimates = {"lengths": self.lengths.state(step), "spreads": self.spreads.state(step)}
+        return {"position": position, **estimates, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues at a state's position.
@@ -188,6 +207,8 @@ class Loader:
                 )
         self.position = int(state["position"])
         self.lengths.restore(state["lengths"])
+        if "spreads" in state:  # checkpoints of older versions have none
+            self.spreads.restore(state["spreads"])
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -2,8 +2,12 @@
 
 import dataclasses
 
+from distflow_jax.did_you_mean import hint
+from distflow_jax.rollout.scheduling.sampling_order import ORDERS
+
 SWAPS = ("in_flight", "boundary")
 CACHES = ("keep", "recompute")
+WAVES = ("off", "counter", "ready")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +22,15 @@ class FlowConfig:
     swap: str = "in_flight"
     # keys and values of tokens that older weights read: keep them, or recompute them after a swap
     cache: str = "keep"
+    # whether a step trains on its groups as they become complete, wave by wave: off, all at once;
+    # counter, the next wave_prompts groups by their counters, which is reproducible with
+    # swap=boundary; or ready, the oldest complete groups that fill wave_rows
+    waves: str = "off"
+    wave_prompts: int = 0  # groups of a wave, with waves=counter
+    wave_rows: int = 0  # rows of a wave over all data ranks, with waves=ready
+    # which of the groups that may begin take slots first: longest expected response, counter, or
+    # informative, those whose last scores differed most. Never changes what a step trains on
+    order: str = "longest"
 
     def __post_init__(self):
         if self.max_lag < 0:
@@ -25,7 +38,7 @@ class FlowConfig:
                 f"flow.max_lag must not be negative, got {self.max_lag}; 0: samplers do not run "
                 "ahead"
             )
-        for name, known in (("swap", SWAPS), ("cache", CACHES)):
+        for name, known in (("swap", SWAPS), ("cache", CACHES), ("waves", WAVES)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"flow.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -35,11 +48,29 @@ class FlowConfig:
                 "flow.cache='recompute' has no effect with flow.swap='boundary': no response is "
                 "under way when the weights change; use cache='keep'"
             )
-        for name, default in (("swap", SWAPS[0]), ("cache", CACHES[0])):
+        if self.order not in ORDERS:
+            raise ValueError(f"flow.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
+        defaults = {"swap": SWAPS[0], "cache": CACHES[0], "waves": WAVES[0], "order": "longest"}
+        for name, default in defaults.items():
             if not self.max_lag and getattr(self, name) != default:
                 raise ValueError(
                     f"flow.{name}={getattr(self, name)!r} has no effect with flow.max_lag=0; raise "
                     "that, or take it out"
+                )
+        self._check_waves()
+
+    def _check_waves(self) -> None:
+        """Raises ValueError unless a wave has the one size that its kind takes."""
+        for name, kind in (("wave_prompts", "counter"), ("wave_rows", "ready")):
+            value = getattr(self, name)
+            if self.waves == kind and value < 1:
+                raise ValueError(
+                    f"flow.waves={kind!r} needs flow.{name} of at least 1, got {value}"
+                )
+            if self.waves != kind and value:
+                raise ValueError(
+                    f"flow.{name}={value} has no effect with flow.waves={self.waves!r}; use "
+                    f"waves={kind!r}, or take it out"
                 )
 
     @property
@@ -54,3 +85,8 @@ class FlowConfig:
     def ahead(self) -> bool:
         """Whether samplers run ahead of the training."""
         return self.max_lag > 0
+
+    @property
+    def in_waves(self) -> bool:
+        """Whether a step trains on its groups wave by wave."""
+        return self.waves != "off"

@@ -17,6 +17,7 @@ from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.flow.saved_samples import Key, SavedSamples
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.scheduling.sampling_order import Order, longest
 from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns
 
 
@@ -27,6 +28,7 @@ class SamplingNode:
     node: Node
     sampling: SamplingParams
     environment_prefix: str | None  # of the environment's metrics; None: no environment
+    order: Order = longest  # of its requests that wait for slots
 
 
 # a request by counter and node, and what an earlier run has sampled of it
@@ -142,9 +144,13 @@ class Producer:
         with self.lock:
             turn = self.admission.step_of(prompt.counter)
             self.groups[prompt.counter] = group
-        requests = {n.node.id: GroupRequest(prompt, n.sampling, turn=turn) for n in self._nodes}
+        requests = {n.node.id: self._request(n, prompt, turn) for n in self._nodes}
         found = self.saved.take(prompt.counter, requests)
         return [((prompt.counter, node), r, found.get(node)) for node, r in requests.items()]
+
+    def _request(self, node: SamplingNode, prompt: Prompt, turn: int) -> GroupRequest:
+        request = GroupRequest(prompt, node.sampling, turn=turn)
+        return dataclasses.replace(request, rank=node.order(request))
 
     def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> None:
         (found,) = (n for n in self._nodes if n.node.id == node_id)

@@ -33,6 +33,12 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.waves.streamed_nodes import (
+    advantages_that_wait,
+    described,
+    streamed_nodes,
+)
+from distflow_jax.flow.waves.wave_checks import check_waves
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
@@ -141,9 +147,25 @@ class RunPlan:
     def text(self) -> str:
         """The plan as tables, with the residency of its nodes if models are offloaded, and the host
         memory of asynchronous steps."""
-        found, waiting = self.residencies, self.waiting
-        text = self.plan.describe() + (f"\n{describe(found)}" if found else "")
+        found, waiting, streamed = self.residencies, self.waiting, self.streamed
+        column, reasons = described(streamed) if streamed else ({}, "")
+        text = self.plan.describe({"waves": column} if streamed else {})
+        text += f"\n{reasons}" if reasons else ""
+        text += f"\n{describe(found)}" if found else ""
         return text + (f"\n{waiting.describe()}" if waiting else "")
+
+    @property
+    def streamed(self) -> dict[str, str]:
+        """Node id -> whether it runs wave by wave, or why not; {} without waves."""
+        if not self.config.flow.in_waves:
+            return {}
+        training = self.config.training
+        return streamed_nodes(
+            self.plan,
+            advantages_that_wait(self.plan, self.config.algorithm),
+            mini_batches=training.mini_batches,
+            epochs=training.epochs,
+        )
 
     @property
     def waiting(self) -> WaitingGroups | None:
@@ -218,6 +240,14 @@ def plan_run(
         own_devices=sizes.samplers_have_own_devices,
         environment=config.rollout.environment,
         offload=config.training.offload,
+    )
+    check_waves(
+        config.flow,
+        made,
+        own_devices=sizes.samplers_have_own_devices,
+        offload=config.training.offload,
+        aggregation=config.algorithm.loss_aggregation,
+        mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
     )
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)

@@ -49,6 +49,7 @@ class Sizes:
     micro_rows: int  # rows of a micro-batch per data rank
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
+    wave: PackingPlan | None = None  # of a wave, if steps are trained on in waves
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
         """The mesh of a training role, or of one of its models."""
@@ -157,6 +158,7 @@ def derive_sizes(
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
+        wave=_wave_packing(config, graph, (micro, together), mesh, roles),
     )
 
 
@@ -383,6 +385,41 @@ def _packing(
 
     `micro`: (rows of a micro-batch per data rank, micro-batches of a pipeline pass).
     """
+    limits, needed = _limits_and_rows(config, graph, mini_prompts)
+    return _packing_of(config, limits, needed, micro, mesh, roles)
+
+
+def _wave_packing(
+    config: Config,
+    graph: Graph | None,
+    micro: tuple[int, int],
+    mesh: MeshSizes,
+    roles: Mapping[str, MeshSizes],
+) -> PackingPlan | None:
+    """Rows of a wave on every training mesh; None without waves. `micro`: as of `_packing`."""
+    flow = config.flow
+    if not flow.in_waves:
+        return None
+    limits, needed = _limits_and_rows(config, graph, max(1, flow.wave_prompts))
+    if flow.waves == "ready":
+        by = {"training.micro_batch_rows": mesh.ranks * micro[0]}
+        if any(sizes.pipeline > 1 for sizes in (mesh, *roles.values())):
+            by["training.pipeline_microbatches"] = micro[1]
+        _divides("flow.wave_rows", flow.wave_rows, by)
+        if needed > flow.wave_rows:
+            unit = math.prod(by.values())
+            raise ValueError(
+                f"flow.wave_rows={flow.wave_rows} are too few for the longest group, which takes "
+                f"up to {needed} rows of training.row_tokens={config.training.row_tokens}; use at "
+                f"least {-(-needed // unit) * unit}"
+            )
+        needed = flow.wave_rows
+    packing = _packing_of(config, limits, needed, micro, mesh, roles)
+    return dataclasses.replace(packing, mini_batches=1)
+
+
+def _limits_and_rows(config: Config, graph: Graph | None, prompts: int) -> tuple[RowLimits, int]:
+    """The limits of a row, and the rows that the longest groups of `prompts` prompts may need."""
     training, prompt = config.training, config.data.max_prompt_length
     response = config.rollout.max_response_length
     pairs = graph is not None and trains_on_pairs(graph)
@@ -401,16 +438,26 @@ def _packing(
             f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
             f"training.row_tokens={limits.tokens} to that"
         )
+    if pairs:
+        whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
+        return limits, rows_bound(prompts, longest_pair, whole)
+    return limits, rows_bound(prompts * size, prompt + response, limits)
+
+
+def _packing_of(
+    config: Config,
+    limits: RowLimits,
+    needed: int,
+    micro: tuple[int, int],
+    mesh: MeshSizes,
+    roles: Mapping[str, MeshSizes],
+) -> PackingPlan:
+    """Packing into at least `needed` rows of a mini-batch; `micro`: as of `_packing`."""
     actor, together = roles.get("ACTOR", mesh), math.prod(micro)
 
     def room(rows: int, ranks: int) -> int:
         return -(-rows // (ranks * together)) * together
 
-    if pairs:
-        whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
-        needed = rows_bound(mini_prompts, longest_pair, whole)
-    else:
-        needed = rows_bound(mini_prompts * size, prompt + response, limits)
     for sizes in (mesh, *roles.values()):
         check_pipeline_is_filled(sizes, needed, *micro)
     most = room(needed, actor.ranks)
@@ -418,7 +465,7 @@ def _packing(
     rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
     return PackingPlan(
         limits=limits,
-        mini_batches=training.mini_batches,
+        mini_batches=config.training.mini_batches,
         prompts_per_step=config.data.prompts_per_step,
         rows=rows | {actor.layout: most},
         primary=actor.layout,

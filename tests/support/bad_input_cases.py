@@ -1,5 +1,10 @@
 """Mistakes in a config, and what is said of each."""
 
+_OWN = (  # samplers that run ahead on devices of their own
+    "flow.max_lag=1 ; algorithm.correction=token_tis ; mesh.devices=0:4 ; "
+    "mesh.roles={'ROLLOUT':{'devices':'4:8'}}"
+)
+
 KEYS_AND_TYPES = [
     ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
     (
@@ -152,6 +157,46 @@ SIZES = [
     (
         "flow.max_lag=1 ; algorithm.correction=token_tis ; training.offload=idle",
         "training.offload='idle' needs the place of samplers whose responses go on in the next",
+    ),
+    ("flow.waves=counter", "flow.waves='counter' has no effect with flow.max_lag=0; raise that"),
+    ("flow.order=counter", "flow.order='counter' has no effect with flow.max_lag=0; raise that"),
+    (
+        "flow.order=longst",
+        "flow.order='longst' is unknown (did you mean 'longest'? known: ",
+    ),
+    ("flow.max_lag=1 ; flow.waves=redy", "flow.waves must be one of off, counter, ready, got"),
+    ("flow.max_lag=1 ; flow.waves=counter", "flow.waves='counter' needs flow.wave_prompts of at"),
+    ("flow.max_lag=1 ; flow.waves=ready", "flow.waves='ready' needs flow.wave_rows of at least 1"),
+    ("flow.wave_rows=4", "flow.wave_rows=4 has no effect with flow.waves='off'; use waves='ready'"),
+    (
+        "flow.max_lag=1 ; flow.waves=ready ; flow.wave_rows=8 ; flow.wave_prompts=2",
+        "flow.wave_prompts=2 has no effect with flow.waves='ready'; use waves='counter'",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.waves=counter ; "
+        "flow.wave_prompts=2",
+        "flow.waves='counter' needs samplers with devices of their own: on the trainer's devices",
+    ),
+    (
+        f"{_OWN} ; flow.waves=counter ; flow.wave_prompts=2 ; training.offload=idle",
+        "flow.waves='counter' would move models with training.offload='idle' for each wave",
+    ),
+    (
+        f"{_OWN} ; flow.waves=counter ; flow.wave_prompts=99",
+        "flow.wave_prompts=99 is above the 16 groups of a mini-batch (data.prompts_per_step /",
+    ),
+    (
+        f"{_OWN} ; flow.waves=ready ; flow.wave_rows=16 ; algorithm.aggregation=fixed-budget ; "
+        "algorithm.token_budget=100",
+        "flow.waves='ready' trains on what is complete first, and what lies within the budget of",
+    ),
+    (
+        f"{_OWN} ; flow.waves=ready ; flow.wave_rows=3",
+        "flow.wave_rows=3 is not divisible by training.micro_batch_rows=4; use 4",
+    ),
+    (
+        f"{_OWN} ; flow.waves=ready ; flow.wave_rows=4 ; rollout.num_samples=16",
+        "flow.wave_rows=4 are too few for the longest group, which takes up to",
     ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),

@@ -15,6 +15,7 @@ import numpy as np
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+from distflow_jax.rollout.scheduling.sampling_order import longest
 
 
 @dataclasses.dataclass
@@ -44,9 +45,10 @@ class Group:
 
     @property
     def priority(self) -> tuple[float, ...]:
-        """Lowest first: turn, longest expected response, longest limit, order of arrival."""
-        expected, limit = self.request.prompt.expected_length, self.request.sampling.limit
-        return (self.request.turn, -expected, -limit, self.id)
+        """Lowest first: turn, rank (longest expected response, longest limit), order of arrival."""
+        request = self.request
+        rank = longest(request) if request.rank is None else request.rank
+        return (request.turn, *rank, self.id)
 
 
 @dataclasses.dataclass

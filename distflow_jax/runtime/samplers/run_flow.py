@@ -27,6 +27,7 @@ from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
+from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.recorder import Recorder
@@ -136,7 +137,13 @@ def _producer(
     contexts = [runtime.contexts.of(task) for task in tasks]
     in_turns = prepared.environments is not None
     nodes = [
-        SamplingNode(c.node, node_sampling(c), c.prefix if in_turns else None) for c in contexts
+        SamplingNode(
+            c.node,
+            node_sampling(c),
+            c.prefix if in_turns else None,
+            ORDERS[config.flow.order],
+        )
+        for c in contexts
     ]
     sampler = EpisodeSampler(
         runtime.engine,

@@ -1,0 +1,136 @@
+"""Which nodes of a plan stream, and why the others wait."""
+
+import itertools
+
+import pytest
+
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.planner import plan
+from distflow_jax.flow.waves.streamed_nodes import (
+    STREAMS,
+    advantages_that_wait,
+    described,
+    streamed_nodes,
+    streamed_units,
+)
+from distflow_jax.layout import Layout
+
+HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
+LAYOUTS = {
+    "ACTOR": MESH,
+    "CRITIC": MESH,
+    "REFERENCE": MESH,
+    "ROLLOUT": HOST,
+    "REWARD": HOST,
+    "REWARD MODEL_INFERENCE": MESH,
+}
+WAITS = "waits: "
+
+
+def built(name):
+    return plan(load_graph(name, Config()), LAYOUTS, ("uid", "prompt", "step"))
+
+
+def found(name, how=None, **updates):
+    made = built(name)
+    algorithm = AlgorithmConfig(**(how or {}))
+    return streamed_nodes(made, advantages_that_wait(made, algorithm), **updates)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "remax", "dapo", "gspo", "online_dpo"])
+def test_every_node_of_these_graphs_streams(name):
+    how = {"remax": {"advantage": "remax"}}.get(name)
+    assert set(found(name, how).values()) == {STREAMS}
+
+
+def test_from_the_first_node_that_needs_the_batch_on_the_step_waits():
+    streamed = found("ppo", {"advantage": "gae"})
+    assert {name for name, text in streamed.items() if text == STREAMS} == {
+        *("rollout", "reward", "old_logp", "reference", "values")
+    }
+    assert streamed["advantage"] == (
+        "waits: algorithm.advantage='gae' whitens over the tokens of the step"
+    )
+    assert streamed["actor_train"] == "waits: reads advantage of advantage, which waits"
+    column, lines = described(streamed)
+    assert column["advantage"] == "waits"
+    assert column["values"] == STREAMS
+    assert lines.startswith("advantage waits for the whole batch: algorithm.advantage='gae'")
+    assert max(map(len, lines.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "how, word",
+    [
+        ({"advantage": "reinforce_plus_plus"}, "whitens"),
+        ({"advantage": "reinforce_plus_plus_baseline"}, "whitens"),
+        ({"advantage": "gpg"}, "counts the sequences"),
+        ({"advantage": "cpgd", "cpgd_weight": "clip_filter"}, "counts the groups"),
+        ({"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 0.2, "kl_estimator": "k1"}, "KL of"),
+    ],
+)
+def test_advantages_of_the_whole_step(how, word):
+    streamed = found("grpo", how)
+    assert word in streamed["advantage"]
+    assert streamed["actor_train"].startswith(WAITS)
+    assert streamed["reference"] == STREAMS
+
+
+def test_several_optimizer_steps():
+    assert found("grpo", epochs=2)["actor_train"] == (
+        "waits: training.epochs=2 passes over the batch"
+    )
+    assert found("grpo", mini_batches=2)["actor_train"] == (
+        "waits: training.mini_batches=2 would change the weights that old_logp uses"
+    )
+    assert found("grpo", mini_batches=2)["old_logp"] == STREAMS
+
+
+def graph(*, scope="sample", fn=None, model="actor", late=False):
+    nodes = [
+        Node(
+            *("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"]),
+            ["response", "response_mask"],
+        ),
+        Node(
+            "own", "ACTOR", "COMPUTE", ["gen"], ["rows"], {"x": "advantage"}, fn="a:b", scope=scope
+        ),
+        Node("train", "ACTOR", "MODEL_TRAIN", ["own"], ["rows", "advantage"], [], fn=fn),
+        Node("probe", "ACTOR", "MODEL_INFERENCE", ["train"], ["rows"], ["old_logp"]),
+        Node("after", "REFERENCE", "MODEL_INFERENCE", ["train"], ["rows"], ["ref_logp"]),
+    ]
+    return plan(Graph("g", nodes), LAYOUTS, ("uid", "prompt"))
+
+
+def test_a_node_of_the_users_streams_by_its_scope():
+    assert streamed_nodes(graph(scope="group"), {})["own"] == STREAMS
+    streamed = streamed_nodes(graph(scope="batch"), {})
+    assert streamed["own"] == "waits: scope batch"
+    assert streamed["train"] == "waits: reads advantage of own, which waits"
+
+
+def test_what_trains_or_uses_trained_weights_in_another_way_waits():
+    streamed = streamed_nodes(graph(fn="a:b"), {})
+    assert streamed["train"] == "waits: a:b updates a model by itself"
+    streamed = streamed_nodes(graph(), {})
+    assert streamed["train"] == STREAMS
+    assert streamed["probe"] == "waits: uses the weights that train trains in the same step"
+
+
+def test_a_program_streams_as_a_whole():
+    made = graph()
+    streamed = streamed_nodes(made, {})
+    units = streamed_units(made, streamed)
+    for unit in made.units:
+        kinds = {streamed[task.node.id] == STREAMS for task in unit.tasks}
+        assert len(kinds) == 1
+        assert (unit in units) == kinds.pop()
+    late = [name for unit in made.units for name in [t.node.id for t in unit.tasks]]
+    for name, other in itertools.combinations(late, 2):
+        if streamed[other] == f"{WAITS}one program with {name}, which waits":
+            break
+    else:
+        pytest.fail("no node waits for another one of its program")
