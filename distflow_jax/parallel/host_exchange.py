@@ -102,6 +102,12 @@ class HostExchange:
             received[self._index] = blobs[self._index]
         return received, traffic
 
+    def connections(self, peers: Collection[int]) -> dict[int, socket.socket]:
+        """Connections to other processes, opened where they are missing: the caller alone reads and
+        writes them from then on, without blocking. Each of two processes names the other."""
+        self._connect(set(peers))
+        return {peer: self._sockets[peer] for peer in peers}
+
     def interrupt(self) -> None:
         """Ends an exchange under way in another thread, which raises ConnectionError, and those of
         the other processes with it."""
