@@ -59,6 +59,8 @@ class Flow:
 
     Attributes:
       saver: of samples, into checkpoints.
+      steps: joins the groups of a step.
+      swaps: times what the training waits for.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class Flow:
         into checkpoints."""
         self.producer, self._nodes, self._config = producer, nodes, config
         self._sync, self._gather, self._observer = sync, gather, observer
-        self._swaps = SwapTimes()
+        self.swaps = SwapTimes()
         self._lock = producer.lock
         self._told: set[int] = set()  # counters whose verdicts the others know
-        self._steps = StepGroups(nodes.ids)
+        self.steps = StepGroups(nodes.ids)
         self._version = producer.sampler.version  # the newest that was published
         self.saver = saver
         self._calls = 0  # decode calls that `counts` has counted
@@ -114,7 +116,7 @@ class Flow:
         if version == self._version:
             return
         self._version = version
-        with self._swaps.block("leave"):
+        with self.swaps.block("leave"):
             if self._thread is not None:
                 self._thread.make_room()
                 self._thread.deliver(self._sync.leave(params), version)
@@ -130,7 +132,7 @@ class Flow:
         Raises EndOfData where the data have no group for the step, and what a sampler, an
         environment or a node that ran ahead has raised for a group of the step.
         """
-        with self._swaps.block("wait"):
+        with self.swaps.block("wait"):
             return self._take(step)
 
     def _take(self, step: int) -> tuple[FieldStore, Metrics]:
@@ -147,22 +149,21 @@ class Flow:
             if cut.start == cut.end:
                 raise EndOfData
             if self._rounds:
-                self._drive(decided, needs=cut.end)
+                self.drive(decided, needs=cut.end)
             else:
-                self._drive(lambda cut=cut: self._has(cut), needs=cut.end)
+                self.drive(lambda cut=cut: self._has(cut), needs=cut.end)
                 told = self._gather.begin(self._news())
                 told.add_done_callback(lambda _: self._wake())
-                self._drive(told.done)
+                self.drive(told.done)
                 with self._lock:
                     for counter, keep in (news for theirs in told.result() for news in theirs):
                         admission.judge(counter, bool(keep))
             with self._lock:
                 cut = admission.cut(step)
             if cut.final:
-                self.saver.settle()  # while the groups are there
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
-                return self._joined(cut)
+                return self.joined(cut)
 
     def finish(self, step: int) -> int:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
@@ -176,7 +177,7 @@ class Flow:
         """
         if self._evaluations is None:
             return []
-        self._drive(lambda: self._evaluations.done(version), needs=ALL)
+        self.drive(lambda: self._evaluations.done(version), needs=ALL)
         return self._evaluations.take(version)
 
     def counts(self) -> Metrics:
@@ -193,7 +194,7 @@ class Flow:
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
         a time of time.monotonic()."""
-        self._drive(lambda: self.saver.settled or time.monotonic() > end)
+        self.drive(lambda: self.saver.settled or time.monotonic() > end)
         self.saver.wait(max(0.0, end - time.monotonic()))
 
     @contextlib.contextmanager
@@ -224,8 +225,11 @@ class Flow:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _drive(self, until: Callable[[], bool], *, needs: int = 0) -> None:
-        """Samples until something is true, for which groups below a counter are needed."""
+    def drive(self, until: Callable[[], bool], *, needs: int = 0) -> None:
+        """Samples until something is true, for which groups below a counter are needed.
+
+        Raises what a sampler or a node that ran ahead has raised for one of these groups.
+        """
         producer = self.producer
         while not until():
             self._raise_errors(needs)
@@ -253,7 +257,7 @@ class Flow:
     @contextlib.contextmanager
     def _arrive(self, left: Any) -> Iterator[Any]:
         """A block in which the sampler does not decode, with the weights that have left."""
-        with self._swaps.block("arrive"), self._observer.span("take_weights"):
+        with self.swaps.block("arrive"), self._observer.span("take_weights"):
             yield jax.block_until_ready(self._sync.arrive(left))
 
     def _raise_errors(self, needs: int) -> None:
@@ -300,12 +304,15 @@ class Flow:
         self._told |= {counter for counter, _ in news}
         return news
 
-    def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
+    def joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
+        """The fields of this process's groups of a step, which is decided, and metrics of the nodes
+        that ran on them. The groups are the step's from then on."""
+        self.saver.settle()  # while the groups are there
         with self._lock:
             groups = self.producer.forget(range(cut.start, cut.end))
             ledger = self.saver.took(cut, groups)
         self._told -= set(range(cut.start, cut.end))
-        return self._steps.join(cut, groups, {SWAPS: self._swaps.take()} | ledger.metrics())
+        return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
 
 
 def _exact_order(

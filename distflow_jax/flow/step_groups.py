@@ -27,6 +27,15 @@ class StepGroups:
 
         A process may have no group of a step but the first one, for which that is a ValueError.
         """
+        store = self.fields(cut.kept, groups)
+        metrics = step_metrics(groups) | more
+        for name, value in metrics.items():
+            if isinstance(value, Parts):
+                self._parts[name] = dataclasses.replace(value, values=())
+        return store, self._parts | metrics
+
+    def fields(self, kept: Sequence[int], groups: Sequence[Group]) -> FieldStore:
+        """The fields of this process's groups whose counters are `kept`, ordered by counter."""
         groups = sorted(groups, key=lambda group: group.counter)
         stores = [group.store for group in groups]
         if stores:
@@ -36,10 +45,6 @@ class StepGroups:
                 "a process has no group in the first step: raise data.prompts_per_step, or use "
                 "fewer processes"
             )
-        store = joined(stores or [self._template], np.array(cut.kept, np.int64))
+        store = joined(stores or [self._template], np.array(kept, np.int64))
         store.done = self._nodes
-        metrics = step_metrics(groups) | more
-        for name, value in metrics.items():
-            if isinstance(value, Parts):
-                self._parts[name] = dataclasses.replace(value, values=())
-        return store, self._parts | metrics
+        return store

@@ -113,19 +113,22 @@ class WavePlanner:
         return Wave(self.step, self._number, mini, tuple(chosen), ends, last)
 
     def wanted(self) -> int | None:
-        """With a number of groups: the first counter after those that the next wave waits for, if
-        all of them are kept.
+        """The first counter after those that the next wave waits for, if all of them are kept.
 
-        None: it is decided what the next wave is.
+        None: waves have a room, and take what is complete.
         """
-        if self._chosen(self._open()) is not None:
+        if self._prompts is None:
             return None
         mine = [c for i, c in enumerate(self.cut.kept) if i // self._size == self._mini]
         return [c for c in mine if c not in self._taken][: self._prompts][-1] + 1
 
     def missing(self) -> tuple[int, int]:
-        """With a room: tokens and sequences that would fill it for sure, each at least 1."""
+        """Tokens and sequences that would fill the room for sure, each at least 1."""
         return self._room.free(self._open().complete)
+
+    def size(self, groups: Sequence[GroupFacts]) -> tuple[int, int]:
+        """Tokens and sequences that groups take of a room."""
+        return self._room.size(groups)
 
     def finish(self) -> Cut:
         """Ends a step whose last wave was taken; its facts are forgotten."""

@@ -1,0 +1,135 @@
+"""The waves of one process: it tells its complete groups, and learns which go through next.
+
+When to gather: with waves of so many prompts, as soon as a process has its groups of the next wave.
+With waves that are ready, as soon as a process has groups that could fill a wave, if the others
+have as many; a process says so by a number that spreads (parallel/peers.py), and the others join.
+So none waits in a loop of gathers, and a wave that all of them together can fill is found: of P
+processes one has a P-th of it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.waves.group_facts import GroupFacts, facts_of
+from distflow_jax.flow.waves.wave_planner import Wave, WavePlanner
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.peers import Peers
+
+GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
+
+# what has to be true, and the first counter whose group it does not need
+Wait = tuple[Callable[[], bool], int]
+
+
+class Drive(Protocol):
+    """`Flow.drive`: waits, and samples meanwhile."""
+
+    def __call__(self, until: Callable[[], bool], *, needs: int = 0) -> None:
+        """Waits until something is true, for which groups below a counter are needed."""
+
+
+class WaveSource:
+    """Plans the waves of a run with the other processes. The thread that trains uses it.
+
+    Attributes:
+      planner: what all processes know alike.
+    """
+
+    def __init__(
+        self,
+        planner: WavePlanner,
+        producer: Producer,
+        gather: BackgroundGather,
+        peers: Peers,
+        *,
+        process: int,
+        processes: int,
+        facts: Callable[[Group, int], GroupFacts] = facts_of,
+    ):
+        """`gather`, `peers`: nothing else uses them. `facts(group, process)`: of a group that is
+        done."""
+        self.planner, self._producer = planner, producer
+        self._gather, self._peers = gather, peers
+        self._process, self._processes, self._facts = process, processes, facts
+        self._told: set[int] = set()  # counters of groups whose facts the others know
+        self._gathers = 0
+
+    def next(self, drive: Drive) -> tuple[Wave, list[GroupFacts]]:
+        """The next wave of the step, once it is decided, and all facts that were learned for it.
+
+        Collective.
+        """
+        waits = self.waits()
+        while True:
+            try:
+                until, needs = next(waits)
+            except StopIteration as end:
+                return end.value
+            drive(until, needs=needs)
+
+    def waits(self) -> Generator[Wait, None, tuple[Wave, list[GroupFacts]]]:
+        """`next`, for a caller with a way of its own to wait: go on when what it yields is true."""
+        learned: list[GroupFacts] = []
+        while (wave := self.planner.next()) is None:
+            yield self._due, self.planner.cut.end
+            self._gathers += 1
+            self._peers.raise_to(GATHERS, self._gathers)
+            told = self._gather.begin(self._news())
+            told.add_done_callback(lambda _: self._wake())
+            yield told.done, 0
+            tables = enumerate(told.result())
+            facts = [GroupFacts.from_json(home, row) for home, rows in tables for row in rows]
+            self.planner.learn(facts)
+            learned += facts
+        return wave, learned
+
+    def finish(self) -> None:
+        """Ends a step whose last wave was taken."""
+        end = self.planner.finish().end
+        self._told = {counter for counter in self._told if counter >= end}
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._gather.close()
+        self._peers.close()
+
+    def _due(self) -> bool:
+        """Whether it is time for the next gather."""
+        self._peers.check()
+        with self._producer.lock:
+            groups = list(self._producer.groups.values())
+            end = self.planner.cut.end
+            if not self._gathers and not any(group.done for group in groups):
+                # a first group says which columns there are; without any there is none to come
+                return not groups and self._producer.begun_up_to(end)
+            wanted = self.planner.wanted()
+            if wanted is not None:
+                mine = [group for group in groups if group.counter < wanted]
+                return self._producer.begun_up_to(wanted) and all(group.done for group in mine)
+            if self._peers.seen(GATHERS) > self._gathers:
+                return True
+            mine = [group for group in groups if group.counter < end]
+            news = [group for group in mine if group.done and group.counter not in self._told]
+            whole = self._producer.begun_up_to(end) and all(group.done for group in mine)
+        if whole or not news:
+            return bool(news)
+        tokens, sequences = self.planner.size([self._facts(g, self._process) for g in news])
+        missing = self.planner.missing()
+        return any(
+            n * self._processes >= most
+            for n, most in zip((tokens, sequences), missing, strict=True)
+        )
+
+    def _news(self) -> Sequence[Any]:
+        """Facts of complete groups of this process that the others do not know."""
+        with self._producer.lock:
+            groups = [g for g in self._producer.groups.values() if g.done]
+        news = [group for group in groups if group.counter not in self._told]
+        self._told |= {group.counter for group in news}
+        return [self._facts(group, self._process).to_json() for group in news]
+
+    def _wake(self) -> None:
+        with self._producer.lock:
+            self._producer.lock.notify_all()

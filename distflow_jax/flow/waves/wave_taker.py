@@ -1,0 +1,64 @@
+"""The groups of a step on one process, wave by wave: what `Flow.take` is for a whole step."""
+
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.waves.wave_planner import Wave
+from distflow_jax.flow.waves.wave_source import WaveSource
+from distflow_jax.layout import Metrics
+
+
+class WaveTaker:
+    """Hands a step's groups to the training, wave by wave. Call `take` until a wave is the last
+    one, then `end`, then `finish` after the step has trained."""
+
+    def __init__(self, flow: Flow, source: WaveSource, *, judges: bool):
+        """`judges`: whether verdicts reach the rule of the samplers by waves alone."""
+        self._flow, self._source, self._judges = flow, source, judges
+
+    def take(self, step: int) -> tuple[Wave, FieldStore]:
+        """The next wave, and the fields of this process's groups in it. Collective.
+
+        Raises EndOfData where the data have no group for the step, and what a sampler, an
+        environment or a node that ran ahead has raised for a group of the step.
+        """
+        flow, producer, planner = self._flow, self._flow.producer, self._source.planner
+        if planner.step != step:
+            raise ValueError(f"waves of step {planner.step} come before those of step {step}")
+        if planner.cut.start == planner.cut.end:
+            raise EndOfData
+        with flow.swaps.block("wait"):
+            wave, learned = self._source.next(flow.drive)
+        with producer.lock:
+            if self._judges:
+                for facts in learned:
+                    producer.admission.judge(facts.counter, facts.keep)
+            mine = [c for c in wave.counters if c in producer.groups]
+            groups = [producer.groups[counter] for counter in mine]
+        # a process without a group in a wave has the columns of any other group
+        with producer.lock:
+            done = [group for group in producer.groups.values() if group.done]
+        return wave, flow.steps.fields(wave.counters, groups or done[:1])
+
+    def end(self) -> tuple[FieldStore, Metrics]:
+        """The fields of all of this process's groups in the step, whose last wave was taken, and
+        metrics of the nodes that ran on them."""
+        flow, admission = self._flow, self._flow.producer.admission
+        step = self._source.planner.step
+
+        def decided() -> bool:
+            with flow.producer.lock:
+                return admission.cut(step).final
+
+        with flow.swaps.block("wait"):
+            flow.drive(decided)
+        return flow.joined(self._source.planner.cut)
+
+    def finish(self, step: int) -> int:
+        """Ends a step; returns the first counter that it did not look at."""
+        self._source.finish()
+        return self._flow.finish(step)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._source.close()

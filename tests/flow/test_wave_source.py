@@ -1,0 +1,264 @@
+"""Waves of several processes: the same on all of them, whatever is late, and none waits forever.
+
+A model has every order of events: a million of them are the nightly tier's, twenty thousand the
+default one's. Processes with real connections run the same code.
+"""
+
+import concurrent.futures
+import random
+import threading
+import types
+
+import pytest
+
+from distflow_jax.coordinator.first_fit import RowLimits
+from distflow_jax.flow.lag_rule import Admission, Rule
+from distflow_jax.flow.waves.group_facts import GroupFacts
+from distflow_jax.flow.waves.wave_planner import WavePlanner
+from distflow_jax.flow.waves.wave_room import WaveRoom
+from distflow_jax.flow.waves.wave_source import WaveSource
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.host_exchange import HostExchange, listen
+from distflow_jax.parallel.peers import Peers
+
+SECONDS = 30
+
+
+class Job:
+    """The constants of a random job, and all of its groups."""
+
+    def __init__(self, draw):
+        self.minis = draw.choice([1, 1, 2])
+        self.judged = draw.random() < 0.3
+        # each process has a group of every batch, as the loader's deal says
+        self.processes = draw.randint(1, 4)
+        size = max(draw.randint(1, 6), -(-self.processes // self.minis))
+        self.rule = Rule(size * self.minis, draw.randint(1, 3), 2 if self.judged else 1)
+        self.prompts = draw.choice([None, draw.randint(1, 4)])
+        self.rows, self.salt = draw.randint(2, 6), draw.random()
+        self.homes: dict[int, int] = {}
+
+    def home(self, counter):
+        """The process of a group: of each batch, every process has one at least."""
+        batch, place = divmod(counter, self.rule.groups)
+        return random.Random(f"{self.salt}{batch}").sample(
+            [i % self.processes for i in range(self.rule.groups)], self.rule.groups
+        )[place]
+
+    def facts(self, counter):
+        draw = random.Random(f"{self.salt}{counter}x")
+        return GroupFacts(
+            counter=counter,
+            home=self.home(counter),
+            prompt=draw.randint(1, 4),
+            responses=tuple(draw.randint(0, 12) for _ in range(2)),
+            first=draw.randint(0, 2),
+            last=2,
+            keep=not self.judged or draw.random() < 0.6,
+        )
+
+    def planner(self):
+        room = None if self.prompts else WaveRoom(self.rows, RowLimits(16, 4, shared=False))
+        admission = Admission(self.rule, judged=self.judged)
+        return WavePlanner(admission, mini_batches=self.minis, prompts=self.prompts, room=room)
+
+
+class Gathers:
+    """Gathers of a model: number n ends when all processes have begun it, and an event says so."""
+
+    def __init__(self, processes):
+        self.processes, self.begun = processes, []
+
+    def of(self, process):
+        """The gathers as one process sees them."""
+        count = 0
+
+        def begin(value):
+            nonlocal count
+            if count == len(self.begun):
+                self.begun.append(
+                    ({}, [concurrent.futures.Future() for _ in range(self.processes)])
+                )
+            values, futures = self.begun[count]
+            values[process], count = value, count + 1
+            return futures[process]
+
+        return types.SimpleNamespace(begin=begin)
+
+    def ready(self):
+        """Futures that may end now."""
+        return [
+            (future, [values[p] for p in range(self.processes)])
+            for values, futures in self.begun[-2:]
+            if len(values) == self.processes
+            for future in futures
+            if not future.done()
+        ]
+
+
+class Modelled:
+    """A process of a model: its groups, its waves, and what it waits for."""
+
+    def __init__(self, job, index, gathers, raised):
+        self.job, self.index, self.lock = job, index, threading.Condition()
+        self.admission = Admission(job.rule, judged=job.judged)  # of the sampler
+        self.groups, self.begun, self.heard = {}, 0, 0
+        peers = types.SimpleNamespace(
+            raise_to=raised, seen=lambda kind: self.heard, check=lambda: None
+        )
+        self.source = WaveSource(
+            *(job.planner(), self, gathers.of(index), peers),
+            process=index,
+            processes=job.processes,
+            facts=lambda group, process: job.facts(group.counter),
+        )
+        self.waves, self.running, self.until = [], None, lambda: True
+
+    def begun_up_to(self, end):
+        return self.begun >= end
+
+    def begin(self, held):
+        """Begins what the rule allows."""
+        end = self.admission.end(held)
+        for counter in range(self.begun, end):
+            if self.job.home(counter) == self.index:
+                self.groups[counter] = types.SimpleNamespace(counter=counter, done=False)
+        self.begun = max(self.begun, end)
+
+    def go_on(self):
+        """Goes on with the training until it waits; at the end of a step it begins the next."""
+        while self.until():
+            if self.running is None:
+                self.running = self.source.waits()
+            try:
+                self.until, _ = next(self.running)
+            except StopIteration as end:
+                wave, learned = end.value
+                self.waves.append(wave)
+                for facts in learned:
+                    self.admission.judge(facts.counter, facts.keep)
+                self.running, self.until = None, lambda: True
+                if wave.last:
+                    self.source.finish()
+                    cut = self.admission.finish(wave.step)
+                    for counter in range(cut.start, cut.end):
+                        self.groups.pop(counter, None)
+                    return
+
+
+def model(seed, steps):
+    """Runs a random job to its end, one random event after the other; returns their number."""
+    draw = random.Random(seed)
+    job = Job(draw)
+    gathers, wanted = Gathers(job.processes), [0]
+
+    def raised(kind, number):
+        wanted[0] = max(wanted[0], number)
+
+    world = [Modelled(job, i, gathers, raised) for i in range(job.processes)]
+    events = 0
+    while any(process.admission.finished < steps for process in world):
+        events += 1
+        late = [p for p in world if p.admission.finished < steps]
+        choices = [(p.go_on, ()) for p in late if p.until()]
+        for process in world:
+            held = min(process.admission.finished, draw.randint(0, steps))
+            if process.begun < process.admission.end(process.admission.finished):
+                choices.append((process.begin, (held,)))
+            choices += [
+                (vars(group).update, ({"done": True},))
+                for group in process.groups.values()
+                if not group.done
+            ]
+            if process.heard < wanted[0]:
+                choices.append((vars(process).update, ({"heard": wanted[0]},)))
+        choices += [(future.set_result, (values,)) for future, values in gathers.ready()]
+        assert choices, f"seed {seed}: nothing can happen, and steps are left"
+        what, given = draw.choice(choices)
+        what(*given)
+    for process in world:
+        assert process.waves == world[0].waves
+    for step in range(1, steps + 1):
+        assert [w.last for w in world[0].waves if w.step == step][-1:] == [True]
+    # a gather tells of a group, or nobody would have begun it
+    assert all(any(values.values()) for values, _ in gathers.begun)
+    return events
+
+
+def test_waves_of_a_model_are_the_same_and_never_wait_forever():
+    total = seed = 0
+    while total < 20_000:
+        total += model(seed, 4)
+        seed += 1
+
+
+@pytest.mark.slow
+def test_a_million_events():
+    total, seed = 0, 10_000
+    while total < 1_000_000:
+        total += model(seed, 8)
+        seed += 1
+
+
+class Threaded(Modelled):
+    """A process of a job of threads, with real connections."""
+
+    def __init__(self, job, index, exchanges, seed):
+        super().__init__(job, index, Gathers(1), lambda kind, number: None)
+        self.draw = random.Random(f"{seed}{index}")
+        gather = BackgroundGather(exchanges[0])
+        peers = Peers(exchanges[1], index, job.processes, self.wake)
+        self.source = WaveSource(
+            *(job.planner(), self, gather, peers),
+            process=index,
+            processes=job.processes,
+            facts=lambda group, process: job.facts(group.counter),
+        )
+
+    def wake(self):
+        with self.lock:
+            self.lock.notify_all()
+
+    def drive(self, until, *, needs=0):
+        while not until():
+            with self.lock:
+                self.begin(self.admission.finished)
+                late = [group for group in self.groups.values() if not group.done]
+                if late:
+                    self.draw.choice(late).done = True
+                self.lock.wait(self.draw.uniform(0, 0.003))
+
+    def run(self, steps):
+        while self.admission.finished < steps:
+            wave, learned = self.source.next(self.drive)
+            self.waves.append(wave)
+            with self.lock:
+                for facts in learned:
+                    self.admission.judge(facts.counter, facts.keep)
+                if wave.last:
+                    self.source.finish()
+                    cut = self.admission.finish(wave.step)
+                    for counter in range(cut.start, cut.end):
+                        self.groups.pop(counter, None)
+        return self.waves
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_waves_are_the_same_on_processes_with_connections(seed):
+    job = Job(random.Random(seed))
+    listeners = [[listen("127.0.0.1") for _ in range(job.processes)] for _ in range(2)]
+    places = [[("127.0.0.1", one.getsockname()[1]) for one in of] for of in listeners]
+
+    def run(index):
+        exchanges = [
+            HostExchange(index, places[i], listeners[i][index], b"x" * 16) for i in range(2)
+        ]
+        process = Threaded(job, index, exchanges, seed)
+        return process, process.run(5)
+
+    with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
+        ran = [pool.submit(run, index) for index in range(job.processes)]
+        found = [future.result(timeout=SECONDS) for future in ran]
+    for process, waves in found:
+        assert waves == found[0][1]
+        process.source.close()
