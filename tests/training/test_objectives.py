@@ -148,7 +148,7 @@ def compiled(name):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, batch, part_R):
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         rows = dataclasses.replace(
             batch.rows,
             response_mask=batch.rows.response_mask & part_R[:, None],

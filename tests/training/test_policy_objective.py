@@ -323,7 +323,7 @@ def compiled(name):
     def run(params, batch, part_R):
         if (preview := objective.preview) is not None:
             batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         # rows that are not of the part are emptied, as if they lay in another micro-batch
         rows = dataclasses.replace(
             batch.rows,
@@ -486,7 +486,7 @@ def test_the_gap_is_told_by_age():
     def told(params, batch):
         if (preview := objective.preview) is not None:
             batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         _, found = objective.evaluate(params, batch, denominators, jnp.float32(1))
         return objective.finish({**found["sum"], **found["max"]})
 
@@ -518,9 +518,9 @@ def test_denominators_do_not_shrink_with_what_is_rejected():
     f = fields(False)
     rejected = compiled("reject k3")(params_of(f), packed_batch(f, config_of("gpg"), 2), ALL_ROWS)
     assert 0 < rejected[2]["sum"]["rollout_corr/rollout_rs_masked_fraction"] < 1
-    counts = policy.prepare(
-        packed_batch(f, config_of("gpg"), 2), algorithm=config_of("reject k3"), max_response=14
-    )[1]
+    algorithm = config_of("reject k3")
+    _, counts = policy.prepare(packed_batch(f, config_of("gpg"), 2), algorithm=algorithm)
+    counts = policy.denominators_of(counts, algorithm=algorithm, max_response=14)
     assert counts.loss == counts.tokens == float(sum(s.length for s in SEQUENCES))
     assert counts.sequences == float(sum(s.mask.any() for s in SEQUENCES))
 
@@ -546,7 +546,7 @@ def test_kl_cov_breaks_ties_by_group_and_sample():
 def chosen_by(config, batch, packed, f):
     """The tokens that a loss selects, one mask per sequence."""
     batch = batch._replace(current_logp=first(packed.tokens(f.logp)))
-    chosen = policy.prepare(batch, algorithm=config, max_response=14)[0].selected
+    chosen = policy.prepare(batch, algorithm=config)[0].selected
     return packed.unpack(np.asarray(chosen)[None])
 
 
@@ -599,11 +599,8 @@ def test_the_kept_weight_is_zero_where_all_is_rejected():
     ):
         config = AlgorithmConfig(**options)
         batch = packed_batch(f, config, 2)
-        _, sums, maxima = policy._correction(
-            batch.old_logp,
-            batch,
-            config,
-            policy.prepare(batch, algorithm=config, max_response=9)[1],
-        )
+        _, counts = policy.prepare(batch, algorithm=config)
+        counts = policy.denominators_of(counts, algorithm=config, max_response=9)
+        _, sums, maxima = policy._correction(batch.old_logp, batch, config, counts)
         assert maxima["rollout_corr/kept_weight_max"] == 0
     assert metrics_of("reject k3")["rollout_corr/kept_weight_max"] == 1
