@@ -131,7 +131,7 @@ def no_sums(params: Any, batch: Batch, *, shape: UpdateShape, objective: Objecti
     def one(params, batch):
         batch, counts = objective.prepare(batch)
         micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
-        gradient = _numerators(params, counts, jnp.float32(1.0), objective)
+        gradient = numerators(params, counts, jnp.float32(1.0), objective)
         return *gradient(microbatch.take(micro_batches, 0)), counts
 
     gradients, metrics, counts = jax.eval_shape(one, params, batch)
@@ -158,7 +158,7 @@ def add_wave(
     `temperature` is a scalar.
     """
     batch, counts = objective.prepare(batch, sums.counts)
-    gradient = _numerators(params, counts, temperature, objective)
+    gradient = numerators(params, counts, temperature, objective)
     start = sums.gradients, sums.metrics
     micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
     shardings = _gradient_shardings(sums, shape, objective)
@@ -181,10 +181,14 @@ def divide(sums: WaveSums, objective: Objective) -> tuple[Any, dict[str, jax.Arr
     return grads, objective.finish(found | sums.metrics["max"])
 
 
-def _numerators(
+def numerators(
     params: Any, counts: Any, temperature: jax.Array, objective: Objective
 ) -> Callable[[Any], tuple[dict[str, Any], Metrics]]:
-    """micro-batch -> (gradients of the loss's numerators by denominator, metrics' numerators)."""
+    """micro-batch -> (gradients of the loss's numerators by denominator, metrics' numerators).
+
+    `params` are all parameters, `counts` the shapes of the objective's counts, `temperature` a
+    scalar. Metrics are those of WaveSums.
+    """
     trained, frozen = lora.divide(objective.model, params)
     divisors = divisors_of(jax.eval_shape(objective.denominators, counts))
 

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import formulas
+from support.gradients import distance
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
+from support.waves import cut, step_in_waves
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.algorithms.whole_batch import loss_waits, needs_order
 from distflow_jax.batch import token_field
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.token_age import build_token_age
@@ -153,8 +156,8 @@ BOUNDS = {
 }
 
 
-def config_of(name):
-    options = dict(ALGORITHMS[name])
+def config_of(name, table=ALGORITHMS):
+    options = dict(table[name])
     for key in ("correction", "rejection"):
         bounds = BOUNDS.get(options.get(key, ""), {})
         options = {f"{key}_{side}": x for side, x in bounds.items()} | options
@@ -380,6 +383,39 @@ def test_value_and_gradient_match_the_formulas(name):
         assert_close(np.maximum(*(h[2]["max"][key] for h in halves)), value, key)
     assert run._cache_size() == 1
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+IN_WAVES = {  # steps that may be cut; the default tests have one of each kind
+    **{name: ALGORITHMS[name] for name in ALGORITHMS if not loss_waits(config_of(name))},
+    "fixed-budget": {"aggregation": "fixed-budget", "token_budget": BUDGET, "kl_coef": 0.1},
+}
+OFTEN = ("fixed-budget", "gmpo, corrected", "a3po")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in IN_WAVES]
+)
+def test_a_step_in_waves_is_the_step_at_once(name):
+    """Cut at random into 1 to 16 waves, some of them empty: gradient and metrics are the step's,
+    in the same rows and in others, with poison outside the mask."""
+    f, config = fields(name == "gspo"), config_of(name, IN_WAVES)
+    objective = policy_objective(TINY, config, ForwardConfig(), max_response=MAX_RESPONSE)
+    params, run = params_of(f), step_in_waves(objective)
+    whole, denominators = objective.whole(packed_batch(f, config, 2))
+    evaluate = jax.jit(jax.grad(objective.evaluate, has_aux=True), compiler_options=QUICK)
+    wanted, metrics = evaluate(params, whole, denominators, jnp.float32(1))
+    metrics = objective.finish({**metrics["sum"], **metrics["max"]})
+    other = packed_batch(f, config, 3, shared=True, poison=np.nan)
+    for seed, waves in enumerate((1, 2, 5, 16)):
+        parts = cut(seed, 5, waves=waves, ordered=bool(needs_order(config)))
+        batch, most = (other, 1e-5) if seed % 2 else (packed_batch(f, config, 2), 1e-6)
+        got, found = run(params, batch, parts)
+        assert distance(got, wanted) < most
+        loss = found.pop("actor/loss")
+        assert found.keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert_close(found[key], value, key)
+    assert_close(loss, objective.evaluate(params, whole, denominators, jnp.float32(1))[0])
 
 
 def aged(seed, newest=4):
