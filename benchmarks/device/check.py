@@ -139,7 +139,7 @@ def _trainer(device: jax.Device, params: Any, dtype: str) -> dict[str, Any]:
     objective = policy_objective(MODEL, ALGORITHM, forward, max_response=_LENGTH)
 
     def run(params, batch):
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         temperature = jnp.float32(1)
 
         def loss(params):

@@ -34,10 +34,11 @@ def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) 
     return weight
 
 
-def within_budget(rows: Rows, budget: int) -> jax.Array:
+def within_budget(rows: Rows, budget: int, spent: jax.Array | None = None) -> jax.Array:
     """Mask of the first `budget` response tokens of an optimizer step, bool [R, L].
 
-    `rows` holds all rows of the step. Responses are taken in the order of (group, sample), which
+    `rows` holds all rows of the step, or of a wave that comes after `spent` tokens of the step, an
+    int32 scalar; None: all rows. Responses are taken in the order of (group, sample), which
     does not depend on packing; the last one is cut. Every step then has the same weight, whatever
     its lengths. C3PO, of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
     """
@@ -46,6 +47,8 @@ def within_budget(rows: Rows, budget: int) -> jax.Array:
     ranked = jnp.zeros(length.size, jnp.int32).at[order.reshape(-1)].set(length.reshape(-1))
     before = (jnp.cumsum(ranked) - ranked)[order]
     place = per_token(before, rows.segment) + index_in_sequence(rows)
+    if spent is not None:
+        place = place + spent
     return rows.response_mask & (place < budget)
 
 

@@ -47,7 +47,7 @@ class Segment:
     trains: bool
     parameters: int  # of all models on the device
     optimizer: int  # states of their optimizers
-    gradients: int  # of the model that the segment trains
+    gradients: int  # of the model that the segment trains; of waves, the step's accumulators
     temporaries: int | None  # activations and other temporaries of its program; None: unknown
     sampler_weights: int
     cache: int  # of the sampler: keys and values, and slots
@@ -133,6 +133,7 @@ def plan_memory(
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
     residencies: Mapping[str, Residency] | None = None,
+    accumulators: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
 
@@ -141,8 +142,15 @@ def plan_memory(
       programs: its programs, by the unit's name.
       costs: of these programs; temporaries are unknown for programs that were not compiled.
       residencies: by node; None: those of the plan.
+      accumulators: specs of what waves add up (training/streamed_update.py), by state key, of the
+        models whose updates take waves. They are there from the first program of a step on a mesh
+        to the last, beside the gradient of a micro-batch.
     """
     residencies = planned.residencies if residencies is None else residencies
+    sums = [
+        Held("gradients", device_bytes(spec), planned.models[key].layout)
+        for key, spec in (accumulators or {}).items()
+    ]
     items = _items(planned, programs)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
@@ -164,7 +172,7 @@ def plan_memory(
             _segment(
                 name,
                 where if program is None else unit.layout,
-                [items[item] for item in meanwhile | stays],
+                [items[item] for item in meanwhile | stays] + (sums if program else []),
                 batch.get(name, 0),
                 extra,
                 max((_gradients(planned, key, program) for key in trained), default=0),
@@ -248,13 +256,14 @@ def _segment(
     gradients = gradients if extra is None else min(gradients, extra)
 
     def on(submesh: Layout) -> Segment:
-        sizes = dict.fromkeys(("parameters", "optimizer", "sampler_weights", "cache"), 0)
+        columns = ("parameters", "optimizer", "sampler_weights", "cache", "gradients")
+        sizes = dict.fromkeys(columns, 0)
         for column, size, where in held:
             sizes[column] += size if overlaps(where, submesh) else 0
+        sizes["gradients"] += gradients
         return Segment(
             name=name,
             trains=gradients > 0,
-            gradients=gradients,
             temporaries=None if extra is None else extra - gradients,
             batch=batch,
             **sizes,

@@ -1,13 +1,13 @@
 """Updates: the optimizer steps that one batch gives a model, whatever is optimised."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
@@ -23,11 +23,97 @@ from distflow_jax.training.objectives.reward_model_objective import (
 )
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
-from distflow_jax.training.state import divided, joined
+from distflow_jax.training.state import TrainState, divided, joined
+from distflow_jax.training.streamed_update import (
+    StreamedState,
+    StreamedUpdate,
+    make_streamed_update,
+)
 from distflow_jax.training.update import make_update
 
+_NONFINITE = "training/nonfinite"  # metric: optimizer steps that changed nothing
 
-def build_policy_update(context: TrainContext) -> Stage:
+
+class UpdateStage:
+    """A stage: mini_batches * epochs optimizer steps on one batch, a number of the config alone.
+
+    A call makes them of a complete batch. The same optimizer step in waves is `begin`, `accumulate`
+    for each wave and `finish`, once for each mini-batch: fields of a wave are [1, R, ...], rows of
+    groups of that mini-batch alone. `accumulate` is a Stage itself, whose state is a StreamedState.
+    """
+
+    def __init__(
+        self,
+        context: TrainContext,
+        objective: Objective,
+        batch_of: Callable[[dict[str, Any]], Batch],
+        temperature: float | None = None,
+    ):
+        self._context, self._batch_of = context, batch_of
+        self._objective = balanced(objective, context.balance_coef)
+        self._temperature = jnp.float32(context.temperature if temperature is None else temperature)
+        self._updates = context.mini_batches * context.epochs
+        self._update = make_update(
+            context.optimizer,
+            context.schedule,
+            shape=context.shape,
+            objective=self._objective,
+            num_updates=self._updates,
+        )
+
+    def __call__(
+        self, state: TrainState, fields: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any], dict[str, jax.Array]]:
+        """The state after all optimizer steps of a batch, no fields, and metrics."""
+        batch, model = self._batch_of(fields), self._objective.model
+        # what no update changes is no part of the loop, and comes back as the array it was
+        state, frozen = divided(model, state)
+
+        def one(state, index):
+            state, metrics = self._update(joined(state, frozen), batch, index, self._temperature)
+            return divided(model, state)[0], metrics
+
+        state, metrics = jax.lax.scan(one, state, jnp.arange(self._updates, dtype=jnp.int32))
+        return joined(state, frozen), {}, self._named(_merge(metrics))
+
+    @functools.cached_property
+    def _streamed(self) -> StreamedUpdate:
+        return make_streamed_update(
+            self._context.optimizer,
+            self._context.schedule,
+            shape=self._context.shape,
+            objective=self._objective,
+        )
+
+    def begin(self, state: TrainState, fields: dict[str, Any]) -> StreamedState:
+        """The state with empty accumulators, for a mini-batch; of `fields` only shapes count."""
+        return self._streamed.begin(state, self._wave(fields))
+
+    def begin_specs(self, state: TrainState, fields: dict[str, Any]) -> StreamedState:
+        """`begin` of specs: what the accumulators of waves with such fields are, and where."""
+        return self._streamed.begin_specs(state, jax.eval_shape(self._wave, fields))
+
+    def accumulate(
+        self, state: StreamedState, fields: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[StreamedState, dict[str, Any], dict[str, jax.Array]]:
+        """The state with the rows of a wave added, no fields, and no metrics."""
+        return self._streamed.accumulate(state, self._wave(fields), self._temperature), {}, {}
+
+    def finish(self, state: StreamedState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after the optimizer step, and its metrics, scalars."""
+        state, metrics = self._streamed.finish(state)
+        return state, self._named(metrics)
+
+    def _wave(self, fields: dict[str, Any]) -> Batch:
+        return jax.tree.map(lambda x: jnp.squeeze(x, 0), self._batch_of(fields))
+
+    def _named(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The metrics under the names that a run reports."""
+        found = {f"{self._context.prefix}{k}": x for k, x in metrics.items() if k != _NONFINITE}
+        return found | {f"{_NONFINITE}/{self._context.node.id}": metrics[_NONFINITE]}
+
+
+def build_policy_update(context: TrainContext) -> UpdateStage:
     """rows, rollout_logp, advantage; old_logp, ref_logp, prox_alpha, age and routed_experts
     where planned -> metrics."""
     algorithm = context.algorithm
@@ -51,25 +137,25 @@ def build_policy_update(context: TrainContext) -> Stage:
             age=fields.get("age"),
         )
 
-    return _updates(context, objective, batch_of)
+    return UpdateStage(context, objective, batch_of)
 
 
-def build_preference_update(context: TrainContext) -> Stage:
+def build_preference_update(context: TrainContext) -> UpdateStage:
     """rows of pairs, ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
     objective = preference_objective(context.model, context.preference, context.forward)
-    return _updates(
+    return UpdateStage(
         context, objective, lambda fields: PreferenceBatch(routed_rows(fields), fields["ref_logp"])
     )
 
 
-def build_sft_update(context: TrainContext) -> Stage:
+def build_sft_update(context: TrainContext) -> UpdateStage:
     """rows -> metrics of supervised fine-tuning on the response tokens."""
     objective = sft_objective(context.model, context.forward)
     # of softmax(logits): there is no sampler whose temperature would count
-    return _updates(context, objective, lambda fields: SftBatch(fields["rows"]), 1.0)
+    return UpdateStage(context, objective, lambda fields: SftBatch(fields["rows"]), 1.0)
 
 
-def build_value_update(context: TrainContext) -> Stage:
+def build_value_update(context: TrainContext) -> UpdateStage:
     """rows, value, returns -> metrics of the critic."""
     objective = value_objective(
         scalar_model(context.model),
@@ -77,54 +163,23 @@ def build_value_update(context: TrainContext) -> Stage:
         context.forward,
         max_response=context.shape.max_response,
     )
-    return _updates(
+    return UpdateStage(
         context,
         objective,
         lambda fields: ValueBatch(fields["rows"], fields["returns"], fields["value"]),
     )
 
 
-def build_reward_model_update(context: TrainContext) -> Stage:
+def build_reward_model_update(context: TrainContext) -> UpdateStage:
     """rows of pairs -> metrics of the reward model."""
     model = scalar_model(context.model, head_stddev=reward_head_stddev(context.model))
     objective = reward_model_objective(model, context.reward_model, context.forward)
-    return _updates(context, objective, lambda fields: RewardModelBatch(fields["rows"]))
+    return UpdateStage(context, objective, lambda fields: RewardModelBatch(fields["rows"]))
 
 
-def _updates(
-    context: TrainContext,
-    objective: Objective,
-    batch_of: Callable[[dict[str, Any]], Batch],
-    temperature: float | None = None,
-) -> Stage:
-    """mini_batches * epochs optimizer steps on one batch: a number of the config alone."""
-    updates = context.mini_batches * context.epochs
-    update = make_update(
-        context.optimizer,
-        context.schedule,
-        shape=context.shape,
-        objective=balanced(objective, context.balance_coef),
-        num_updates=updates,
-    )
-    of_logits = jnp.float32(context.temperature if temperature is None else temperature)
-
-    def train(state, fields, options):
-        batch = batch_of(fields)
-        # what no update changes is no part of the loop, and comes back as the array it was
-        state, frozen = divided(objective.model, state)
-
-        def one(state, index):
-            state, metrics = update(joined(state, frozen), batch, index, of_logits)
-            return divided(objective.model, state)[0], metrics
-
-        state, metrics = jax.lax.scan(one, state, jnp.arange(updates, dtype=jnp.int32))
-        merged = _merge(metrics)
-        nonfinite = merged.pop("training/nonfinite")
-        metrics = {f"{context.prefix}{name}": value for name, value in merged.items()}
-        state = joined(state, frozen)
-        return state, {}, metrics | {f"training/nonfinite/{context.node.id}": nonfinite}
-
-    return train
+def merged_updates(metrics: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """The metrics of a batch, scalars, from those that `UpdateStage.finish` gave of its updates."""
+    return _merge(jax.tree.map(lambda *x: jnp.stack(x), *metrics))
 
 
 def _settings(algorithm: AlgorithmConfig) -> str:
@@ -139,7 +194,7 @@ def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     for name, values in metrics.items():
         if name.endswith("_max"):
             merged[name] = values.max()
-        elif name == "training/nonfinite":
+        elif name.startswith(_NONFINITE):
             merged[name] = values.sum()
         else:
             merged[name] = values.mean()

@@ -28,7 +28,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.moe import Route, best, replayed
 from distflow_jax.parallel import context_parallel
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, at_least_one
 
 
 class Balance(NamedTuple):
@@ -124,7 +124,7 @@ def _recorded_tokens(rows: Rows) -> jax.Array:
 
 
 class _Counts(NamedTuple):
-    """Counts of one optimizer step, float32 scalars."""
+    """Counts of one optimizer step or of a part of it, scalars; as denominators float32."""
 
     sequences: jax.Array
     pairs: jax.Array  # (token of a sequence, expert) pairs of a layer
@@ -146,19 +146,22 @@ def balanced(objective: Objective, coef: float) -> Objective:
         return objective
     loss_name, load_name = f"{objective.name}/balance_loss", f"{objective.name}/expert_load"
 
-    def prepare(batch: Any) -> tuple[Any, Any]:
+    def prepare(batch: Any, before: Any = None) -> tuple[Any, Any]:
         rows = batch.rows
         sequences = rows.valid.sum(dtype=jnp.int32)
         tokens = tokens_of_sequences(rows).astype(jnp.float32)
-        recorded = 0 if rows.experts is None else _recorded_tokens(rows)
-        counts = (sequences, tokens.sum() * model.experts_per_token, recorded)
-        batch, denominators = objective.prepare(batch)
-        counts = (jnp.maximum(jnp.asarray(x, jnp.float32), 1.0) for x in counts)
-        return batch, (denominators, _Counts(*counts))
+        recorded = jnp.int32(0) if rows.experts is None else _recorded_tokens(rows)
+        counts = _Counts(sequences, tokens.sum() * model.experts_per_token, recorded)
+        batch, own = objective.prepare(batch, None if before is None else before[0])
+        return batch, (own, counts)
+
+    def denominators_of(counts: Any) -> Any:
+        own, of_balance = counts
+        return objective.denominators(own), at_least_one(of_balance)
 
     def evaluate(
         params: Any, batch: Any, denominators: Any, temperature: jax.Array
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> tuple[Any, Metrics]:
         denominators, counts = denominators
         with watched() as found:
             loss, metrics = objective.evaluate(params, batch, denominators, temperature)
@@ -176,4 +179,10 @@ def balanced(objective: Objective, coef: float) -> Objective:
         share = metrics.pop(load_name).max()
         return metrics | {f"{objective.name}/expert_share_max": share}
 
-    return dataclasses.replace(objective, prepare=prepare, evaluate=evaluate, finish=finish)
+    return dataclasses.replace(
+        objective,
+        prepare=prepare,
+        denominators=denominators_of,
+        evaluate=evaluate,
+        finish=finish,
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
 from distflow_jax.models.parameters import Network
@@ -34,21 +35,46 @@ class Preview:
     known: Callable[[Any], jax.Array | None]
 
 
+class Prepare(Protocol):
+    """`Objective.prepare`."""
+
+    def __call__(self, batch: Any, before: Any = None) -> tuple[Any, Any]:
+        """(batch, counts) of rows whose step had the counts `before` in earlier waves."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A loss that is a sum over rows.
 
-    `prepare(batch)` gets the rows of a whole optimizer step. It returns the batch, with fields that
-    depend on the whole step, and the step's denominators: global counts, equal on all devices.
+    `prepare(batch, before)` gets the rows of a whole optimizer step, or of a wave: a part of it. It
+    returns the batch, with fields that depend on all of these rows, and their share of the step's
+    counts, a pytree of numbers equal on all devices; the shares of all waves add up to the step's.
+    `before` has the sum of the shares of earlier waves; None: there is none.
+    `denominators(counts)` are those of a step with these counts, a pytree of scalars.
     `evaluate(params, micro_batch, denominators, temperature)` returns the micro-batch's
     contribution to the loss and to the metrics. The sum of all contributions does not depend on the
-    division into micro-batches. `finish` turns the summed metrics, which may be arrays, into
-    numbers. With a `preview`, `prepare` gets the batch that it has placed log-probs in.
+    division into micro-batches. Where the denominators are not known yet it gets divisors, and
+    returns numerators, kept apart by the denominator that they belong to (quotient.py). So it
+    does nothing with a denominator but divide by it, and only what is linear with the result.
+    `finish` turns the summed metrics, which may be arrays, into numbers. With a `preview`,
+    `prepare` gets the batch that it has placed log-probs in.
     """
 
     name: str  # prefix of its metrics: actor, critic, reward_model
     model: Network
-    prepare: Callable[[Any], tuple[Any, Any]]
-    evaluate: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
+    prepare: Prepare
+    denominators: Callable[[Any], Any]
+    evaluate: Callable[[Any, Any, Any, jax.Array], tuple[Any, Metrics]]
     finish: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = dict
     preview: Preview | None = None
+    waits: str = ""  # why its steps cannot be cut into waves, a sentence; "": they can
+
+    def whole(self, batch: Any) -> tuple[Any, Any]:
+        """The batch of an optimizer step, rows [R, ...], as `evaluate` takes it; denominators."""
+        batch, counts = self.prepare(batch)
+        return batch, self.denominators(counts)
+
+
+def at_least_one(counts: Any) -> Any:
+    """A pytree of counts, scalars, as float32 denominators: a step without any divides by 1."""
+    return jax.tree.map(lambda x: jnp.maximum(jnp.asarray(x, jnp.float32), 1.0), counts)

@@ -5,6 +5,7 @@ The same for every objective (training/objectives). K mini-batches, R rows, L to
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import data_ranks, use_mesh
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.training import microbatch
-from distflow_jax.training.objective import Batch, Objective, Preview
+from distflow_jax.training.objective import Batch, Metrics, Objective, Preview
 from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 
 
@@ -54,38 +55,63 @@ def accumulate_gradients(
     """
     if objective.preview is not None:
         batch = _previewed(params, batch, temperature, shape, objective.preview, (first, updates))
-    batch, denominators = objective.prepare(batch)
-    micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
+    batch, denominators = objective.whole(batch)
     shardings, _ = lora.divide(objective.model, param_shardings(objective.model, shape.mesh))
     trained, frozen = lora.divide(objective.model, params)
 
     def contribution(trained, micro_batch):
         params = lora.join(trained, frozen)
         loss, metrics = objective.evaluate(params, micro_batch, denominators, temperature)
-        sums = metrics["sum"] | {f"{objective.name}/loss": jax.lax.stop_gradient(loss)}
-        return loss, {"sum": sums, "max": metrics["max"]}
+        return loss, with_loss(objective, loss, metrics)
 
     gradient = jax.grad(contribution, has_aux=True)
+    micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
+    _, abstract = jax.eval_shape(gradient, trained, microbatch.take(micro_batches, 0))
+    start = jax.tree.map(jnp.zeros_like, trained), no_metrics(abstract)
+    grads, metrics = added_up(
+        functools.partial(gradient, trained), micro_batches, start, shardings=shardings
+    )
+    return grads, objective.finish({**metrics["sum"], **metrics["max"]})
+
+
+def with_loss(objective: Objective, loss: Any, metrics: Metrics) -> Metrics:
+    """The metrics of a micro-batch with its share of the loss, a scalar, among them."""
+    sums = metrics["sum"] | {f"{objective.name}/loss": jax.lax.stop_gradient(loss)}
+    return {"sum": sums, "max": metrics["max"]}
+
+
+def no_metrics(abstract: Metrics) -> Metrics:
+    """Metrics of no rows, shaped as `abstract`."""
+    return {
+        "sum": jax.tree.map(jnp.zeros_like, abstract["sum"]),
+        "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
+    }
+
+
+def added_up(
+    gradient: Callable[[Any], tuple[Any, Metrics]],
+    micro_batches: Any,
+    start: tuple[Any, Metrics],
+    *,
+    shardings: Any,
+) -> tuple[Any, Metrics]:
+    """`start`, sums of gradients and metrics, with those of all micro-batches that have a token.
+
+    `gradient(micro_batch)` gives those of one. The sums of gradients lie as `shardings` says.
+    """
 
     def body(index, carry):
         total, metrics = carry
-        g, new = gradient(trained, microbatch.take(micro_batches, index))
+        g, new = gradient(microbatch.take(micro_batches, index))
         # pinned: a replicated gradient would take the full model's memory on every device
         total = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total, g), shardings)
         sums = jax.tree.map(jnp.add, metrics["sum"], new["sum"])
         maxima = jax.tree.map(jnp.maximum, metrics["max"], new["max"])
         return total, {"sum": sums, "max": maxima}
 
-    _, abstract = jax.eval_shape(gradient, trained, microbatch.take(micro_batches, 0))
-    metrics = {
-        "sum": jax.tree.map(jnp.zeros_like, abstract["sum"]),
-        "max": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), abstract["max"]),
-    }
-    zeros = jax.tree.map(jnp.zeros_like, trained)
     segment = micro_batches.rows.segment
     trips, most = microbatch.num_filled(segment), segment.shape[1]
-    grads, metrics = bounded_loop(trips, body, (zeros, metrics), most=most)
-    return grads, objective.finish({**metrics["sum"], **metrics["max"]})
+    return bounded_loop(trips, body, start, most=most)
 
 
 def _previewed(
@@ -138,7 +164,7 @@ def make_update(
     `training/nonfinite` = 1. A step without sequences leaves it unchanged, too. Metrics are the
     objective's, and its {loss, grad_norm, lr}.
     """
-    layout, name = state_shardings(objective.model, optimizer, shape.mesh), objective.name
+    layout = state_shardings(objective.model, optimizer, shape.mesh)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state, batch, index, temperature):
@@ -158,20 +184,47 @@ def make_update(
                 first=None if number == 1 or objective.preview is None else index == 0,
                 updates=number,
             )
-            norm = optax.tree.norm(grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])
-            old, frozen = divided(objective.model, state)
-            updates, opt_state = optimizer.update(grads, old.opt_state, old.params)
-            params = optax.apply_updates(old.params, updates)
-            new = TrainState(params, opt_state, old.count + 1)
-            metrics |= {
-                f"{name}/grad_norm": norm,
-                f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
-                "training/nonfinite": (~finite).astype(jnp.float32),
-            }
-            # without sequences, decaying moments must not move the parameters either
-            useful = finite & mini.rows.valid.any()
-            new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
-            return joined(new, frozen), metrics
+            return applied(
+                state,
+                grads,
+                metrics,
+                mini.rows.valid,
+                optimizer=optimizer,
+                schedule=schedule,
+                objective=objective,
+            )
 
     return update
+
+
+def applied(
+    state: TrainState,
+    grads: Any,
+    metrics: dict[str, jax.Array],
+    valid: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    objective: Objective,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after an optimizer step by this gradient, and the step's metrics.
+
+    `valid`, bool of any shape: which sequences there are. Without one, and with a gradient or loss
+    that is not finite, the state stays what it was.
+    """
+    name = objective.name
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(metrics[f"{name}/loss"])
+    old, frozen = divided(objective.model, state)
+    updates, opt_state = optimizer.update(grads, old.opt_state, old.params)
+    params = optax.apply_updates(old.params, updates)
+    new = TrainState(params, opt_state, old.count + 1)
+    metrics |= {
+        f"{name}/grad_norm": norm,
+        f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
+        "training/nonfinite": (~finite).astype(jnp.float32),
+    }
+    # without sequences, decaying moments must not move the parameters either
+    useful = finite & valid.any()
+    new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
+    return joined(new, frozen), metrics

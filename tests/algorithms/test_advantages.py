@@ -13,8 +13,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import formulas
 from support.ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
+from support.waves import rows_of_groups
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.whole_batch import advantage_waits
 from distflow_jax.batch import RowShape
 
 TWO = RowShape(2, SHAPE.rows, SHAPE.tokens, SHAPE.sequences)
@@ -141,6 +144,24 @@ def test_numbers_of_groups_and_samples_do_not_matter(case):
     packed.rows.member = packed.rows.member[..., ::-1]
     for a, b in zip(plain, step.compute(case, packed), strict=True):
         np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
+
+
+@ALL
+def test_groups_wait_for_the_batch_only_where_they_must(case):
+    """Some groups alone get the advantages that they get among all, or there is a reason."""
+    step, part_G = Step(9, dense=False), np.arange(GROUPS) < 4
+    packed = packed_of(step, 10)
+    whole, _ = step.compute(case, packed)
+    packed = dataclasses.replace(packed, rows=rows_of_groups(packed.rows, part_G))
+    alone, _ = step.compute(case, packed)
+    name, options, _ = CASES[case]
+    reason = advantage_waits(AlgorithmConfig(advantage=name, **options))
+    pairs = [
+        (a, b) for a, b, s in zip(whole, alone, step.sequences, strict=True) if part_G[s.group]
+    ]
+    same = all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    assert same == (reason == ""), reason
+    assert name in reason or "cpgd" in reason or same
 
 
 @pytest.mark.parametrize("case", BY_GROUP)

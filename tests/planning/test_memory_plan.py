@@ -28,6 +28,7 @@ from distflow_jax.planning.memory_plan import (
     Held,
     MemoryPlan,
     Segment,
+    _trained,
     device_bytes,
     plan_memory,
 )
@@ -127,6 +128,18 @@ def test_gradients_and_moments_are_of_adapters_alone():
     mesh = make_meshes(planned.sizes)[planned.sizes.mesh.layout]
     assert update.parameters == device_bytes(sharded_params(network, mesh))
     assert update.optimizer == pytest.approx(2 * update.gradients, rel=0.01)
+
+
+def test_accumulators_of_waves_are_there_in_every_program(compiled):
+    """What waves add up lies beside all that computes on its mesh, and is gone between steps."""
+    (key,) = _trained(compiled.planned.plan.units[-1])
+    spec = compiled.programs["actor_train"].given_states[key].params
+    planned, programs, costs = compiled.planned, compiled.programs, compiled.costs
+    plain, waves = (plan_memory(planned, programs, costs, None, x) for x in (None, {key: spec}))
+    assert waves.between == plain.between
+    for a, b in zip(plain.segments, waves.segments, strict=True):
+        more = device_bytes(spec) if a.name in programs else 0
+        assert b == dataclasses.replace(a, gradients=a.gradients + more)
 
 
 def test_what_waits_on_the_host_is_not_there(compiled):

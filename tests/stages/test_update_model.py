@@ -1,15 +1,44 @@
-"""The update stage: what a setting needs is named before anything runs."""
+"""The update stage: what a setting needs is named before anything runs; a batch in waves."""
 
 import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from support.tiny_model import TINY, mesh_of
+from support.gradients import distance
+from support.tiny_model import TINY, mesh_of, random_params, random_samples, rows_of
+from support.waves import cut, rows_of_groups
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.stages.update_model import build_policy_update
+from distflow_jax.batch import RowShape
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.stages.update_model import build_policy_update, merged_updates
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape
+
+MINI_BATCHES, GROUPS = 2, 6
+
+
+def context_of(mini_batches=1, **options):
+    optimizer = OptimizerConfig(lr=3e-3)
+    return types.SimpleNamespace(
+        node=types.SimpleNamespace(id="actor_train"),
+        prefix="",
+        model=TINY,
+        algorithm=AlgorithmConfig(**options),
+        forward=ForwardConfig(logp_chunk=16),
+        shape=UpdateShape(mesh_of(1, 1), 2, 14),
+        optimizer=make_optimizer(optimizer, 4),
+        schedule=learning_rate(optimizer, 4),
+        temperature=0.8,
+        epochs=1,
+        mini_batches=mini_batches,
+        balance_coef=0.0,
+        max_lag=0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,20 +51,49 @@ from distflow_jax.training.update import UpdateShape
     ],
 )
 def test_what_is_missing_is_named(options, missing):
-    context = types.SimpleNamespace(
-        model=TINY,
-        algorithm=AlgorithmConfig(**options),
-        forward=ForwardConfig(),
-        shape=UpdateShape(mesh_of(1, 1), 1, 8),
-        optimizer=make_optimizer(OptimizerConfig(), 1),
-        schedule=learning_rate(OptimizerConfig(), 1),
-        temperature=1.0,
-        epochs=1,
-        mini_batches=1,
-        balance_coef=0.0,
-    )
-    stage = build_policy_update(context)
+    stage = build_policy_update(context_of(**options))
     with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads") as error:
         stage(None, {"rows": None, "advantage": None}, {})
     key, value = next(iter(options.items()))
     assert f"algorithm.{key}={value!r}" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Fields [K, R, ...] of a batch whose groups are divided over two mini-batches."""
+    samples = random_samples(0, groups=GROUPS, size=4)
+    rows, _ = rows_of(samples, RowShape(MINI_BATCHES, 8, 64, 4), shared=True)
+    rows = jax.tree.map(jnp.asarray, rows)
+    mask, number = rows.response_mask, rows.tokens.astype(jnp.float32)
+    fields = {"advantage": jnp.sin(number), "rollout_logp": -1.0 - number % 5}
+    return {"rows": rows} | {k: jnp.where(mask, x, 0.0) for k, x in fields.items()}
+
+
+def test_mini_batches_in_waves_are_the_batch_at_once(batch):
+    """Each is begun and finished by itself, with waves of its own groups: state and metrics are
+    those of the stage that is called with the whole batch."""
+    context = context_of(MINI_BATCHES, proximal="rollout")
+    stage, mesh = build_policy_update(context), context.shape.mesh
+
+    def first():
+        params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))
+        return init_state(params, TINY, context.optimizer, mesh)
+
+    wanted, fields, metrics = jax.jit(stage)(first(), batch, {})
+    assert fields == {} and int(wanted.count) == MINI_BATCHES
+    state, found = first(), []
+    for k in range(MINI_BATCHES):
+        mini = jax.tree.map(lambda x, k=k: x[k : k + 1], batch)
+        state = stage.begin(state, mini)
+        for part_G in cut(k, GROUPS, waves=4):
+            wave = mini | {"rows": rows_of_groups(mini["rows"], part_G)}
+            state, fields, none = stage.accumulate(state, wave, {})
+            assert fields == none == {}
+        state, new = stage.finish(state)
+        found.append(new)
+    merged = merged_updates(found)
+    assert merged.keys() == metrics.keys() and "training/nonfinite/actor_train" in merged
+    for name, value in metrics.items():
+        np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert int(state.count) == MINI_BATCHES
+    assert distance(jax.device_get(state.params), jax.device_get(wanted.params)) < 1e-5

@@ -193,7 +193,7 @@ def gradient():
     """(params) -> (loss, gradient): negative log-likelihood of some responses."""
     rows, _ = rows_of(random_samples(0, groups=4, size=4), RowShape(1, 8, 64, 4), shared=True)
     objective = sft_objective(TINY, ForwardConfig(logp_chunk=16))
-    batch, tokens = objective.prepare(SftBatch(mini_batch(rows)))
+    batch, tokens = objective.whole(SftBatch(mini_batch(rows)))
 
     def loss(params):
         return objective.evaluate(params, batch, tokens, np.float32(1))[0]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import formulas
+from support.gradients import distance
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
+from support.waves import cut, step_in_waves
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
@@ -148,7 +150,7 @@ def compiled(name):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, batch, part_R):
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         rows = dataclasses.replace(
             batch.rows,
             response_mask=batch.rows.response_mask & part_R[:, None],
@@ -188,6 +190,23 @@ def test_value_and_gradient_match_the_formulas(name):
         assert_close(halves[0][2][metric] + halves[1][2][metric], number, metric)
     assert run._cache_size() == 1
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_step_in_waves_is_the_step_at_once(name):
+    """Cut at random, some waves empty: gradient and metrics are the step's, in the same rows and in
+    others, with poison outside the mask."""
+    objective, run = OBJECTIVES[name], step_in_waves(OBJECTIVES[name])
+    batch = batch_of(name, 2, shared=False)
+    loss, wanted, metrics = compiled(name)(PARAMS, batch, ALL_ROWS)
+    for seed, waves in enumerate((1, 3, 16)):
+        other = batch_of(name, 3, shared=True, poison=np.nan) if seed % 2 else batch
+        got, found = run(PARAMS, other, cut(seed, 7, waves=waves))
+        assert distance(got, wanted) < (1e-5 if seed % 2 else 1e-6)
+        assert_close(found.pop(f"{objective.name}/loss"), loss, "loss")
+        assert found.keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert_close(found[key], value, key)
 
 
 def test_metrics_of_pairs():

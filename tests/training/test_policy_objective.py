@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import formulas
+from support.gradients import distance
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
+from support.waves import cut, step_in_waves
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.algorithms.whole_batch import loss_waits, needs_order
 from distflow_jax.batch import token_field
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.token_age import build_token_age
@@ -153,8 +156,8 @@ BOUNDS = {
 }
 
 
-def config_of(name):
-    options = dict(ALGORITHMS[name])
+def config_of(name, table=ALGORITHMS):
+    options = dict(table[name])
     for key in ("correction", "rejection"):
         bounds = BOUNDS.get(options.get(key, ""), {})
         options = {f"{key}_{side}": x for side, x in bounds.items()} | options
@@ -323,7 +326,7 @@ def compiled(name):
     def run(params, batch, part_R):
         if (preview := objective.preview) is not None:
             batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         # rows that are not of the part are emptied, as if they lay in another micro-batch
         rows = dataclasses.replace(
             batch.rows,
@@ -380,6 +383,39 @@ def test_value_and_gradient_match_the_formulas(name):
         assert_close(np.maximum(*(h[2]["max"][key] for h in halves)), value, key)
     assert run._cache_size() == 1
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
+
+
+IN_WAVES = {  # steps that may be cut; the default tests have one of each kind
+    **{name: ALGORITHMS[name] for name in ALGORITHMS if not loss_waits(config_of(name))},
+    "fixed-budget": {"aggregation": "fixed-budget", "token_budget": BUDGET, "kl_coef": 0.1},
+}
+OFTEN = ("fixed-budget", "gmpo, corrected", "a3po")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in IN_WAVES]
+)
+def test_a_step_in_waves_is_the_step_at_once(name):
+    """Cut at random into 1 to 16 waves, some of them empty: gradient and metrics are the step's,
+    in the same rows and in others, with poison outside the mask."""
+    f, config = fields(name == "gspo"), config_of(name, IN_WAVES)
+    objective = policy_objective(TINY, config, ForwardConfig(), max_response=MAX_RESPONSE)
+    params, run = params_of(f), step_in_waves(objective)
+    whole, denominators = objective.whole(packed_batch(f, config, 2))
+    evaluate = jax.jit(jax.grad(objective.evaluate, has_aux=True), compiler_options=QUICK)
+    wanted, metrics = evaluate(params, whole, denominators, jnp.float32(1))
+    metrics = objective.finish({**metrics["sum"], **metrics["max"]})
+    other = packed_batch(f, config, 3, shared=True, poison=np.nan)
+    for seed, waves in enumerate((1, 2, 5, 16)):
+        parts = cut(seed, 5, waves=waves, ordered=bool(needs_order(config)))
+        batch, most = (other, 1e-5) if seed % 2 else (packed_batch(f, config, 2), 1e-6)
+        got, found = run(params, batch, parts)
+        assert distance(got, wanted) < most
+        loss = found.pop("actor/loss")
+        assert found.keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert_close(found[key], value, key)
+    assert_close(loss, objective.evaluate(params, whole, denominators, jnp.float32(1))[0])
 
 
 def aged(seed, newest=4):
@@ -486,7 +522,7 @@ def test_the_gap_is_told_by_age():
     def told(params, batch):
         if (preview := objective.preview) is not None:
             batch = preview.place(batch, preview.predict(params, batch, jnp.float32(1)))
-        batch, denominators = objective.prepare(batch)
+        batch, denominators = objective.whole(batch)
         _, found = objective.evaluate(params, batch, denominators, jnp.float32(1))
         return objective.finish({**found["sum"], **found["max"]})
 
@@ -518,9 +554,9 @@ def test_denominators_do_not_shrink_with_what_is_rejected():
     f = fields(False)
     rejected = compiled("reject k3")(params_of(f), packed_batch(f, config_of("gpg"), 2), ALL_ROWS)
     assert 0 < rejected[2]["sum"]["rollout_corr/rollout_rs_masked_fraction"] < 1
-    counts = policy.prepare(
-        packed_batch(f, config_of("gpg"), 2), algorithm=config_of("reject k3"), max_response=14
-    )[1]
+    algorithm = config_of("reject k3")
+    _, counts = policy.prepare(packed_batch(f, config_of("gpg"), 2), algorithm=algorithm)
+    counts = policy.denominators_of(counts, algorithm=algorithm, max_response=14)
     assert counts.loss == counts.tokens == float(sum(s.length for s in SEQUENCES))
     assert counts.sequences == float(sum(s.mask.any() for s in SEQUENCES))
 
@@ -546,7 +582,7 @@ def test_kl_cov_breaks_ties_by_group_and_sample():
 def chosen_by(config, batch, packed, f):
     """The tokens that a loss selects, one mask per sequence."""
     batch = batch._replace(current_logp=first(packed.tokens(f.logp)))
-    chosen = policy.prepare(batch, algorithm=config, max_response=14)[0].selected
+    chosen = policy.prepare(batch, algorithm=config)[0].selected
     return packed.unpack(np.asarray(chosen)[None])
 
 
@@ -599,11 +635,8 @@ def test_the_kept_weight_is_zero_where_all_is_rejected():
     ):
         config = AlgorithmConfig(**options)
         batch = packed_batch(f, config, 2)
-        _, sums, maxima = policy._correction(
-            batch.old_logp,
-            batch,
-            config,
-            policy.prepare(batch, algorithm=config, max_response=9)[1],
-        )
+        _, counts = policy.prepare(batch, algorithm=config)
+        counts = policy.denominators_of(counts, algorithm=config, max_response=9)
+        _, sums, maxima = policy._correction(batch.old_logp, batch, config, counts)
         assert maxima["rollout_corr/kept_weight_max"] == 0
     assert metrics_of("reject k3")["rollout_corr/kept_weight_max"] == 1

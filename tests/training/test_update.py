@@ -205,7 +205,7 @@ def test_one_update_per_batch_has_ratio_exactly_one(trainer):
     """Without old_logp the policy itself is the old one."""
     rows = mini_batch(trainer.rows)
     batch = PolicyBatch(rows, trainer.advantage[0], None, None, None)
-    batch, denominators = OBJECTIVE.prepare(batch)
+    batch, denominators = OBJECTIVE.whole(batch)
     evaluate = jax.jit(OBJECTIVE.evaluate)
     loss, metrics = evaluate(random_params(TINY), batch, denominators, TEMPERATURE)
     for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):

@@ -19,10 +19,11 @@ from distflow_jax.algorithms.masked import masked_max, masked_sum
 from distflow_jax.algorithms.off_policy import off_policy_terms
 from distflow_jax.algorithms.packed import counted, per_token
 from distflow_jax.algorithms.policy_tokens import policy_tokens
+from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objective import Metrics, Objective, Preview
+from distflow_jax.training.objective import Metrics, Objective, Preview, at_least_one
 
 GAPS = ("kl", "k3_kl")  # metrics that are told by age
 SHARE = "tokens_of_age"
@@ -43,6 +44,14 @@ class PolicyBatch(NamedTuple):
     current_logp: jax.Array | None = None
     selected: jax.Array | None = None  # bool, set by `prepare`: tokens that the loss selects
     budgeted: jax.Array | None = None  # bool, set by `prepare`: tokens that fixed-budget counts
+
+
+class Counts(NamedTuple):
+    """Global counts of rows, int32 scalars, and a mean over a whole optimizer step."""
+
+    tokens: jax.Array  # masked-in response tokens
+    sequences: jax.Array  # with at least one such token
+    weight: jax.Array | None = None  # mean that the correction's weights are divided by, float32
 
 
 class Denominators(NamedTuple):
@@ -66,12 +75,14 @@ def policy_objective(
     return Objective(
         "actor",
         model,
-        functools.partial(prepare, algorithm=algorithm, max_response=max_response),
+        functools.partial(prepare, algorithm=algorithm),
+        functools.partial(denominators_of, algorithm=algorithm, max_response=max_response),
         functools.partial(
             evaluate, model=model, algorithm=algorithm, forward=forward, max_lag=max_lag
         ),
         _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
+        waits=loss_waits(algorithm),
     )
 
 
@@ -89,24 +100,32 @@ def _preview(model: DecoderConfig, algorithm: AlgorithmConfig, forward: ForwardC
 
 
 def prepare(
-    batch: PolicyBatch, *, algorithm: AlgorithmConfig, max_response: int
-) -> tuple[PolicyBatch, Denominators]:
-    """Denominators of an optimizer step, and selections among all of its tokens."""
+    batch: PolicyBatch, before: Counts | None = None, *, algorithm: AlgorithmConfig
+) -> tuple[PolicyBatch, Counts]:
+    """Counts of an optimizer step or of a wave, and selections among all of its tokens."""
     rows = batch.rows
     tokens = rows.response_mask.sum(dtype=jnp.int32)
     sequences = (rows.length > 0).sum(dtype=jnp.int32)  # fully masked ones do not count
-    mode, budget = algorithm.loss_aggregation, algorithm.token_budget
-    total = denominator(mode, tokens, sequences, norm=float(max_response), budget=budget)
-    if mode == "fixed-budget":
-        batch = batch._replace(budgeted=within_budget(rows, budget))
+    if algorithm.loss_aggregation == "fixed-budget":
+        spent = None if before is None else before.tokens
+        batch = batch._replace(budgeted=within_budget(rows, algorithm.token_budget, spent))
     select = algorithm.loss_kind.select
     if select is not None:
         assert batch.current_logp is not None, "set by the objective's preview"
         logp = batch.current_logp
         chosen = policy_tokens(logp, proximal_logp(logp, batch, algorithm), batch.advantage, rows)
         batch = batch._replace(selected=select(chosen, **algorithm.select_options))
-    counts = (jnp.maximum(x.astype(jnp.float32), 1.0) for x in (total, tokens, sequences))
-    return batch, Denominators(*counts, _mean_weight(batch, algorithm))
+    return batch, Counts(tokens, sequences, _mean_weight(batch, algorithm))
+
+
+def denominators_of(
+    counts: Counts, *, algorithm: AlgorithmConfig, max_response: int
+) -> Denominators:
+    """Denominators of an optimizer step with these counts."""
+    tokens, sequences, weight = counts
+    mode, budget = algorithm.loss_aggregation, algorithm.token_budget
+    total = denominator(mode, tokens, sequences, norm=float(max_response), budget=budget)
+    return Denominators(*at_least_one((total, tokens, sequences)), weight)
 
 
 def _mean_weight(batch: PolicyBatch, algorithm: AlgorithmConfig) -> jax.Array | None:

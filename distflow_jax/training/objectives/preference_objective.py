@@ -16,7 +16,7 @@ from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, PreferenceConf
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, at_least_one
 
 
 class PreferenceBatch(NamedTuple):
@@ -27,7 +27,7 @@ class PreferenceBatch(NamedTuple):
 
 
 class PairCount(NamedTuple):
-    """Counts of one optimizer step, float32 scalars."""
+    """Counts of one optimizer step, scalars: int32, as denominators float32."""
 
     pairs: jax.Array
     sequences: jax.Array
@@ -41,15 +41,15 @@ def preference_objective(
         "actor",
         model,
         count_pairs,
+        at_least_one,
         functools.partial(evaluate, model=model, config=config, forward=forward),
     )
 
 
-def count_pairs(batch: Any) -> tuple[Any, PairCount]:
+def count_pairs(batch: Any, before: Any = None) -> tuple[Any, PairCount]:
     """The unchanged batch, and the number of pairs and sequences in its rows."""
     found = pairs(batch.rows).sum(dtype=jnp.int32)
-    sequences = batch.rows.valid.sum(dtype=jnp.int32)
-    return batch, PairCount(*(jnp.maximum(x.astype(jnp.float32), 1.0) for x in (found, sequences)))
+    return batch, PairCount(found, batch.rows.valid.sum(dtype=jnp.int32))
 
 
 def evaluate(

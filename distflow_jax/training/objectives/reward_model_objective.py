@@ -14,7 +14,7 @@ from distflow_jax.algorithms.preference import RewardModelConfig, pairs, partner
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, sequence_scores
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, at_least_one
 from distflow_jax.training.objectives.preference_objective import PairCount, count_pairs, unpaired
 
 
@@ -32,6 +32,7 @@ def reward_model_objective(
         "reward_model",
         model,
         count_pairs,
+        at_least_one,
         functools.partial(evaluate, model=model, config=config, forward=forward),
     )
 

@@ -13,7 +13,7 @@ from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, at_least_one
 
 
 class SftBatch(NamedTuple):
@@ -25,14 +25,17 @@ class SftBatch(NamedTuple):
 def sft_objective(model: DecoderConfig, forward: ForwardConfig) -> Objective:
     """The mean of -logp over all response tokens of a step."""
     return Objective(
-        "actor", model, count_tokens, functools.partial(evaluate, model=model, forward=forward)
+        "actor",
+        model,
+        count_tokens,
+        at_least_one,
+        functools.partial(evaluate, model=model, forward=forward),
     )
 
 
-def count_tokens(batch: SftBatch) -> tuple[SftBatch, jax.Array]:
-    """The unchanged batch, and its number of response tokens, float32."""
-    tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
-    return batch, jnp.maximum(tokens.astype(jnp.float32), 1.0)
+def count_tokens(batch: SftBatch, before: Any = None) -> tuple[SftBatch, jax.Array]:
+    """The unchanged batch, and its number of response tokens, int32."""
+    return batch, batch.rows.response_mask.sum(dtype=jnp.int32)
 
 
 def evaluate(

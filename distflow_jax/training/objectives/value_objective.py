@@ -16,7 +16,7 @@ from distflow_jax.algorithms.value import ValueConfig, value_loss
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, response_values
-from distflow_jax.training.objective import Metrics, Objective
+from distflow_jax.training.objective import Metrics, Objective, at_least_one
 
 
 class ValueBatch(NamedTuple):
@@ -25,6 +25,13 @@ class ValueBatch(NamedTuple):
     rows: Rows
     returns: jax.Array  # the targets
     value: jax.Array  # the critic's prediction before the step's updates
+
+
+class Counts(NamedTuple):
+    """Global counts of rows, int32 scalars."""
+
+    tokens: jax.Array  # masked-in response tokens
+    sequences: jax.Array  # with at least one such token
 
 
 class Denominators(NamedTuple):
@@ -41,21 +48,24 @@ def value_objective(
     return Objective(
         "critic",
         model,
-        functools.partial(prepare, config=config, max_response=max_response),
+        prepare,
+        functools.partial(denominators_of, config=config, max_response=max_response),
         functools.partial(evaluate, model=model, config=config, forward=forward),
     )
 
 
-def prepare(
-    batch: ValueBatch, *, config: ValueConfig, max_response: int
-) -> tuple[ValueBatch, Denominators]:
-    """The unchanged batch, and the denominators of an optimizer step."""
+def prepare(batch: ValueBatch, before: Any = None) -> tuple[ValueBatch, Counts]:
+    """The unchanged batch, and the counts of its rows."""
     tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
-    sequences = (batch.rows.length > 0).sum(dtype=jnp.int32)
+    return batch, Counts(tokens, (batch.rows.length > 0).sum(dtype=jnp.int32))
+
+
+def denominators_of(counts: Counts, *, config: ValueConfig, max_response: int) -> Denominators:
+    """Denominators of an optimizer step with these counts."""
+    tokens, sequences = counts
     norm = float(max_response)
     total = denominator(config.aggregation, tokens, sequences, norm=norm, budget=0)
-    counts = (jnp.maximum(x.astype(jnp.float32), 1.0) for x in (total, tokens))
-    return batch, Denominators(*counts)
+    return Denominators(*at_least_one((total, tokens)))
 
 
 def evaluate(

@@ -1,0 +1,94 @@
+"""Optimizer steps cut into waves, for tests that compare them with the same steps at once.
+
+G groups, R rows, L tokens per row, S sequences per row.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distflow_jax.algorithms.packed import per_token
+from distflow_jax.training.streamed_update import WaveSums, divide, numerators
+from distflow_jax.training.update import no_metrics
+from support.ragged import QUICK
+
+
+def cut(seed: int, groups: int, *, waves: int, ordered: bool = False) -> list[np.ndarray]:
+    """Masks [G] of the groups of each wave: each group in one, at random; some waves are empty.
+
+    `ordered`: waves take the groups by their numbers.
+    """
+    wave = np.random.default_rng(seed).integers(0, waves, groups)
+    wave = np.sort(wave) if ordered else wave
+    return [wave == number for number in range(waves)]
+
+
+def rows_of_groups(rows, part_G):
+    """The rows [..., L] and [..., S] with the groups of a part alone, where they lie."""
+    member = jnp.asarray(part_G)[rows.group] & rows.valid
+    return dataclasses.replace(
+        rows,
+        response_mask=per_token(member, rows.segment) & rows.response_mask,
+        valid=member,
+        length=jnp.where(member, rows.length, 0),
+    )
+
+
+def of_groups(batch, part_G):
+    """The batch with the groups of a part alone, in the rows where they lie."""
+    return batch._replace(rows=rows_of_groups(batch.rows, part_G))
+
+
+def of_rows(batch, part_R):
+    """The batch with some rows alone, as if the others were empty."""
+    rows, part_R1 = batch.rows, jnp.asarray(part_R)[:, None]
+    rows = dataclasses.replace(
+        rows,
+        segment=jnp.where(part_R1, rows.segment, 0),
+        response_mask=rows.response_mask & part_R1,
+        valid=rows.valid & part_R1,
+        length=jnp.where(part_R1, rows.length, 0),
+    )
+    return batch._replace(rows=rows)
+
+
+def step_in_waves(objective):
+    """(params, batch, masks of waves) -> (gradient, metrics) of the step, without a mesh.
+
+    All rows of a wave are one micro-batch, and all waves run one program.
+    """
+
+    @jax.jit
+    def empty(params, batch):
+        batch, counts = objective.prepare(batch)
+        gradients, metrics = jax.eval_shape(
+            numerators(params, counts, jnp.float32(1), objective), batch
+        )
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (gradients, counts))
+        return WaveSums(zeros[0], no_metrics(metrics), zeros[1], jnp.bool_(False))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def wave(params, sums, batch, part_G):
+        batch, counts = objective.prepare(of_groups(batch, part_G), sums.counts)
+        found = numerators(params, counts, jnp.float32(1), objective)(batch)
+        return WaveSums(
+            jax.tree.map(jnp.add, sums.gradients, found[0]),
+            {
+                "sum": jax.tree.map(jnp.add, sums.metrics["sum"], found[1]["sum"]),
+                "max": jax.tree.map(jnp.maximum, sums.metrics["max"], found[1]["max"]),
+            },
+            jax.tree.map(jnp.add, sums.counts, counts),
+            sums.valid | batch.rows.valid.any(),
+        )
+
+    def step(params, batch, parts):
+        sums = empty(params, batch)
+        for part_G in parts:
+            sums = wave(params, sums, batch, part_G)
+        assert wave._cache_size() == 1
+        return jax.device_get(divide(sums, objective))
+
+    return step
