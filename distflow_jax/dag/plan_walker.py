@@ -81,16 +81,16 @@ def run_step(
     per_round = []
     while inside and next_round():
         ran = {None}
-        measured = _run(inside, step, runners, states, coordinator, span, ran, None)
+        measured = run_units(inside, step, runners, states, coordinator, span, ran, None)
         per_round.append(coordinator.merged(measured))
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
-    measured = _run(after, step, runners, states, coordinator, span, ran, rehearse)
+    measured = run_units(after, step, runners, states, coordinator, span, ran, rehearse)
     _merge(metrics, coordinator.merged(measured), "a node after the region")
     return states, metrics
 
 
-def _run(
+def run_units(
     units: Sequence[Unit],
     step: int,
     runners: Mapping[str, Runner],
@@ -100,7 +100,10 @@ def _run(
     ran: set[str | None],
     rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> Metrics:
-    """Runs units in order; updates `states` and `ran`, the sources whose values exist."""
+    """Runs units in order, and returns their metrics; see `run_step`.
+
+    Updates `states` and `ran`, the sources whose values exist.
+    """
     metrics: Metrics = {}
     for unit in units:
         active, trains = unit.condition.active(step), unit.tasks[0].node.type == "MODEL_TRAIN"

@@ -34,8 +34,8 @@ from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.waves.streamed_nodes import (
-    advantages_that_wait,
     described,
+    nodes_that_need_the_batch,
     streamed_nodes,
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
@@ -160,12 +160,11 @@ class RunPlan:
         if not self.config.flow.in_waves:
             return {}
         training = self.config.training
-        return streamed_nodes(
-            self.plan,
-            advantages_that_wait(self.plan, self.config.algorithm),
-            mini_batches=training.mini_batches,
-            epochs=training.epochs,
+        minis, algorithm = training.mini_batches, self.config.algorithm
+        needs_batch = nodes_that_need_the_batch(
+            self.plan, algorithm, mini_batches=minis, epochs=training.epochs
         )
+        return streamed_nodes(self.plan, needs_batch, mini_batches=minis)
 
     @property
     def waiting(self) -> WaitingGroups | None:

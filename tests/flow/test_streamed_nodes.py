@@ -11,8 +11,8 @@ from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.flow.waves.streamed_nodes import (
     STREAMS,
-    advantages_that_wait,
     described,
+    nodes_that_need_the_batch,
     streamed_nodes,
     streamed_units,
 )
@@ -37,7 +37,8 @@ def built(name):
 def found(name, how=None, **updates):
     made = built(name)
     algorithm = AlgorithmConfig(**(how or {}))
-    return streamed_nodes(made, advantages_that_wait(made, algorithm), **updates)
+    needs_batch = nodes_that_need_the_batch(made, algorithm, **updates)
+    return streamed_nodes(made, needs_batch, mini_batches=updates.get("mini_batches", 1))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "remax", "dapo", "gspo", "online_dpo"])
@@ -51,9 +52,7 @@ def test_from_the_first_node_that_needs_the_batch_on_the_step_waits():
     assert {name for name, text in streamed.items() if text == STREAMS} == {
         *("rollout", "reward", "old_logp", "reference", "values")
     }
-    assert streamed["advantage"] == (
-        "waits: algorithm.advantage='gae' whitens over the tokens of the step"
-    )
+    assert streamed["advantage"].startswith("waits: algorithm.advantage='gae' is divided by")
     assert streamed["actor_train"] == "waits: reads advantage of advantage, which waits"
     column, lines = described(streamed)
     assert column["advantage"] == "waits"
@@ -65,11 +64,11 @@ def test_from_the_first_node_that_needs_the_batch_on_the_step_waits():
 @pytest.mark.parametrize(
     "how, word",
     [
-        ({"advantage": "reinforce_plus_plus"}, "whitens"),
-        ({"advantage": "reinforce_plus_plus_baseline"}, "whitens"),
-        ({"advantage": "gpg"}, "counts the sequences"),
-        ({"advantage": "cpgd", "cpgd_weight": "clip_filter"}, "counts the groups"),
-        ({"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 0.2, "kl_estimator": "k1"}, "KL of"),
+        ({"advantage": "reinforce_plus_plus"}, "standard deviation"),
+        ({"advantage": "reinforce_plus_plus_baseline"}, "standard deviation"),
+        ({"advantage": "gpg"}, "share of responses"),
+        ({"advantage": "cpgd", "cpgd_weight": "clip_filter"}, "share of groups"),
+        ({"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 0.2, "kl_estimator": "k1"}, "mean KL"),
     ],
 )
 def test_advantages_of_the_whole_step(how, word):
@@ -81,9 +80,11 @@ def test_advantages_of_the_whole_step(how, word):
 
 def test_several_optimizer_steps():
     assert found("grpo", epochs=2)["actor_train"] == (
-        "waits: training.epochs=2 passes over the batch"
+        "waits: training.epochs=2 trains all of the batch before any of it again"
     )
-    assert found("grpo", mini_batches=2)["actor_train"] == (
+    assert "weights before the step's first" in found("grpo", mini_batches=2)["actor_train"]
+    rollout = found("grpo", {"proximal": "rollout"}, mini_batches=2)
+    assert rollout["actor_train"] == (
         "waits: training.mini_batches=2 would change the weights that old_logp uses"
     )
     assert found("grpo", mini_batches=2)["old_logp"] == STREAMS

@@ -3,26 +3,21 @@
 from collections.abc import Mapping
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.whole_batch import advantage_waits, update_waits
+from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.proximal_weights import NODE as TOKEN_AGE
+from distflow_jax.flow.flow_checks import nodes_ahead
+from distflow_jax.layout import KEEP
 from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.stages.advantage import build_advantage
-from distflow_jax.stages.registry import kind_of
+from distflow_jax.stages.registry import kind_of, takes_policy_ratio
 
 STREAMS = "streams"  # the reason of a node that does not wait
 
-_WHITENS = "whitens over the tokens of the step"
-# estimators of advantages that need more than a group, by algorithm.advantage
-_ADVANTAGES = {
-    "gae": _WHITENS,
-    "reinforce_plus_plus": _WHITENS,
-    "reinforce_plus_plus_baseline": _WHITENS,
-    "gpg": "counts the sequences of the step whose score is not 0",
-}
-
 
 def streamed_nodes(
-    plan: Plan, needs_batch: Mapping[str, str], *, mini_batches: int = 1, epochs: int = 1
+    plan: Plan, needs_batch: Mapping[str, str], *, mini_batches: int = 1
 ) -> dict[str, str]:
     """Node id -> STREAMS, or why it waits for the whole batch. Pure; in the plan's order.
 
@@ -30,17 +25,37 @@ def streamed_nodes(
     uses weights that change only at the end of the step, or if it shares a program with such a
     node. `needs_batch`: reasons that follow from settings, by node id.
     """
+    ahead = {node.id for node in nodes_ahead(plan)}
     reasons: dict[str, str] = {}
     for unit in plan.units:
-        found = {t.node.id: _reason(t, plan, unit, reasons, needs_batch) for t in unit.tasks}
-        updates = mini_batches * epochs
+        found = {}
         for task in unit.tasks:
-            if not found[task.node.id] and task.node.type == "MODEL_TRAIN" and updates > 1:
-                found[task.node.id] = _of_updates(task, plan, mini_batches, epochs)
+            node = task.node
+            reason = needs_batch.get(node.id, "") or _own_reason(node, node.id in ahead)
+            reason = reason or _reason_of_others(task, plan, reasons)
+            if not reason and node.type == "MODEL_TRAIN" and mini_batches > 1:
+                reason = _of_mini_batches(task, plan, mini_batches)
+            found[node.id] = reason
         late = [name for name, reason in found.items() if reason]
         for name, reason in found.items():
             reasons[name] = reason or (f"one program with {late[0]}, which waits" if late else "")
     return {name: f"waits: {reason}" if reason else STREAMS for name, reason in reasons.items()}
+
+
+def nodes_that_need_the_batch(
+    plan: Plan, algorithm: AlgorithmConfig, *, mini_batches: int = 1, epochs: int = 1
+) -> dict[str, str]:
+    """Node id -> reason, of built-in stages whose settings need the whole batch."""
+    found = {}
+    for node in (task.node for task in plan.tasks):
+        if _is_own(node):
+            continue
+        if kind_of(node).build is build_advantage:
+            found[node.id] = advantage_waits(algorithm)
+        if node.type == "MODEL_TRAIN":
+            of_policy = algorithm if takes_policy_ratio(node) else None
+            found[node.id] = update_waits(of_policy, mini_batches, epochs)
+    return {name: reason for name, reason in found.items() if reason}
 
 
 def described(streamed: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -48,10 +63,10 @@ def described(streamed: Mapping[str, str]) -> tuple[dict[str, str], str]:
     column = {name: text.split(":")[0] for name, text in streamed.items()}
     late = {name: text for name, text in streamed.items() if text != STREAMS}
     lines = [
-        f"{name} {text.replace('waits:', 'waits for the whole batch:', 1)}"
+        f"{name} {text.replace('waits:', 'waits for the whole batch:', 1)}\n"
         for name, text in late.items()
     ]
-    return column, fill_lines("".join(f"{line}\n" for line in lines))
+    return column, fill_lines("".join(lines))
 
 
 def streamed_units(plan: Plan, streamed: Mapping[str, str]) -> tuple[Unit, ...]:
@@ -61,35 +76,19 @@ def streamed_units(plan: Plan, streamed: Mapping[str, str]) -> tuple[Unit, ...]:
     )
 
 
-def advantages_that_wait(plan: Plan, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """Node id -> reason, for the built-in advantages whose estimator needs the whole batch."""
-    reason = _ADVANTAGES.get(algorithm.advantage, "")
-    if algorithm.advantage == "cpgd" and algorithm.cpgd_weight == "clip_filter":
-        reason = "counts the groups of the step whose scores differ"
-    text = f"algorithm.advantage={algorithm.advantage!r} {reason}" if reason else ""
-    if algorithm.kl_target:
-        text = f"algorithm.kl_target={algorithm.kl_target:g} takes the KL of the whole step"
-    if not text:
-        return {}
-    return {task.node.id: text for task in plan.tasks if _is_advantage(task)}
-
-
-def _reason(
-    task: Task,
-    plan: Plan,
-    unit: Unit,
-    reasons: Mapping[str, str],
-    needs_batch: Mapping[str, str],
-) -> str:
-    """Why a node waits, apart from its own optimizer steps; "": it does not."""
-    node = task.node
-    own = node.fn is not None and ":" in node.fn
-    if node.id in needs_batch:
-        return needs_batch[node.id]
-    if node.type == "MODEL_TRAIN" and own:
-        return f"{node.fn} updates a model by itself"
-    if node.scope == "batch" and node.type != "MODEL_TRAIN" and node.fn != TOKEN_AGE:
+def _own_reason(node: Node, ahead: bool) -> str:
+    """Why a node needs the whole batch by itself; "": it does not."""
+    if node.type == "MODEL_TRAIN":
+        return f"{node.fn} updates a model by itself" if _is_own(node) else ""
+    if node.scope == "batch" and node.fn != TOKEN_AGE:
         return "scope batch"
+    if KEEP in node.writes.values() and not ahead:
+        return "chooses responses of the batch"
+    return ""
+
+
+def _reason_of_others(task: Task, plan: Plan, reasons: Mapping[str, str]) -> str:
+    """Why a node waits for nodes before it, which have these reasons; "": it does not."""
     for edge in task.edges_in:
         if edge.source is not None and reasons.get(edge.source):
             return f"reads {edge.field} of {edge.source}, which waits"
@@ -100,10 +99,8 @@ def _reason(
     return ""
 
 
-def _of_updates(task: Task, plan: Plan, mini_batches: int, epochs: int) -> str:
+def _of_mini_batches(task: Task, plan: Plan, mini_batches: int) -> str:
     """Why a node that trains waits because of its several optimizer steps; "": it does not."""
-    if epochs > 1:
-        return f"training.epochs={epochs} passes over the batch"
     for other in plan.tasks:
         if other.state_key == task.state_key and other.node.type != "MODEL_TRAIN":
             return (
@@ -113,6 +110,6 @@ def _of_updates(task: Task, plan: Plan, mini_batches: int, epochs: int) -> str:
     return ""
 
 
-def _is_advantage(task: Task) -> bool:
-    own = task.node.fn is not None and ":" in task.node.fn
-    return not own and kind_of(task.node).build is build_advantage
+def _is_own(node: Node) -> bool:
+    """Whether a node names a function of the user's."""
+    return node.fn is not None and ":" in node.fn
