@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
+from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan import Plan
@@ -41,6 +42,7 @@ from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
@@ -64,10 +66,16 @@ from distflow_jax.runtime.run_state import (
     loader_position,
     save_state,
 )
-from distflow_jax.runtime.samplers.run_flow import end_saving, evaluates_ahead, make_flow
+from distflow_jax.runtime.samplers.run_flow import (
+    end_saving,
+    evaluates_ahead,
+    make_flow,
+    make_waves,
+)
 from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
+from distflow_jax.runtime.wave_steps import make_wave_steps
 from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
@@ -194,6 +202,10 @@ class Run:
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self._saved_step = self.state.step  # of the newest checkpoint
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
+        self.taker: WaveTaker | None = None  # of steps in waves, which `loop` starts too
+        self.waves = make_wave_steps(prepared, self.runtime, self.runners)
+        # the rows of a step: of the batch, or of its waves
+        self.held = self.waves or self.runtime.coordinator
         self.schedule = StepSchedule.of(self.config, has_sampler=bool(prepared.samplers))
         self.recorder = Recorder(prepared, self.state, self.schedule, folder, terminal)
 
@@ -211,6 +223,8 @@ class Run:
             self._start()
             if self.flow is not None:
                 files.callback(self.flow.close)
+            if self.taker is not None:
+                files.callback(self.taker.close)
             buffered = self.config.coordinator.double_buffer
             batches = _read(self.prepared.loader, self.instruments.spans)
             prompts = files.enter_context(Prefetch(batches, enabled=buffered and not self.flow))
@@ -224,7 +238,7 @@ class Run:
                 except EndOfData:
                     return self._end_early()
                 metrics |= self._around_step()
-                received = self.runtime.coordinator.bytes_received()
+                received = self.held.bytes_received()
                 seconds = time.perf_counter() - started
                 measured, stragglers = self.times.take(state.step, seconds, metrics, received)
                 self.recorder.step(metrics | measured, stragglers)
@@ -244,20 +258,24 @@ class Run:
         self.sync_weights(state.step - 1)
         ahead: dict[str, Any] = {}
         rounds = None
-        if self.flow is None:
-            rounds = self._begin(prompts)
+        rehearse = None if self.times.warm else _empty
+        if self.waves is not None:
+            state.models, metrics = _run_waves(self, rehearse)
         else:
-            ahead = self._take_groups(self.flow)
-        state.models, metrics = run_step(
-            plan,
-            state.step,
-            self.runners,
-            state.models,
-            coordinator,
-            self.phases.span,
-            rounds.next if rounds else _never,
-            rehearse=None if self.times.warm else _empty,
-        )
+            if self.flow is None:
+                rounds = self._begin(prompts)
+            else:
+                ahead = _take_groups(self)
+            state.models, metrics = run_step(
+                plan,
+                state.step,
+                self.runners,
+                state.models,
+                coordinator,
+                self.phases.span,
+                rounds.next if rounds else _never,
+                rehearse=rehearse,
+            )
         self.runtime.offload.update(state.models)
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
@@ -273,7 +291,7 @@ class Run:
         nonfinite = sum(metrics.pop(name) for name in of_nodes)
         state.count_lost(metrics, nonfinite)
         if self.recorder.takes_samples:
-            samples.fields.update(coordinator.advantages())
+            samples.fields.update(self.held.advantages())
             self.recorder.samples(samples)
         return metrics | {"training/nonfinite": nonfinite}
 
@@ -329,6 +347,7 @@ class Run:
                 *(self.prepared, runtime, state, self.instruments, self.checkpointer),
                 evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
             )
+            self.taker = make_waves(self.prepared, self.flow, self.folder)
         self.recorder.ready(runtime)
 
     @property
@@ -358,19 +377,6 @@ class Run:
             yield
             held[:] = [self.state.models[self._sampler]]
 
-    def _take_groups(self, flow: Flow) -> dict[str, Any]:
-        """Hands the coordinator the step's groups; returns metrics of the nodes that ran ahead."""
-        state, coordinator = self.state, self.runtime.coordinator
-        with self.phases.span("wait_for_samples"):
-            store, measured = flow.take(state.step)
-        state.counter = flow.finish(state.step)
-        batch = self.config.data.prompts_per_step
-        state.batches = -(-state.counter // batch)
-        coordinator.use(store)
-        for field, column in _with_step(self.prepared.plan, {"uid": store.uid}, state.step).items():
-            store.put(None, field, column)
-        return coordinator.merged(measured) | flow.counts()
-
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
         coordinator, region = self.runtime.coordinator, self.prepared.plan.region
@@ -396,11 +402,11 @@ class Run:
 
     def _statistics(self, samples: Samples) -> dict[str, float]:
         """Metrics of the step's samples over all processes. Collective."""
-        coordinator, loader, state = self.runtime.coordinator, self.prepared.loader, self.state
+        loader, state = self.prepared.loader, self.state
         with processes.coordinating():
             table = gather_table(samples)
-            metrics = batch_metrics(table, coordinator.tokens_per_rank())
-            metrics |= self.utilization.metrics(state.step, coordinator)
+            metrics = batch_metrics(table, self.held.tokens_per_rank())
+            metrics |= self.utilization.metrics(state.step, self.held)
             if self.flow is not None:
                 lag = self.config.flow.max_lag
                 metrics |= staleness_metrics(samples, state.step, lag)
@@ -459,9 +465,44 @@ class Run:
         return EXIT_DONE
 
 
+def _take_groups(run: Run) -> dict[str, Any]:
+    """Hands the coordinator the step's groups; returns metrics of the nodes that ran ahead."""
+    state, coordinator, flow = run.state, run.runtime.coordinator, run.flow
+    with run.phases.span("wait_for_samples"):
+        store, measured = flow.take(state.step)
+    state.look_at(flow.finish(state.step), run.config.data.prompts_per_step)
+    coordinator.use(store)
+    _give_step(run.prepared.plan, store, state.step)
+    return coordinator.merged(measured) | flow.counts()
+
+
+def _run_waves(
+    run: Run, rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs the step wave by wave; returns its states and metrics."""
+    state, taker = run.state, run.taker
+    models, metrics = run.waves.run(
+        state.step,
+        state.models,
+        taker,
+        run.phases.span,
+        lambda store: _give_step(run.prepared.plan, store, state.step),
+        rehearse,
+        records=run.recorder.takes_samples,
+    )
+    state.look_at(taker.finish(state.step), run.config.data.prompts_per_step)
+    return models, metrics | run.flow.counts()
+
+
 def _never() -> bool:
     """No round of a region: its nodes ran before the step."""
     return False
+
+
+def _give_step(plan: Plan, store: FieldStore, step: int) -> None:
+    """Puts what the loop gives for responses that were sampled ahead."""
+    for field, column in _with_step(plan, {"uid": store.uid}, step).items():
+        store.put(None, field, column)
 
 
 def _with_step(plan: Plan, given: dict[str, Any], step: int) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Coordinator:
 
     Attributes:
       store: the fields of the step.
+      meshes: by layout.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Coordinator:
         """`writers`: layout of each node by its id, of the loader under None. `packs`: the values
         that the plan brings from the host to each mesh; `per_token`: those of them with an entry
         per token, where the others have one number per response."""
-        self._packing, self._meshes, self._writers = packing, dict(meshes), dict(writers)
+        self._packing, self.meshes, self._writers = packing, dict(meshes), dict(writers)
         self._packs = {layout: frozenset(values) for layout, values in packs.items()}
         self._per_token = dict(per_token or {})
         self._span = span or (lambda name: contextlib.nullcontext())
@@ -181,10 +182,7 @@ class Coordinator:
 
         All tokens of responses count as scored, those that an environment wrote among them.
         """
-        shares = self.shares
-        near = shares.pairs(window) if window else 0
-        tokens, scored = int(self.tokens_per_rank().sum()), int(shares.response.sum())
-        return Work(tokens, scored, shares.pairs(), near)
+        return work_of(self.shares, window)
 
     def _move(self, edge: Edge, value: Any) -> Any:
         store, layout = self.store, edge.target_layout
@@ -201,7 +199,7 @@ class Coordinator:
 
     def _pack(self, edge: Edge) -> Any:
         store, layout, value = self.store, edge.target_layout, (edge.source, edge.field)
-        mesh = self._meshes[layout]
+        mesh = self.meshes[layout]
         if edge.field == ROWS:
             self._fetch(layout, _rows_columns(store))
             return field_moves.pack_rows(store, self.shares, layout, mesh)
@@ -213,6 +211,13 @@ class Coordinator:
         if len(packed) < len(self._packs[layout]):
             packed |= _rows_columns(self.store)
         field_moves.fetch(self.store, self.shares, layout, needed, packed)
+
+
+def work_of(shares: Shares, window: int = 0) -> Work:
+    """Tokens and pairs in the rows of an assignment; `window` is that of layers which have one."""
+    tokens = int(shares.tokens_per_rank(shares.plan.primary).sum())
+    near = shares.pairs(window) if window else 0
+    return Work(tokens, int(shares.response.sum()), shares.pairs(), near)
 
 
 def repartitions(

@@ -5,6 +5,7 @@ Each takes the step's fields (a FieldStore), their assignment to rows (Shares) a
 mini-batches, R rows, L tokens, S sequences per row.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -154,6 +155,27 @@ def pack(
         _check_shapes(edge, values, [column.entry_shape(*of_one) for of_one in lengths])
         packed = batch_lib.token_field(outline, placement, values, column)
     return _place(packed, shares, layout, mesh)
+
+
+def pack_as_written(
+    store: FieldStore,
+    shares: Shares,
+    edge: Edge,
+    mesh: Mesh,
+    column: Sequence[Any],
+    per_token: TokenColumn | None,
+) -> jax.Array:
+    """A column of this process's N samples -> the field as if the edge's source, which is on a
+    mesh, had written it there: [K, R, L] or, without `per_token`, [K, R, S]."""
+    layout, value = edge.source_layout, (edge.source, edge.field)
+    columns, sources = dict(store.columns), dict(store.sources)
+    there = dataclasses.replace(edge, target_layout=layout, move="pack")
+    store.put(*value, column)
+    fetch(store, shares, layout, [value], {value})
+    packed = pack(store, shares, there, mesh, per_token)
+    store.free(*value)
+    store.columns, store.sources = columns, sources
+    return packed
 
 
 def _outline(shares: Shares, layout: Layout) -> Sequences:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, plan_memory
@@ -38,8 +39,11 @@ def compile_plan(
     *,
     only_trace: bool = False,
     only_costs: bool = False,
+    accumulators: Mapping[str, Any] | None = None,
 ) -> CompiledPlan:
     """Compiles the programs and works out costs and memory; allocates no array.
+
+    `accumulators`: specs of what waves add up, by state key.
 
     With `only_trace` nothing is compiled, and the memory is without the programs' temporaries. With
     `only_costs` compiling takes half of the time, and the programs must not run. The programs of
@@ -51,4 +55,5 @@ def compile_plan(
         )
         for name, program in programs.items()
     }
-    return CompiledPlan(run, programs, costs, plan_memory(run, programs, costs))
+    memory = plan_memory(run, programs, costs, accumulators=accumulators)
+    return CompiledPlan(run, programs, costs, memory)

@@ -20,7 +20,7 @@ from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.load_graph import open_graph
-from distflow_jax.dag.plan import Plan
+from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
@@ -37,6 +37,7 @@ from distflow_jax.flow.waves.streamed_nodes import (
     described,
     nodes_that_need_the_batch,
     streamed_nodes,
+    streamed_units,
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
 from distflow_jax.layout import STEP, Layout
@@ -165,6 +166,11 @@ class RunPlan:
             self.plan, algorithm, mini_batches=minis, epochs=training.epochs
         )
         return streamed_nodes(self.plan, needs_batch, mini_batches=minis)
+
+    @property
+    def streamed_units(self) -> tuple[Unit, ...]:
+        """The units that run wave by wave; () without waves."""
+        return streamed_units(self.plan, self.streamed) if self.streamed else ()
 
     @property
     def waiting(self) -> WaitingGroups | None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan_walker import Runner, Stage, make_runner
 from distflow_jax.layout import Layout
@@ -26,6 +27,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.wave_programs import WavePrograms, trace_waves
 
 Span = Callable[[str], contextlib.AbstractContextManager]
 
@@ -48,6 +50,8 @@ class Runtime:
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
     contexts: ContextFactory  # of the plan's nodes
+    waves: WavePrograms | None = None  # of steps in waves
+    wave_coordinator: Coordinator | None = None  # of one wave after the other
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -74,7 +78,7 @@ def build(
         engine = make_engine(run.source, run.config, sizes)
         sync = make_sync(run.source, run.config, sizes)
     member = processes.process_index() % sizes.sampler_hosts
-    coordinator = _coordinator(run, meshes, spans.span)
+    coordinator = _coordinator(run, run.sizes.packing, meshes, spans.span)
     layouts = {key: found.layout for key, found in run.models.items()}
     offload = Offload(run.residencies, layouts, engine.init_decode_state if engine else None)
     contexts = ContextFactory(
@@ -87,9 +91,10 @@ def build(
         waiting=spans.waiting,
     )
     stages, first = contexts.stages(run.plan.tasks)
-    programs = _trace(run, stages, first, meshes)
+    programs, waves = _trace(run, stages, first, meshes)
     with phase("compile_programs"):
-        compiled = compile_plan(run, programs)
+        accumulators = waves.accumulators if waves else None
+        compiled = compile_plan(run, programs, accumulators=accumulators)
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
@@ -107,6 +112,8 @@ def build(
         member=member,
         hosts=sizes.sampler_hosts,
         contexts=contexts,
+        waves=waves,
+        wave_coordinator=waves and _coordinator(run, run.sizes.wave, meshes, spans.span),
     )
 
 
@@ -125,7 +132,7 @@ def trace(run: RunPlan) -> dict[str, Program]:
     """
     meshes = make_meshes(run.sizes, run.devices)
     tasks = [task for task in run.plan.tasks if task.layout.kind == "mesh"]
-    return _trace(run, *ContextFactory(run, meshes).stages(tasks), meshes)
+    return _trace(run, *ContextFactory(run, meshes).stages(tasks), meshes)[0]
 
 
 def _trace(
@@ -133,7 +140,8 @@ def _trace(
     stages: Mapping[str, Stage],
     first_states: Mapping[str, Any],
     meshes: Mapping[Layout, jax.sharding.Mesh],
-) -> dict[str, Program]:
+) -> tuple[dict[str, Program], WavePrograms | None]:
+    """The programs of all units on meshes, and those of waves among them."""
     layouts = {task.state_key: task.layout for task in run.plan.tasks}
     states = States(run.models, run.source, run.config, meshes).specs()
     for key, value in first_states.items():
@@ -141,11 +149,21 @@ def _trace(
             whole = NamedSharding(meshes[layouts[key]], PartitionSpec())
             states[key] = jax.ShapeDtypeStruct(np.shape(value), value.dtype, sharding=whole)
     specs = FieldSpecs(run.sizes.packing, meshes, run.sizes.routed)
-    return trace_plan(run.plan, stages, states, specs)
+    if not run.config.flow.in_waves:
+        return trace_plan(run.plan, stages, states, specs), None
+    units, of_wave = run.streamed_units, dataclasses.replace(specs, packing=run.sizes.wave)
+    waves = trace_waves(run.plan, units, stages, states, of_wave)
+    programs: dict[str, Program] = {}
+    if len(units) < len(run.plan.units):  # fields of those that stream enter the others
+        programs = trace_plan(run.plan, stages, states, specs)
+    return programs | dict(waves.programs), waves
 
 
 def _coordinator(
-    run: PreparedRun, meshes: Mapping[Layout, jax.sharding.Mesh], span: Span
+    run: PreparedRun,
+    packing: PackingPlan,
+    meshes: Mapping[Layout, jax.sharding.Mesh],
+    span: Span,
 ) -> Coordinator:
     packs: dict[Layout, set[tuple[str | None, str]]] = {layout: set() for layout in meshes}
     for task in run.plan.tasks:
@@ -155,4 +173,4 @@ def _coordinator(
     writers: dict[str | None, Layout] = {t.node.id: t.layout for t in run.plan.tasks}
     writers[None] = sampler_layout(run.sizes)
     per_token = per_token_values(run.plan, run.sizes.routed)
-    return Coordinator(run.sizes.packing, meshes, writers, packs, per_token, span=span)
+    return Coordinator(packing, meshes, writers, packs, per_token, span=span)

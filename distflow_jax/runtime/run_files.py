@@ -23,7 +23,7 @@ from distflow_jax.parsing.one_line import not_utf8, shown
 FOLDERS = ("checkpoints", "groups", "profile", "samples", "tensorboard", "trackers")
 FILES = (
     *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
-    *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json"),
+    *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json", "waves.jsonl"),
 )
 
 log = logging.getLogger("distflow_jax")

@@ -40,6 +40,10 @@ class RunState:
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         self.rejected = self.rejected + 1 if 0 in kept else 0
 
+    def look_at(self, counter: int, batch: int) -> None:
+        """Notes the first prompt that no step has looked at; `batch`: prompts of a step."""
+        self.counter, self.batches = counter, -(-counter // batch)
+
     def position(self, batch: int) -> int:
         """Counter of the first prompt that no step looked at; `batch`: prompts of a step."""
         return self.batches * batch if self.counter is None else self.counter

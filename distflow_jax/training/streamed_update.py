@@ -229,5 +229,10 @@ def _laid_out(sums: WaveSums, shape: UpdateShape, objective: Objective) -> WaveS
     return jax.lax.with_sharding_constraint(sums, _layouts(sums, shape, objective))
 
 
+def without_sums(state: StreamedState) -> TrainState:
+    """The state before its optimizer step, whose sums are dropped."""
+    return TrainState(state.params, state.opt_state, state.count)
+
+
 def _with_sums(state: TrainState, sums: WaveSums) -> StreamedState:
     return StreamedState(state.params, state.opt_state, state.count, sums)

@@ -1,9 +1,12 @@
 """The groups of a step on one process, wave by wave: what `Flow.take` is for a whole step."""
 
+import time
+
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.waves.wave_planner import Wave
+from distflow_jax.flow.waves.wave_records import WaveRecords
 from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.layout import Metrics
 
@@ -12,9 +15,10 @@ class WaveTaker:
     """Hands a step's groups to the training, wave by wave. Call `take` until a wave is the last
     one, then `end`, then `finish` after the step has trained."""
 
-    def __init__(self, flow: Flow, source: WaveSource, *, judges: bool):
+    def __init__(self, flow: Flow, source: WaveSource, records: WaveRecords, *, judges: bool):
         """`judges`: whether verdicts reach the rule of the samplers by waves alone."""
         self._flow, self._source, self._judges = flow, source, judges
+        self._records, self._waited = records, 0.0
 
     def take(self, step: int) -> tuple[Wave, FieldStore]:
         """The next wave, and the fields of this process's groups in it. Collective.
@@ -27,8 +31,10 @@ class WaveTaker:
             raise ValueError(f"waves of step {planner.step} come before those of step {step}")
         if planner.cut.start == planner.cut.end:
             raise EndOfData
+        begun = time.monotonic()
         with flow.swaps.block("wait"):
             wave, learned = self._source.next(flow.drive)
+        self._waited = time.monotonic() - begun
         with producer.lock:
             if self._judges:
                 for facts in learned:
@@ -39,6 +45,10 @@ class WaveTaker:
         with producer.lock:
             done = [group for group in producer.groups.values() if group.done]
         return wave, flow.steps.fields(wave.counters, groups or done[:1])
+
+    def record(self, wave: Wave, *, rows: int, room: int) -> None:
+        """Records a wave that was taken last, whose groups lie in so many rows of so many."""
+        self._records.write(wave, rows=rows, room=room, waited=self._waited)
 
     def end(self) -> tuple[FieldStore, Metrics]:
         """The fields of all of this process's groups in the step, whose last wave was taken, and

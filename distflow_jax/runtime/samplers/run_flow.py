@@ -10,6 +10,7 @@ from etils import epath
 
 from distflow_jax.checkpoint.additions import Addition, AdditionWriter, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.evaluations import Evaluator
@@ -23,9 +24,15 @@ from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
+from distflow_jax.flow.waves.wave_planner import WavePlanner
+from distflow_jax.flow.waves.wave_records import WaveRecords
+from distflow_jax.flow.waves.wave_room import WaveRoom
+from distflow_jax.flow.waves.wave_source import WaveSource
+from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.peers import Peers
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
@@ -92,6 +99,44 @@ def make_flow(
     )
 
 
+def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -> WaveTaker | None:
+    """Hands a step's groups to the training wave by wave; None for other runs. Collective."""
+    config = prepared.config
+    if flow is None or not config.flow.in_waves:
+        return None
+    producer, region = flow.producer, prepared.plan.region is not None
+    ready = config.flow.waves == "ready"
+    room = None
+    if ready:
+        packing = prepared.sizes.wave
+        rows = packing.rows[packing.primary] * data_ranks(packing.primary)
+        room = WaveRoom(rows, packing.limits)
+    planner = WavePlanner(
+        _admission(prepared, producer.admission.finished, producer.admission.position),
+        mini_batches=config.training.mini_batches,
+        prompts=None if ready else config.flow.wave_prompts,
+        room=room,
+    )
+    index, count = processes.process_index(), processes.process_count()
+
+    def heard() -> None:
+        with producer.lock:
+            producer.lock.notify_all()
+
+    source = WaveSource(
+        planner,
+        producer,
+        BackgroundGather(processes.second_exchange()),
+        Peers(processes.second_exchange() if ready else None, index, count, heard),
+        process=index,
+        processes=count,
+    )
+    # with swaps at boundaries rounds bring verdicts to the samplers' rule
+    judges = region and config.flow.swap != "boundary"
+    records = WaveRecords(folder, producer.admission.finished)
+    return WaveTaker(flow, source, records, judges=judges)
+
+
 def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
     """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
     time.monotonic(); warns if it lacks some. Collective."""
@@ -151,25 +196,30 @@ def _producer(
         prepared.environments,
         contexts[0].on_response,
     )
-    batch, batches = config.data.prompts_per_step, loader.num_steps
-    admission = Admission(
-        flow_rule(config, plan),
-        step=state.step,
-        counter=state.position(batch),
-        last=None if batches is None else batches * batch,
-        steps=config.training.steps,
-        judged=plan.region is not None,
-    )
+    position = state.position(config.data.prompts_per_step)
     writers = {task.node.id: task.layout for task in plan.tasks}
     return Producer(
         sampler,
-        admission,
+        _admission(prepared, state.step, position),
         nodes,
         functools.partial(next, loader, None),
         writers=writers | {None: sampler_layout(prepared.sizes)},
         num_samples=config.rollout.num_samples,
         lock=threading.Condition(),
         saved=saved,
+    )
+
+
+def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
+    """The rule of a run after `step` steps, which did not look at `counter`."""
+    config, batches = prepared.config, prepared.loader.num_steps
+    return Admission(
+        flow_rule(config, prepared.plan),
+        step=step,
+        counter=counter,
+        last=None if batches is None else batches * config.data.prompts_per_step,
+        steps=config.training.steps,
+        judged=prepared.plan.region is not None,
     )
 
 

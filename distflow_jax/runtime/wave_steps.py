@@ -1,0 +1,318 @@
+"""A step in waves: units that stream run on each wave, then the others on the whole batch.
+
+The coordinator of waves holds one wave after the other; that of the run holds the whole batch, of
+which nodes that wait, statistics and records are made.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distflow_jax.batch import ONE_NUMBER
+from distflow_jax.coordinator import field_moves
+from distflow_jax.coordinator.assignment import Shares, data_ranks
+from distflow_jax.coordinator.coordinator import Coordinator, work_of
+from distflow_jax.coordinator.field_store import FieldStore, Value
+from distflow_jax.dag.plan import Plan, Unit
+from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, run_units
+from distflow_jax.flow.waves.wave_planner import Wave
+from distflow_jax.flow.waves.wave_taker import WaveTaker
+from distflow_jax.layout import ROWS, Edge, Metrics
+from distflow_jax.models.model_flops import Work
+from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.wave_programs import WavePrograms, carried
+from distflow_jax.stages.update_model import merged_updates
+from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
+from distflow_jax.training.streamed_update import without_sums
+
+Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclasses.dataclass
+class StepInWaves:
+    """Results of a step in waves so far, on this process."""
+
+    metrics: list[Metrics] = dataclasses.field(default_factory=list)  # of each wave's units
+    sizes: list[WaveSize] = dataclasses.field(default_factory=list)  # of each wave
+    updates: dict[str, list[Metrics]] = dataclasses.field(default_factory=dict)  # by unit
+    shares: list[Shares] = dataclasses.field(default_factory=list)  # of each wave
+    received: int = 0  # bytes from other processes
+    uid: list[np.ndarray] = dataclasses.field(default_factory=list)  # int64 [N, 2] of each wave
+    # entries of this process's responses, in the order of `uid`
+    columns: dict[Value, list[Any]] = dataclasses.field(default_factory=dict)
+
+    def column(self, value: Value, uid: np.ndarray) -> list[Any]:
+        """The entries of a field in the order of `uid`, int64 [N, 2]."""
+        known = np.concatenate(self.uid).tolist()
+        entries = dict(zip(map(tuple, known), self.columns[value], strict=True))
+        return [entries[key] for key in map(tuple, uid.tolist())]
+
+
+class WaveSteps:
+    """Runs steps in waves, from the groups of a WaveTaker to the new states. Afterwards it has the
+    numbers of the step that a Coordinator has of a batch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        programs: WavePrograms,
+        runners: Mapping[str, Runner],
+        coordinator: Coordinator,
+        batch: Coordinator,
+    ):
+        """`units` stream, the others of `plan` wait; `runners` are those of all units, by name.
+        `coordinator` is that of waves, `batch` that of the run."""
+        self._plan, self._units, self._updates = plan, tuple(units), programs.updates
+        self._waiting = tuple(unit for unit in plan.units if unit not in self._units)
+        self._runners, self._coordinator, self._batch = dict(runners), coordinator, batch
+        self._carried = carried(plan, self._units)
+        outputs = {
+            value: spec
+            for program in programs.programs.values()
+            for value, spec in zip(program.unit.outputs, program.outputs, strict=True)
+        }
+        self._dtypes = {(e.source, e.field): outputs[e.source, e.field] for e in self._carried}
+        self._rows = next((e for unit in self._units for e in unit.inputs if e.field == ROWS), None)
+        self._size = self._size_program()
+        self._found = StepInWaves()
+        self._advantages: dict[str, list[float | None]] = {}
+
+    def run(
+        self,
+        step: int,
+        states: Mapping[str, Any],
+        taker: WaveTaker,
+        span: Span,
+        given: Callable[[FieldStore], None],
+        rehearse: Rehearse | None,
+        *,
+        records: bool,
+    ) -> tuple[dict[str, Any], Metrics]:
+        """Runs a step; returns its states and metrics. Collective.
+
+        `given(store)` puts fields that the loop gives; `rehearse` as of dag.plan_walker.run_step;
+        `records`: whether advantages are wanted.
+        """
+        states, found = dict(states), StepInWaves()
+        self._found, self._advantages = found, {}
+        self._begin(states)
+        while True:
+            with span("wait_for_samples"):
+                wave, store = taker.take(step)
+            given(store)
+            first = rehearse if wave.number == 1 else None
+            self._wave(wave, states, store, span, first)
+            self._collect(records=records)
+            taker.record(wave, **_filling(self._coordinator.shares))
+            if wave.ends_mini_batch:
+                self._finish(wave, states, span, rehearsed=rehearse is not None)
+            if wave.last:
+                break
+        with span("wait_for_samples"):
+            store, of_nodes = taker.end()
+        given(store)
+        metrics = self._batch_of(store).merged(of_nodes)
+        metrics |= self._rest(step, states, span, rehearse)
+        return states, metrics | self._merged()
+
+    @property
+    def waves(self) -> int:
+        """Waves of the last step."""
+        return len(self._found.shares)
+
+    def tokens_per_rank(self) -> np.ndarray:
+        """Tokens in the rows of all waves, on each of the trainer's data ranks, int64 [ranks]."""
+        shares = self._found.shares
+        return sum(one.tokens_per_rank(one.plan.primary) for one in shares)
+
+    def work(self, window: int = 0) -> Work:
+        """Tokens and pairs in the rows of all waves, see Coordinator.work."""
+        return Work(
+            *(
+                sum(numbers)
+                for numbers in zip(
+                    *(dataclasses.astuple(work_of(one, window)) for one in self._found.shares),
+                    strict=True,
+                )
+            )
+        )
+
+    def advantages(self) -> dict[str, list[float | None]]:
+        """{"advantage": one number per response of this process}, see Coordinator.advantages."""
+        if not self._advantages:
+            return self._batch.advantages()
+        order = np.lexsort(np.concatenate(self._found.uid).T[::-1])
+        return {name: [x[i] for i in order] for name, x in self._advantages.items()}
+
+    def bytes_received(self) -> int:
+        """Bytes that came to this process from others in this step."""
+        return self._found.received + self._batch.bytes_received()
+
+    # -- a wave -----------------------------------------------------------------------------------
+
+    def _begin(self, states: dict[str, Any]) -> None:
+        for update in self._updates:
+            states[update.state_key] = update.begin(states[update.state_key])
+
+    def _wave(
+        self,
+        wave: Wave,
+        states: dict[str, Any],
+        store: FieldStore,
+        span: Span,
+        rehearse: Rehearse | None,
+    ) -> None:
+        coordinator, found = self._coordinator, self._found
+        coordinator.use(store)
+        found.sizes.append(self._size_of(wave))
+        measured = run_units(
+            *(self._units, wave.step, self._runners, states, coordinator, span, {None}, rehearse)
+        )
+        found.metrics.append(coordinator.merged(measured))
+        found.shares.append(coordinator.shares)
+
+    def _collect(self, *, records: bool) -> None:
+        """Brings to the host what is needed after the wave."""
+        coordinator, found = self._coordinator, self._found
+        store = coordinator.store
+        late = {u.tasks[0].node.id for u in self._units if u.layout.kind == "host"} - store.done
+        found.uid.append(store.uid[store.own])
+        for edge in self._carried:
+            if (edge.source, edge.field) in store.values:
+                _extend(found, (edge.source, edge.field), coordinator.get(edge))
+        for field, source in store.sources.items():
+            if source in late:
+                _extend(found, (source, field), store.columns[field])
+        if records:
+            for name, entries in coordinator.advantages().items():
+                self._advantages.setdefault(name, []).extend(entries)
+        found.received += coordinator.bytes_received()
+
+    def _finish(self, wave: Wave, states: dict[str, Any], span: Span, *, rehearsed: bool) -> None:
+        """Ends the optimizer step of a mini-batch, and begins that of the next one."""
+        for update in self._updates:
+            key, active = update.state_key, update.unit.condition.active(wave.step)
+            if not (active or rehearsed):
+                states[key] = without_sums(states[key])
+                continue
+            with span(update.unit.name):
+                states[key], metrics = update.stage.finish(states[key])
+            if active:
+                self._found.updates.setdefault(update.unit.name, []).append(metrics)
+        if not wave.last:
+            self._begin(states)
+
+    # -- the whole batch --------------------------------------------------------------------------
+
+    def _batch_of(self, store: FieldStore) -> Coordinator:
+        """The coordinator of the run, with the step's fields."""
+        batch, found = self._batch, self._found
+        batch.use(store)
+        uid = store.uid[store.own]
+        edges = {(edge.source, edge.field): edge for edge in self._carried}
+        for value in found.columns:
+            source, field = value
+            column = found.column(value, uid)
+            if value not in edges:
+                store.put(source, field, _as_column(column))
+        for value, edge in edges.items():
+            if value in found.columns:
+                column = found.column(value, uid)
+                store.put(*value, self._packed(edge, column))
+        return batch
+
+    def _packed(self, edge: Edge, column: Sequence[Any]) -> jax.Array:
+        """A carried column in the rows of the batch, where it was written wave by wave."""
+        spec = self._dtypes[edge.source, edge.field]
+        per_token = spec.shape[2] == self._batch.shares.plan.limits.tokens
+        dtype = dataclasses.replace(ONE_NUMBER, dtype=spec.dtype.name) if per_token else None
+        batch = self._batch
+        with processes.coordinating():
+            packed = field_moves.pack_as_written(
+                *(batch.store, batch.shares, edge, batch.meshes[edge.source_layout]),
+                column,
+                dtype,
+            )
+        return packed.astype(spec.dtype)
+
+    def _rest(
+        self, step: int, states: dict[str, Any], span: Span, rehearse: Rehearse | None
+    ) -> Metrics:
+        ran = {None, *(task.node.id for unit in self._units for task in unit.tasks)}
+        batch = self._batch
+        measured = run_units(
+            *(self._waiting, step, self._runners, states, batch, span, ran, rehearse)
+        )
+        return batch.merged(measured)
+
+    def _merged(self) -> Metrics:
+        """Metrics of the units that ran on waves, and of their updates."""
+        found = self._found
+        waves, sizes = jax.device_get((found.metrics, found.sizes))
+        names = [task.node.id for task in self._plan.tasks]
+        metrics: Metrics = {}
+        for name in dict.fromkeys(name for wave in waves for name in wave):
+            values = [wave[name] for wave in waves if name in wave]
+            if name.endswith(COUNTS):
+                metrics[name] = sum(values)
+                continue
+            first = name.split("/")[0]
+            prefix = f"{first}/" if first in names else ""
+            measured = [{name: wave[name]} for wave in waves if name in wave]
+            weights = [size for wave, size in zip(waves, sizes, strict=True) if name in wave]
+            metrics |= merged_metrics(measured, weights, prefix)
+        for updates in found.updates.values():
+            metrics |= merged_updates(updates)
+        return metrics
+
+    def _size_of(self, wave: Wave) -> WaveSize:
+        """Numbers by which metrics of a wave weigh, the same on all processes."""
+        if self._rows is None:
+            lengths = [n for group in wave.groups for n in group.responses]
+            return WaveSize(sum(lengths), len(lengths))
+        return self._size(self._coordinator.get(self._rows))
+
+    def _size_program(self) -> Callable[[Any], WaveSize] | None:
+        if self._rows is None:
+            return None
+        mesh = self._coordinator.meshes[self._rows.target_layout]
+        return jax.jit(wave_size, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def make_wave_steps(
+    prepared: PreparedRun, runtime: Runtime, runners: Mapping[str, Runner]
+) -> WaveSteps | None:
+    """The steps of a run in waves; None for other runs. `runners` are those of all units."""
+    if runtime.waves is None:
+        return None
+    return WaveSteps(
+        prepared.plan,
+        prepared.streamed_units,
+        runtime.waves,
+        runners,
+        runtime.wave_coordinator,
+        runtime.coordinator,
+    )
+
+
+def _filling(shares: Shares) -> dict[str, int]:
+    """Rows that a wave takes of its room, over all data ranks."""
+    layout = shares.plan.primary
+    rows = sum(len(mini.rows) for mini in shares.minis)
+    return {"rows": rows, "room": shares.plan.rows[layout] * data_ranks(layout)}
+
+
+def _extend(found: StepInWaves, value: Value, entries: Sequence[Any]) -> None:
+    found.columns.setdefault(value, []).extend(entries)
+
+
+def _as_column(entries: Sequence[Any]) -> Sequence[Any]:
+    """A column as a node writes it: an array of numbers, or a list of anything else."""
+    return np.array(entries) if entries and not any(map(np.ndim, entries)) else entries
