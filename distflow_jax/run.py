@@ -491,7 +491,7 @@ def _run_waves(
         records=run.recorder.takes_samples,
     )
     state.look_at(taker.finish(state.step), run.config.data.prompts_per_step)
-    return models, metrics | run.flow.counts()
+    return models, metrics | run.flow.counts() | {"training/waves": run.waves.waves}
 
 
 def _never() -> bool:

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from distflow_jax.planning.memory_advice import shortage
 from distflow_jax.planning.memory_plan import MemoryPlan, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs, costs_of
+from distflow_jax.training.streamed_update import StreamedState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,8 @@ def compile_plan(
     *,
     only_trace: bool = False,
     only_costs: bool = False,
-    accumulators: Mapping[str, Any] | None = None,
 ) -> CompiledPlan:
     """Compiles the programs and works out costs and memory; allocates no array.
-
-    `accumulators`: specs of what waves add up, by state key.
 
     With `only_trace` nothing is compiled, and the memory is without the programs' temporaries. With
     `only_costs` compiling takes half of the time, and the programs must not run. The programs of
@@ -54,6 +51,12 @@ def compile_plan(
             program.traced, None if only_trace else program.compile(for_costs=only_costs)
         )
         for name, program in programs.items()
+    }
+    accumulators = {
+        key: state.sums
+        for program in programs.values()
+        for key, state in program.given_states.items()
+        if isinstance(state, StreamedState)
     }
     memory = plan_memory(run, programs, costs, accumulators=accumulators)
     return CompiledPlan(run, programs, costs, memory)

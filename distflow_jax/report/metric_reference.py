@@ -287,6 +287,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Asynchronous steps": (
+        Metric("training/waves", "with flow.waves: waves of the step"),
         Metric(
             "training/off_policy/trajectory_staleness/{mean,max,min}",
             "training steps since the weights that sampled a response's oldest token",

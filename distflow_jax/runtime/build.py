@@ -93,8 +93,7 @@ def build(
     stages, first = contexts.stages(run.plan.tasks)
     programs, waves = _trace(run, stages, first, meshes)
     with phase("compile_programs"):
-        accumulators = waves.accumulators if waves else None
-        compiled = compile_plan(run, programs, accumulators=accumulators)
+        compiled = compile_plan(run, programs)
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node

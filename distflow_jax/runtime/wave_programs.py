@@ -41,11 +41,6 @@ class WavePrograms:
     programs: Mapping[str, Program]
     updates: tuple[WaveUpdate, ...]
 
-    @property
-    def accumulators(self) -> dict[str, Any]:
-        """Specs of the sums of each updated model, by state key."""
-        return {update.state_key: update.state.sums for update in self.updates}
-
 
 def trace_waves(
     plan: Plan,

@@ -1,0 +1,97 @@
+"""Runs whose steps are trained wave by wave: the same steps as at once, from the same samples."""
+
+import json
+
+import pytest
+from support.documented import unexplained_metrics
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.report.run_writer import read_metrics
+
+SMALL = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "data.prompts_per_step=8",
+    "rollout.num_slots=16",
+    "training.steps=4",
+    "training.optimizer.lr=0.003",
+    "algorithm.correction=token_tis",
+    "eval.every=0",
+    "observe.trackers=()",
+    "flow.max_lag=1",
+    "mesh.devices=0:2",
+    "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
+)
+PROMPTS, STEPS, SAMPLES = 8, 4, 4
+
+
+def trained(folder, *assignments):
+    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    assert run.train_here(config, folder) == 0
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert not any(row["perf/compilations"] for row in rows if row["step"] > 1)
+    assert not unexplained_metrics(folder)
+    return {row["step"]: row for row in rows}
+
+
+def waves_of(folder):
+    return [json.loads(line) for line in (folder / "waves.jsonl").read_text().splitlines()]
+
+
+def check_waves(folder, *, steps=STEPS):
+    """Every group of a step is in one wave, and each step has one last wave."""
+    waves = waves_of(folder)
+    for step in range(1, steps + 1):
+        mine = [wave for wave in waves if wave["step"] == step]
+        assert [wave["wave"] for wave in mine] == list(range(1, len(mine) + 1))
+        assert [wave["last"] for wave in mine] == [False] * (len(mine) - 1) + [True]
+        counters = sorted(c for wave in mine for c in wave["counters"])
+        assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
+        assert all(wave["rows"] <= wave["room"] for wave in mine)
+    return waves
+
+
+def check_equal(ours, theirs, *, steps):
+    """Metrics of steps that trained on the same samples, but for those of time, rows and waves."""
+    changing = ("timing", "perf/", "global_seqlen/balanced")
+    for step in steps:
+        names = {name for name in ours[step] | theirs[step] if not name.startswith(changing)}
+        for name in sorted(names):
+            assert ours[step][name] == pytest.approx(theirs[step][name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        (),
+        ("training.mini_batches=2", "algorithm.correction=none", "algorithm.proximal=rollout"),
+        ("dag=ppo", "algorithm.correction=token_tis"),
+        ("training.epochs=2", "algorithm.kl_coef=0.1"),
+    ],
+    ids=["grpo", "two_mini_batches", "ppo", "two_epochs"],
+)
+def test_waves_train_what_the_step_at_once_trains(tmp_path, how):
+    """Steps 1 and 2 are sampled by the untrained weights, so both runs have the same samples."""
+    at_once = trained(tmp_path / "off", *how, "flow.swap=boundary", "training.steps=2")
+    in_waves = trained(
+        tmp_path / "waves",
+        *(*how, "flow.swap=boundary", "training.steps=2", "flow.waves=counter"),
+        "flow.wave_prompts=3",
+    )
+    waves = check_waves(tmp_path / "waves", steps=2)
+    sizes = [2, 2] if "mini_batches" in "".join(how) else [3, 3, 2]
+    assert [len(wave["counters"]) for wave in waves][: len(sizes)] == (
+        [3, 1, 3, 1][: len(sizes)] if len(sizes) == 2 else sizes
+    )
+    check_equal(in_waves, at_once, steps=(1, 2))
+
+
+@pytest.mark.slow
+def test_ready_waves_train_every_group_once(tmp_path):
+    trained(tmp_path, "flow.waves=ready", "flow.wave_rows=4", "rollout.num_slots=8")
+    waves = check_waves(tmp_path)
+    assert max(wave["wave"] for wave in waves) > 1
+    assert "waves" in (tmp_path / "plan.txt").read_text()
