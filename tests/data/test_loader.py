@@ -182,6 +182,25 @@ def test_prompts_are_dealt_by_the_lengths_seen_before(tmp_path):
             share.observe(step, counter + 6 * (step - 1), np.where(counter % 6 == 3, 50, 10))
 
 
+def test_prompts_know_how_far_their_last_scores_lay_apart(tmp_path):
+    dataset = data_of(tmp_path, rows=4)
+    loader = loader_of(dataset, shuffle=False)
+    rows_of(loader, 1)
+    counter = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    loader.observe_scores(1, counter, np.array([0.0, 1.0, 0.5, 0.5, 0.25, 0.5, np.nan, np.nan]))
+    rows_of(loader, 1)  # estimates lag by a step
+    spread = {p.row: p.expected_spread for p in next(loader)}
+    known = [1.0, 0.0, 0.25]
+    assert [spread[row] for row in range(3)] == pytest.approx(known)
+    assert spread[3] == pytest.approx(np.mean(known))  # never scored
+    resumed = loader_of(dataset, shuffle=False)
+    state = json.loads(json.dumps(loader.state(12)))
+    resumed.restore(state)
+    assert {p.row: p.expected_spread for p in next(resumed)} == pytest.approx(spread)
+    del state["spreads"]  # of an older version
+    resumed.restore(state)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_lengths_survive_a_checkpoint(tmp_path, ahead):
     """The deal of step 4 is the same for a run that read ahead, did not, or was resumed."""
