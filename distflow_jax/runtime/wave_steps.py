@@ -42,6 +42,7 @@ class StepInWaves:
     sizes: list[WaveSize] = dataclasses.field(default_factory=list)  # of each wave
     updates: dict[str, list[Metrics]] = dataclasses.field(default_factory=dict)  # by unit
     shares: list[Shares] = dataclasses.field(default_factory=list)  # of each wave
+    ran: set[str | None] = dataclasses.field(default_factory=lambda: {None})  # see run_units
     received: int = 0  # bytes from other processes
     uid: list[np.ndarray] = dataclasses.field(default_factory=list)  # int64 [N, 2] of each wave
     # entries of this process's responses, in the order of `uid`
@@ -107,8 +108,7 @@ class WaveSteps:
             with span("wait_for_samples"):
                 wave, store = taker.take(step)
             given(store)
-            first = rehearse if wave.number == 1 else None
-            self._wave(wave, states, store, span, first)
+            self._wave(wave, states, store, span, rehearse)
             self._collect(records=records)
             taker.record(wave, **_filling(self._coordinator.shares))
             if wave.ends_mini_batch:
@@ -173,7 +173,8 @@ class WaveSteps:
         coordinator.use(store)
         found.sizes.append(self._size_of(wave))
         measured = run_units(
-            *(self._units, wave.step, self._runners, states, coordinator, span, {None}, rehearse)
+            *(self._units, wave.step, self._runners, states, coordinator, span),
+            *(found.ran, rehearse),
         )
         found.metrics.append(coordinator.merged(measured))
         found.shares.append(coordinator.shares)
@@ -245,8 +246,7 @@ class WaveSteps:
     def _rest(
         self, step: int, states: dict[str, Any], span: Span, rehearse: Rehearse | None
     ) -> Metrics:
-        ran = {None, *(task.node.id for unit in self._units for task in unit.tasks)}
-        batch = self._batch
+        batch, ran = self._batch, self._found.ran
         measured = run_units(
             *(self._waiting, step, self._runners, states, batch, span, ran, rehearse)
         )

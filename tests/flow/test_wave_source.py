@@ -30,10 +30,11 @@ class Job:
     def __init__(self, draw):
         self.minis = draw.choice([1, 1, 2])
         self.judged = draw.random() < 0.3
+        self.share = draw.choice([0.2, 0.6])  # of groups that are kept
         # each process has a group of every batch, as the loader's deal says
         self.processes = draw.randint(1, 4)
         size = max(draw.randint(1, 6), -(-self.processes // self.minis))
-        self.rule = Rule(size * self.minis, draw.randint(1, 3), 2 if self.judged else 1)
+        self.rule = Rule(size * self.minis, draw.randint(1, 2), 5 if self.judged else 1)
         self.prompts = draw.choice([None, draw.randint(1, 4)])
         self.rows, self.salt = draw.randint(2, 6), draw.random()
         self.homes: dict[int, int] = {}
@@ -54,7 +55,7 @@ class Job:
             responses=tuple(draw.randint(0, 12) for _ in range(2)),
             first=draw.randint(0, 2),
             last=2,
-            keep=not self.judged or draw.random() < 0.6,
+            keep=not self.judged or draw.random() < self.share,
         )
 
     def planner(self):
@@ -110,6 +111,7 @@ class Modelled:
             *(job.planner(), self, gathers.of(index), peers),
             process=index,
             processes=job.processes,
+            judges=True,
             facts=lambda group, process: job.facts(group.counter),
         )
         self.waves, self.running, self.until = [], None, lambda: True
@@ -133,10 +135,8 @@ class Modelled:
             try:
                 self.until, _ = next(self.running)
             except StopIteration as end:
-                wave, learned = end.value
+                wave = end.value
                 self.waves.append(wave)
-                for facts in learned:
-                    self.admission.judge(facts.counter, facts.keep)
                 self.running, self.until = None, lambda: True
                 if wave.last:
                     self.source.finish()
@@ -212,6 +212,7 @@ class Threaded(Modelled):
             *(job.planner(), self, gather, peers),
             process=index,
             processes=job.processes,
+            judges=True,
             facts=lambda group, process: job.facts(group.counter),
         )
 
@@ -230,11 +231,9 @@ class Threaded(Modelled):
 
     def run(self, steps):
         while self.admission.finished < steps:
-            wave, learned = self.source.next(self.drive)
+            wave = self.source.next(self.drive)
             self.waves.append(wave)
             with self.lock:
-                for facts in learned:
-                    self.admission.judge(facts.counter, facts.keep)
                 if wave.last:
                     self.source.finish()
                     cut = self.admission.finish(wave.step)

@@ -46,21 +46,20 @@ class WaveSource:
         *,
         process: int,
         processes: int,
+        judges: bool,
         facts: Callable[[Group, int], GroupFacts] = facts_of,
     ):
-        """`gather`, `peers`: nothing else uses them. `facts(group, process)`: of a group that is
-        done."""
+        """`gather`, `peers`: nothing else uses them. `judges`: whether verdicts reach the rule of
+        the samplers by waves alone. `facts(group, process)`: of a group that is done."""
         self.planner, self._producer = planner, producer
         self._gather, self._peers = gather, peers
         self._process, self._processes, self._facts = process, processes, facts
+        self._judges = judges
         self._told: set[int] = set()  # counters of groups whose facts the others know
         self._gathers = 0
 
-    def next(self, drive: Drive) -> tuple[Wave, list[GroupFacts]]:
-        """The next wave of the step, once it is decided, and all facts that were learned for it.
-
-        Collective.
-        """
+    def next(self, drive: Drive) -> Wave:
+        """The next wave of the step, once it is decided. Collective."""
         waits = self.waits()
         while True:
             try:
@@ -69,9 +68,8 @@ class WaveSource:
                 return end.value
             drive(until, needs=needs)
 
-    def waits(self) -> Generator[Wait, None, tuple[Wave, list[GroupFacts]]]:
+    def waits(self) -> Generator[Wait, None, Wave]:
         """`next`, for a caller with a way of its own to wait: go on when what it yields is true."""
-        learned: list[GroupFacts] = []
         while (wave := self.planner.next()) is None:
             yield self._due, self.planner.cut.end
             self._gathers += 1
@@ -82,8 +80,16 @@ class WaveSource:
             tables = enumerate(told.result())
             facts = [GroupFacts.from_json(home, row) for home, rows in tables for row in rows]
             self.planner.learn(facts)
-            learned += facts
-        return wave, learned
+            self._judge(facts)
+        return wave
+
+    def _judge(self, facts: Sequence[GroupFacts]) -> None:
+        """Tells verdicts to the samplers, for which more groups of the step may begin at once."""
+        if self._judges:
+            with self._producer.lock:
+                for group in facts:
+                    self._producer.admission.judge(group.counter, group.keep)
+                self._producer.lock.notify_all()
 
     def finish(self) -> None:
         """Ends a step whose last wave was taken."""

@@ -15,9 +15,8 @@ class WaveTaker:
     """Hands a step's groups to the training, wave by wave. Call `take` until a wave is the last
     one, then `end`, then `finish` after the step has trained."""
 
-    def __init__(self, flow: Flow, source: WaveSource, records: WaveRecords, *, judges: bool):
-        """`judges`: whether verdicts reach the rule of the samplers by waves alone."""
-        self._flow, self._source, self._judges = flow, source, judges
+    def __init__(self, flow: Flow, source: WaveSource, records: WaveRecords):
+        self._flow, self._source = flow, source
         self._records, self._waited = records, 0.0
 
     def take(self, step: int) -> tuple[Wave, FieldStore]:
@@ -33,16 +32,12 @@ class WaveTaker:
             raise EndOfData
         begun = time.monotonic()
         with flow.swaps.block("wait"):
-            wave, learned = self._source.next(flow.drive)
+            wave = self._source.next(flow.drive)
         self._waited = time.monotonic() - begun
         with producer.lock:
-            if self._judges:
-                for facts in learned:
-                    producer.admission.judge(facts.counter, facts.keep)
             mine = [c for c in wave.counters if c in producer.groups]
             groups = [producer.groups[counter] for counter in mine]
-        # a process without a group in a wave has the columns of any other group
-        with producer.lock:
+            # a process without a group in a wave has the columns of any other group
             done = [group for group in producer.groups.values() if group.done]
         return wave, flow.steps.fields(wave.counters, groups or done[:1])
 

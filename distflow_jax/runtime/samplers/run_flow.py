@@ -130,11 +130,10 @@ def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -
         Peers(processes.second_exchange() if ready else None, index, count, heard),
         process=index,
         processes=count,
+        # with swaps at boundaries rounds bring verdicts to the samplers' rule
+        judges=region and config.flow.swap != "boundary",
     )
-    # with swaps at boundaries rounds bring verdicts to the samplers' rule
-    judges = region and config.flow.swap != "boundary"
-    records = WaveRecords(folder, producer.admission.finished)
-    return WaveTaker(flow, source, records, judges=judges)
+    return WaveTaker(flow, source, WaveRecords(folder, producer.admission.finished))
 
 
 def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
