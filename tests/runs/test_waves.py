@@ -1,9 +1,13 @@
 """Runs whose steps are trained wave by wave: the same steps as at once, from the same samples."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from support import haste
 from support.documented import unexplained_metrics
+from support.paths import ROOT
 
 from configs import tiny
 from distflow_jax import run
@@ -24,6 +28,8 @@ SMALL = (
     "mesh.devices=0:2",
     "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
 )
+# on processes of two devices each
+APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
 PROMPTS, STEPS, SAMPLES = 8, 4, 4
 
 
@@ -55,7 +61,7 @@ def check_waves(folder, *, steps=STEPS):
 
 def check_equal(ours, theirs, *, steps):
     """Metrics of steps that trained on the same samples, but for those of time, rows and waves."""
-    changing = ("timing", "perf/", "global_seqlen/balanced")
+    changing = ("timing", "perf/", "global_seqlen/balanced", "training/waves")
     for step in steps:
         names = {name for name in ours[step] | theirs[step] if not name.startswith(changing)}
         for name in sorted(names):
@@ -95,3 +101,57 @@ def test_ready_waves_train_every_group_once(tmp_path):
     waves = check_waves(tmp_path)
     assert max(wave["wave"] for wave in waves) > 1
     assert "waves" in (tmp_path / "plan.txt").read_text()
+
+
+def on_two_processes(folder, flags, delays):
+    """A run of two processes of two devices each, where sampler and trainer are late at random."""
+    assignments = [f"--config.{key}" for key in [*SMALL, *APART, *flags]]
+    launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
+    train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
+    done = subprocess.run(
+        [sys.executable, *launch, *train, *assignments],
+        cwd=ROOT,
+        env=haste.environment() | {"DELAYS": delays},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return check_waves(folder)
+
+
+def lasting(folder):
+    """Metrics of a run but those of time, memory and machines."""
+    changing = ("timing", "perf/")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(changing)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_counted_waves_depend_on_no_timing(tmp_path):
+    """Two processes, other delays: the same waves, and the same bits in all numbers."""
+    flags = ("flow.swap=boundary", "flow.waves=counter", "flow.wave_prompts=3")
+    first = on_two_processes(tmp_path / "1", flags, "1")
+    second = on_two_processes(tmp_path / "2", flags, "2")
+    assert [w["counters"] for w in first] == [w["counters"] for w in second]
+    assert lasting(tmp_path / "1") == lasting(tmp_path / "2")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ready_waves_on_two_processes(tmp_path):
+    flags = ("flow.waves=ready", "flow.wave_rows=4", "rollout.num_slots=8", "training.steps=8")
+    on_two_processes(tmp_path, flags, "3")
+    records = [json.loads(line) for p in range(2) for line in groups_of(tmp_path, p)]
+    for step in range(1, 9):
+        counters = sorted(c for r in records if r["step"] == step for c in r["counters"])
+        assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
+        ages = [age for r in records if r["step"] == step for age in r["age"]]
+        assert 0 <= min(ages) and max(ages) <= 1
+
+
+def groups_of(folder, process):
+    return (folder / "groups" / f"{process}.jsonl").read_text().splitlines()
