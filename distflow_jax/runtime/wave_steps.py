@@ -74,6 +74,7 @@ class WaveSteps:
         self._waiting = tuple(unit for unit in plan.units if unit not in self._units)
         self._runners, self._coordinator, self._batch = dict(runners), coordinator, batch
         self._carried = carried(plan, self._units)
+        self._awaited = {(e.source, e.field) for unit in self._waiting for e in unit.inputs}
         outputs = {
             value: spec
             for program in programs.programs.values()
@@ -189,7 +190,9 @@ class WaveSteps:
             if (edge.source, edge.field) in store.values:
                 _extend(found, (edge.source, edge.field), coordinator.get(edge))
         for field, source in store.sources.items():
-            if source in late:
+            # columns that nobody reads any more are freed, but for those without an entry
+            wanted = (source, field) in self._awaited or len(store.columns[field])
+            if source in late and wanted:
                 _extend(found, (source, field), store.columns[field])
         if records:
             for name, entries in coordinator.advantages().items():

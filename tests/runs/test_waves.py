@@ -30,6 +30,11 @@ SMALL = (
 )
 # on processes of two devices each
 APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
+# waves that hold two groups
+READY = (
+    *("flow.waves=ready", "flow.wave_rows=2", "rollout.num_slots=8"),
+    *("data.max_prompt_length=64", "training.row_tokens=160"),
+)
 PROMPTS, STEPS, SAMPLES = 8, 4, 4
 
 
@@ -97,7 +102,7 @@ def test_waves_train_what_the_step_at_once_trains(tmp_path, how):
 
 @pytest.mark.slow
 def test_ready_waves_train_every_group_once(tmp_path):
-    trained(tmp_path, "flow.waves=ready", "flow.wave_rows=4", "rollout.num_slots=8")
+    trained(tmp_path, *READY)
     waves = check_waves(tmp_path)
     assert max(wave["wave"] for wave in waves) > 1
     assert "waves" in (tmp_path / "plan.txt").read_text()
@@ -143,8 +148,8 @@ def test_counted_waves_depend_on_no_timing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ready_waves_on_two_processes(tmp_path):
-    flags = ("flow.waves=ready", "flow.wave_rows=4", "rollout.num_slots=8", "training.steps=8")
-    on_two_processes(tmp_path, flags, "3")
+    waves = on_two_processes(tmp_path, (*READY, "training.steps=8"), "3")
+    assert max(wave["wave"] for wave in waves) > 1
     records = [json.loads(line) for p in range(2) for line in groups_of(tmp_path, p)]
     for step in range(1, 9):
         counters = sorted(c for r in records if r["step"] == step for c in r["counters"])
