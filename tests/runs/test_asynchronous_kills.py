@@ -19,7 +19,7 @@ from support.paths import ROOT
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
-PROMPTS, STEPS = 8, 8
+PROMPTS, STEPS = 8, 6
 SMALL = [
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     f"data.prompts_per_step={PROMPTS}",

@@ -33,6 +33,7 @@ def test_what_is_missing_is_named(options, missing):
         epochs=1,
         mini_batches=1,
         balance_coef=0.0,
+        max_lag=0,
     )
     stage = build_policy_update(context)
     with pytest.raises(ValueError, match=f"needs {missing}: add that to the node's reads") as error:
