@@ -123,15 +123,16 @@ class AdditionWriter:
         self.check()
 
     def close(self) -> None:
-        """Ends the thread; an addition whose checkpoint has no name yet is not written."""
+        """Ends the thread when it has written what belongs to checkpoints that have their names."""
         self._closing.set()
         self._thread.shutdown()
+        self.check()
 
     def _write(self, step: int, arrays: dict[str, np.ndarray]) -> None:
         checkpoint, index = self._folder / str(step), processes.process_index()
         while not checkpoint.exists():
-            if self._closing.wait(POLL_SECONDS):
-                return
+            if self._closing.wait(POLL_SECONDS) and not checkpoint.exists():
+                return  # it could not be written
         path, table = _arrays(checkpoint, index), _table(checkpoint, index)
         with (part := path.with_suffix(".part")).open("wb") as file:
             np.savez(file, **arrays)

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from distflow_jax.checkpoint import additions, checksums, late_writes
+from distflow_jax.checkpoint.additions import AdditionWriter
 from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
@@ -56,6 +57,7 @@ class Checkpointer:
 
     Attributes:
       folder: of all checkpoints.
+      additions: writes what this process adds to checkpoints that were saved with `added_to`.
     """
 
     def __init__(self, folder: str | os.PathLike, config: CheckpointConfig):
@@ -63,6 +65,7 @@ class Checkpointer:
         # Orbax uses barriers of this kind: compile them here instead of in the middle of the run
         processes.barrier("checkpointer")
         self.folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
+        self.additions = AdditionWriter(self.folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
@@ -99,8 +102,8 @@ class Checkpointer:
           step: name of the checkpoint.
           arrays: pytree of jax.Arrays of any shape, which may be donated after the call.
           info: JSON values, equal on all processes.
-          added_to: whether every process will add to it (AdditionWriter): until then the
-            checkpoint is not complete.
+          added_to: whether every process will add to it by `additions`: until then the checkpoint
+            is not complete.
 
         Raises:
           ValueError: there is a checkpoint of this step already.
@@ -234,10 +237,11 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Waits for the save in flight and ends the background threads."""
-        self.wait()
-        self._writer.close()
-        self._reader.close()
+        """Waits for the save in flight and what is added to it; ends the background threads."""
+        with contextlib.ExitStack() as stack:  # the last one first, all of them in any case
+            for thread in (self._reader, self._writer, self.additions):
+                stack.callback(thread.close)
+            self.wait()
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -226,10 +226,20 @@ class EpisodeSampler:
         return [(entries.get(id(partial.request)), partial) for partial in found]
 
     def _restore(self, partials: Sequence[Partial]) -> None:
+        """Goes on with partial responses; requests of which nothing has begun wait as before."""
         entries = {id(entry.request): entry for entry in self._open.values()}
+        begun = [p for p in partials if p.chunks or len(p.fed)]
+        resumed = {id(p.request) for p in begun}
+        resumed |= {key for key, entry in entries.items() if entry.episodes}
         for partial in reversed(partials):  # each comes before all others
-            keep = functools.partial(self._keep, entries[id(partial.request)])
-            self._started().restore([partial], keep)
+            if id(partial.request) in resumed:
+                keep = functools.partial(self._keep, entries[id(partial.request)])
+                self._started().restore([partial], keep)
+        for key in dict.fromkeys(id(partial.request) for partial in partials):
+            if key not in resumed:  # their prompt is read once for all responses
+                entry = entries[key]
+                keep = functools.partial(self._keep, entry)
+                self._started().submit(entry.request, keep)
 
     def _keep(self, entry: _Request, response: Response) -> None:
         entry.episodes[response.sample] = single_turn(response)

@@ -220,7 +220,6 @@ class Flow:
             self._thread.close()
         self._host.close()
         self._gather.close()
-        self.saver.close()
         return self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------

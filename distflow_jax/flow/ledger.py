@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distflow_jax.layout import Metrics, Parts
 
+LEDGER = "ledger"  # in the place of a node's id
 PREFIX = "perf/tokens/"
 
 
@@ -56,7 +57,7 @@ class Ledger:
 
     def metrics(self) -> Metrics:
         """`perf/tokens/*`, to be merged with those of other processes."""
-        return {"perf/tokens": Parts((self.to_dict(),), _merged)}
+        return {LEDGER: Parts((self.to_dict(),), _merged)}
 
 
 def _merged(ledgers: Sequence[Mapping[str, int]]) -> dict[str, float]:

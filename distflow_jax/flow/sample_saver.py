@@ -138,10 +138,6 @@ class SampleSaver:
         """Waits until what was added is written, at most so long."""
         self._writer.wait(seconds)
 
-    def close(self) -> None:
-        """Ends the writing."""
-        self._writer.close()
-
     def _write(self, step: int, progress: Mapping[Key, Progress], ledger: Ledger) -> None:
         arrays, facts = to_arrays(progress)
         under_way = sum(found.num_sampled for found in progress.values())

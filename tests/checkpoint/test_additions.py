@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.checkpoint.additions import FILE, FOLDER, AdditionWriter, additions
+from distflow_jax.checkpoint.additions import FILE, FOLDER, additions
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 
 STATE = {"weights": jnp.arange(6.0)}
@@ -27,9 +27,7 @@ def saved(tmp_path):
 
 @pytest.fixture
 def writer(saved):
-    writer = AdditionWriter(saved.folder)
-    yield writer
-    writer.close()
+    return saved.additions
 
 
 def begin(saved, step):
@@ -68,6 +66,17 @@ def test_what_is_added_waits_for_the_checkpoint(saved, writer):
     begin(saved, 3)
     writer.wait()
     assert saved.latest() == 3
+
+
+def test_closing_waits_for_both(tmp_path):
+    """A run that ends, with an error too, has the checkpoint that it began."""
+    saved = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
+    saved.additions.add(1, ARRAYS, {})
+    saved.additions.add(2, ARRAYS, {})  # which is never saved
+    saved.save(1, STATE, {}, added_to=True)
+    saved.close()
+    assert additions(saved.folder / "1")[0].facts == {}
+    assert [path.name for path in saved.folder.iterdir()] == ["1"]
 
 
 def test_a_checkpoint_to_which_nothing_is_added(saved):

@@ -3,7 +3,7 @@
 import dataclasses
 import random
 
-from distflow_jax.flow.ledger import Ledger
+from distflow_jax.flow.ledger import LEDGER, Ledger
 from distflow_jax.layout import Parts
 
 
@@ -65,7 +65,7 @@ def test_any_number_of_restarts():
 
 def test_metrics_add_up_over_processes():
     ledgers = [Ledger(10, 4, 3, 2, 1), Ledger(5, 5, 0, 0, 0)]
-    parts = [ledger.metrics()["perf/tokens"] for ledger in ledgers]
+    parts = [ledger.metrics()[LEDGER] for ledger in ledgers]
     whole = sum(parts[1:], start=parts[0])
     assert isinstance(whole, Parts)
     assert whole.merge(whole.values) == {

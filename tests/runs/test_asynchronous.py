@@ -158,9 +158,9 @@ def delayed(monkeypatch, seed):
         time.sleep(draw.uniform(0, 0.2))
         return steps(self, prompts)
 
-    def late_nodes(self, group):
+    def late_nodes(self, group, span):
         time.sleep(draw.uniform(0, 0.05))
-        return nodes(self, group)
+        return nodes(self, group, span)
 
     monkeypatch.setattr(NodesAhead, "run", late_nodes)
     monkeypatch.setattr(Producer, "round", late_round)

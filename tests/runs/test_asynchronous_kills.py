@@ -19,7 +19,7 @@ from support.paths import ROOT
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
-PROMPTS, STEPS = 8, 8
+PROMPTS, STEPS = 8, 6
 SMALL = [
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     f"data.prompts_per_step={PROMPTS}",
@@ -185,7 +185,7 @@ def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("processes", [(2,), (2, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("processes", [(2,), (2, 1), (1, 2)], ids=str)
 def test_a_killed_run_with_swaps_in_flight(tmp_path, processes):
     """With any number of processes after the restart."""
     folder = tmp_path / "killed"

@@ -6,9 +6,7 @@ import pathlib
 import threading
 from collections.abc import Callable, Sequence
 
-from etils import epath
-
-from distflow_jax.checkpoint.additions import Addition, AdditionWriter, additions
+from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.plan import Task
@@ -95,7 +93,7 @@ def make_flow(
             instruments.phases.note,
             evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
         ),
-        saver=_saver(producer, config.flow, checkpointer.folder, added, evaluates),
+        saver=_saver(producer, config.flow, checkpointer, added, evaluates),
     )
 
 
@@ -225,18 +223,18 @@ def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
 def _saver(
     producer: Producer,
     config: FlowConfig,
-    checkpoints: epath.Path,
+    checkpointer: Checkpointer,
     added: Sequence[Addition],
     evaluates: Callable[[int], bool] | None,
 ) -> SampleSaver:
     """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
-    records = GroupRecords(pathlib.Path(checkpoints).parent, producer.admission.finished)
+    records = GroupRecords(pathlib.Path(checkpointer.folder).parent, producer.admission.finished)
     ledger = Ledger()
     if processes.process_index() == 0:
         ledger = Ledger.restored([addition.facts["ledger"] for addition in added], records.known)
     return SampleSaver(
         producer,
-        AdditionWriter(checkpoints),
+        checkpointer.additions,
         records,
         ledger,
         # samples of older weights, which a restart does not have

@@ -22,7 +22,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.stages.evaluate import EvalConfig, evaluate
+from distflow_jax.stages.evaluate import EvalConfig, Evaluation
 
 PARAMS, OTHER = random_params(MIXTURE, 2), random_params(MIXTURE, 5)
 STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
@@ -135,9 +135,8 @@ def test_evaluations_read_none(sampler, monkeypatch):
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
             environments = name and Environments(name, {}, tokenizer, seconds=60.0, max_turns=2)
-            state, scored = evaluate(
+            evaluation = Evaluation(
                 sampler.engine,
-                state,
                 tokenizer,
                 rewards,
                 [REQUESTS[i].prompt for i in (0, 2)],
@@ -145,6 +144,8 @@ def test_evaluations_read_none(sampler, monkeypatch):
                 own=slice(0, 2),
                 environments=environments,
             )
+            state, episodes = evaluation.answer(state)
+            scored = evaluation.score(episodes)
             assert [len(s.texts) for s in scored] == [1, 1]
     sampler.state = state.decode
 
