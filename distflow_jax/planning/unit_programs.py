@@ -122,11 +122,12 @@ def trace_plan(
     stages: Mapping[str, Stage],
     states: Mapping[str, Any],
     specs: FieldSpecs,
+    units: Sequence[Unit] | None = None,
 ) -> dict[str, Program]:
     """The programs of all units on meshes, by the unit's name. Compiles nothing.
 
-    `stages` are keyed by node id, `states` are specs by state key. Raises ValueError as
-    `trace_unit` does.
+    `stages` are keyed by node id, `states` are specs by state key. With `units` these alone, which
+    read on meshes only what they write. Raises ValueError as `trace_unit` does.
     """
     per_token = per_token_values(plan, specs.routed)
     known: dict[Value, Any] = {}  # of what was written on a mesh, where it was written
@@ -140,7 +141,7 @@ def trace_plan(
         return spec if edge.move == "stay" else specs.moved(spec, edge.target_layout)
 
     programs = {}
-    for unit in plan.units:
+    for unit in plan.units if units is None else units:
         if unit.layout.kind == "mesh":
             inputs = [entering(edge) for edge in unit.inputs]
             program = Program(trace_unit(unit, stages, states, inputs, specs))

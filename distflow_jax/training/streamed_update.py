@@ -25,7 +25,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training import microbatch
 from distflow_jax.training.objective import Batch, Metrics, Objective
 from distflow_jax.training.quotient import Quotient, divisors_of, named
-from distflow_jax.training.state import TrainState, state_shardings
+from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 from distflow_jax.training.update import UpdateShape, added_up, applied, no_metrics, with_loss
 
 
@@ -58,11 +58,13 @@ class StreamedUpdate:
 
     # (state, batch) -> StreamedState with empty accumulators; of `batch` only shapes count
     begin: Callable[[TrainState, Batch], StreamedState]
-    # the same of specs (jax.ShapeDtypeStruct with shardings), which makes no array
-    begin_specs: Callable[[TrainState, Batch], StreamedState]
+    # (state, batch) -> specs of these accumulators (jax.ShapeDtypeStruct with shardings); of both
+    # only shapes count
+    specs: Callable[[TrainState, Batch], WaveSums]
     # (state, batch [R, ...], temperature) -> state with the wave's rows added; donates the sums
     accumulate: Callable[[StreamedState, Batch, jax.Array], StreamedState]
-    # state -> (state after the optimizer step, metrics as of make_update); donates the state
+    # state -> (state after the optimizer step, metrics as of make_update); donates all but frozen
+    # parameters
     finish: Callable[[StreamedState], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -79,20 +81,20 @@ def make_streamed_update(
     """
     if objective.waits:
         raise ValueError(f"{objective.waits}, which waves do not have; use flow.waves='off'")
-    layout = state_shardings(objective.model, optimizer, shape.mesh)
+    layout, _ = divided(objective.model, state_shardings(objective.model, optimizer, shape.mesh))
 
     @jax.jit
     def begin(state, batch):
         with use_mesh(shape.mesh):
             return no_sums(state.params, batch, shape=shape, objective=objective)
 
-    def begin_specs(state, batch):
+    def specs(state, batch):
         sums = jax.eval_shape(begin, state, batch)
-        layouts = _layouts(sums, shape, objective)
-        specs = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), sums, layouts
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            sums,
+            _layouts(sums, shape, objective),
         )
-        return _with_sums(state, specs)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def add(params, sums, batch, temperature):
@@ -100,7 +102,7 @@ def make_streamed_update(
             return add_wave(params, sums, batch, temperature, shape=shape, objective=objective)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(layout, None))
-    def finish(state, sums):
+    def step(state, sums):
         with use_mesh(shape.mesh):
             grads, metrics = divide(sums, objective)
             return applied(
@@ -113,15 +115,21 @@ def make_streamed_update(
                 objective=objective,
             )
 
+    def finish(state):
+        # frozen parameters are not donated: another model may hold them too
+        trained, frozen = divided(
+            objective.model, TrainState(state.params, state.opt_state, state.count)
+        )
+        trained, metrics = step(trained, state.sums)
+        return joined(trained, frozen), metrics
+
     return StreamedUpdate(
-        begin=lambda state, batch: _with_sums(state, begin(state, batch)),
-        begin_specs=begin_specs,
-        accumulate=lambda state, batch, temperature: _with_sums(
+        begin=lambda state, batch: with_sums(state, begin(state, batch)),
+        specs=specs,
+        accumulate=lambda state, batch, temperature: with_sums(
             state, add(state.params, state.sums, batch, temperature)
         ),
-        finish=lambda state: finish(
-            TrainState(state.params, state.opt_state, state.count), state.sums
-        ),
+        finish=finish,
     )
 
 
@@ -134,13 +142,8 @@ def no_sums(params: Any, batch: Batch, *, shape: UpdateShape, objective: Objecti
         gradient = numerators(params, counts, jnp.float32(1.0), objective)
         return *gradient(microbatch.take(micro_batches, 0)), counts
 
-    gradients, metrics, counts = jax.eval_shape(one, params, batch)
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-    return _laid_out(
-        WaveSums(zeros(gradients), no_metrics(metrics), zeros(counts), jnp.bool_(False)),
-        shape,
-        objective,
-    )
+    sums = WaveSums(*jax.eval_shape(one, params, batch), jax.ShapeDtypeStruct((), jnp.bool_))
+    return _laid_out(empty(sums), shape, objective)
 
 
 def add_wave(
@@ -229,5 +232,12 @@ def _laid_out(sums: WaveSums, shape: UpdateShape, objective: Objective) -> WaveS
     return jax.lax.with_sharding_constraint(sums, _layouts(sums, shape, objective))
 
 
-def _with_sums(state: TrainState, sums: WaveSums) -> StreamedState:
+def with_sums(state: TrainState, sums: WaveSums) -> StreamedState:
+    """The state in the middle of a step; both may be specs."""
     return StreamedState(state.params, state.opt_state, state.count, sums)
+
+
+def empty(specs: WaveSums) -> WaveSums:
+    """Accumulators of no rows, arrays shaped as the specs."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs)
+    return dataclasses.replace(zeros, metrics=no_metrics(specs.metrics))

@@ -231,7 +231,7 @@ def test_accumulators_are_as_large_as_the_plan_says():
     """One gradient, divided as the parameters, and a few numbers."""
     trainer = Trainer(fsdp=2)
     state = trainer.state()
-    specs = trainer.streamed.begin_specs(state, trainer.batch).sums
+    specs = trainer.streamed.specs(state, trainer.batch)
     sums = trainer.streamed.begin(state, trainer.batch).sums
 
     def told(x):
