@@ -1,4 +1,4 @@
-"""Programs of a plan whose units take waves: compiled before step 1, and the step at once in sum."""
+"""Programs of units that take waves: compiled before step 1, and in sum the step at once."""
 
 import jax
 import jax.numpy as jnp
