@@ -40,7 +40,7 @@ from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.streamed_update import add_wave, divide, no_sums
+from distflow_jax.training.streamed_update import add_wave, divide, empty, sums_specs
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 from support.waves import cut, of_rows
 
@@ -114,21 +114,18 @@ def main():
             batch = jax.tree.map(lambda x: x[0], batch)
             return accumulate_gradients(params, batch, one, shape=shape, objective=objective)[0]
 
-    @jax.jit
-    def begin(params, batch):
-        with use_mesh(mesh):
-            batch = jax.tree.map(lambda x: x[0], batch)
-            return no_sums(params, batch, shape=shape, objective=objective)
-
-    @jax.jit
-    def add(params, sums, batch, part_R):
-        with use_mesh(mesh):
-            batch = of_rows(jax.tree.map(lambda x: x[0], batch), part_R)
-            return add_wave(params, sums, batch, one, shape=shape, objective=objective)
-
     def gradient_in_waves(params, batch):
-        sums = begin(params, batch)
-        for part_R in cut(0, batch.advantage.shape[1], waves=args.waves):
+        batch, given = jax.tree.map(lambda x: x[0], batch), {"shape": shape, "objective": objective}
+        specs = sums_specs(params, batch, **given)
+        layouts = jax.tree.map(lambda x: x.sharding, specs)
+
+        @functools.partial(jax.jit, out_shardings=layouts)
+        def add(params, sums, batch, part_R):
+            with use_mesh(mesh):
+                return add_wave(params, sums, of_rows(batch, part_R), one, **given)
+
+        sums = jax.jit(lambda: empty(specs), out_shardings=layouts)()
+        for part_R in cut(0, batch.advantage.shape[0], waves=args.waves):
             sums = add(params, sums, batch, part_R)
         grads, metrics = jax.jit(lambda sums: divide(sums, objective))(sums)
         in_waves.update(metrics)

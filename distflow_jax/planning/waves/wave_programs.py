@@ -42,7 +42,7 @@ class WaveUpdate:
         _, metrics = jax.eval_shape(step, trained, sums)
         out = layouts(trained), dict.fromkeys(metrics, whole)
         self._begin = jax.jit(lambda: empty(sums), out_shardings=layouts(sums)).trace()
-        self._finish = jax.jit(step, donate_argnums=(0, 1), out_shardings=out).trace(trained, sums)
+        self._finish = jax.jit(step, donate_argnums=0, out_shardings=out).trace(trained, sums)
 
     @functools.cached_property
     def programs(self) -> tuple[Any, Any]:
@@ -61,7 +61,8 @@ class WaveUpdate:
     def finish(self, state: StreamedState) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after the optimizer step, and its metrics, scalars.
 
-        Donates the state but for frozen parameters, which another model may hold too.
+        Donates the state but for its sums, and for frozen parameters, which another model may
+        hold too.
         """
         whole = TrainState(state.params, state.opt_state, state.count)
         trained, frozen = divided(self._network, whole)
