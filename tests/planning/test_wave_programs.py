@@ -54,13 +54,13 @@ class Planned:
         samples = random_samples(0, groups=GROUPS, size=4)
         rows, _ = rows_of(samples, shape, shared=True, ranks=2)
         rows = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), rows, spec)
-        logp = jnp.where(rows.response_mask, -1.0 - rows.tokens % 5, 0.0)
-        score = jnp.where(rows.valid, jnp.sin(7.0 * rows.group + rows.member), 0.0)
-        found = {"rows": rows, "score": score, "rollout_logp": logp}
-        places = {"rows": spec.tokens.sharding}
-        return found | {
-            k: jax.device_put(x, places["rows"]) for k, x in found.items() if k != "rows"
+        number = (7 * rows.group + rows.member).astype(jnp.float32)
+        logp = -1.0 - (rows.tokens % 5).astype(jnp.float32)
+        found = {
+            "score": jnp.where(rows.valid, jnp.sin(number), 0.0),
+            "rollout_logp": jnp.where(rows.response_mask, logp, 0.0),
         }
+        return {"rows": rows} | jax.device_put(found, spec.tokens.sharding)
 
     def walk(self, programs, states, fields):
         """Runs the units in order; the states and metrics after them."""
@@ -78,10 +78,11 @@ class Planned:
     "overrides",
     [
         {"algorithm.kl_coef": 0.1},
-        pytest.param({"algorithm.kl_coef": 0.1, "training.fuse": False}, marks=pytest.mark.slow),
-        pytest.param({"lora.rank": 4, "algorithm.kl_coef": 0.1}, marks=pytest.mark.slow),
+        {"algorithm.kl_coef": 0.1, "training.fuse": False},
+        {"algorithm.kl_coef": 0.1, "lora.rank": 4},
     ],
 )
+@pytest.mark.slow
 def test_waves_of_a_plan_train_what_the_plan_trains(overrides):
     """With a reference, whose weights adapters share: state and metrics of two steps. The second
     compiles nothing, and no step leaves arrays behind."""
@@ -110,8 +111,9 @@ def test_waves_of_a_plan_train_what_the_plan_trains(overrides):
     assert int(states["actor"].count) == 2
     got, expected = (jax.device_get(s["actor"].params) for s in (states, other))
     assert distance(got, expected) < 1e-5
-    assert counter.names() == [] or counter.take() == 0
+    assert counter.take() == 0, counter.names()
     counter.close()
+    assert abs(left[1]) < 2**12
 
 
 def test_accumulators_are_planned_as_they_lie():

@@ -111,16 +111,17 @@ class Step:
     "model, axes",
     [
         ("mixture", dict(micro=2)),
-        pytest.param("dense", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param("mixture", dict(fsdp=2, tensor=1), marks=pytest.mark.slow),
-        pytest.param("mixture", dict(fsdp=1, tensor=1, expert=2), marks=pytest.mark.slow),
-        pytest.param("mixture", dict(pipeline=2, micro=2), marks=pytest.mark.slow),
-        pytest.param("adapters", dict(data=2), marks=pytest.mark.slow),
-        pytest.param("adapters", dict(pipeline=2, micro=2), marks=pytest.mark.slow),
-        pytest.param("dense", dict(context=2), marks=pytest.mark.slow),
-        pytest.param("mixture", dict(context=2), marks=pytest.mark.slow),
+        ("dense", dict(fsdp=2, tensor=2)),
+        ("mixture", dict(fsdp=2, tensor=1)),
+        ("mixture", dict(fsdp=1, tensor=1, expert=2)),
+        ("mixture", dict(pipeline=2, micro=2)),
+        ("adapters", dict(data=2)),
+        ("adapters", dict(pipeline=2, micro=2)),
+        ("dense", dict(context=2)),
+        ("mixture", dict(context=2)),
     ],
 )
+@pytest.mark.slow
 def test_waves_add_up_to_the_step(model, axes):
     """Of rows that stay as they are within 1e-6; of groups, each wave packed by itself, within
     1e-5. A mixture has a gradient for each of its two denominators."""
