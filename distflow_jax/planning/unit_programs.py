@@ -5,7 +5,7 @@ pytree of jax.ShapeDtypeStruct with shardings: no tracing touches a value.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,29 +122,15 @@ def trace_plan(
     stages: Mapping[str, Stage],
     states: Mapping[str, Any],
     specs: FieldSpecs,
-    units: Collection[Unit] | None = None,
+    units: Sequence[Unit] | None = None,
 ) -> dict[str, Program]:
-    """The programs of units on meshes, by the unit's name. Compiles nothing.
+    """The programs of all units on meshes, by the unit's name. Compiles nothing.
 
-    `stages` are keyed by node id, `states` are specs by state key. `units`: of the plan, which read
-    nothing on a mesh but each other's fields; None: all. Raises ValueError as `trace_unit` does.
+    `stages` are keyed by node id, `states` are specs by state key. With `units` these alone, which
+    read on meshes only what they write. Raises ValueError as `trace_unit` does.
     """
-    programs: dict[str, Program] = {}
-    for unit in plan.units if units is None else units:
-        if unit.layout.kind == "mesh":
-            inputs = input_specs(plan, unit, programs.values(), specs)
-            programs[unit.name] = Program(trace_unit(unit, stages, states, inputs, specs))
-    return programs
-
-
-def input_specs(
-    plan: Plan, unit: Unit, programs: Iterable[Program], specs: FieldSpecs
-) -> list[Any]:
-    """The specs of a unit's inputs; `programs` have those of its fields that come from a mesh."""
     per_token = per_token_values(plan, specs.routed)
     known: dict[Value, Any] = {}  # of what was written on a mesh, where it was written
-    for program in programs:
-        known |= zip(program.unit.outputs, program.outputs, strict=True)
 
     def entering(edge: Edge) -> Any:
         if edge.move == "pack":
@@ -154,7 +140,14 @@ def input_specs(
         spec = known[edge.source, edge.field]
         return spec if edge.move == "stay" else specs.moved(spec, edge.target_layout)
 
-    return [entering(edge) for edge in unit.inputs]
+    programs = {}
+    for unit in plan.units if units is None else units:
+        if unit.layout.kind == "mesh":
+            inputs = [entering(edge) for edge in unit.inputs]
+            program = Program(trace_unit(unit, stages, states, inputs, specs))
+            known |= zip(unit.outputs, program.outputs, strict=True)
+            programs[unit.name] = program
+    return programs
 
 
 def field_specs(programs: Iterable[Program]) -> dict[tuple[Value, Layout], Any]:

@@ -22,12 +22,13 @@ from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout
 from distflow_jax.planning.run_models import States
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program, trace_plan
+from distflow_jax.planning.waves.carried_fields import check_carried
+from distflow_jax.planning.waves.wave_programs import WavePrograms, trace_waves
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
-from distflow_jax.runtime.wave_programs import WavePrograms, trace_waves
 
 Span = Callable[[str], contextlib.AbstractContextManager]
 
@@ -94,6 +95,8 @@ def build(
     programs, waves = _trace(run, stages, first, meshes)
     with phase("compile_programs"):
         compiled = compile_plan(run, programs)
+        if waves is not None:
+            waves.compile()
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
@@ -151,11 +154,12 @@ def _trace(
     if not run.config.flow.in_waves:
         return trace_plan(run.plan, stages, states, specs), None
     units, of_wave = run.streamed_units, dataclasses.replace(specs, packing=run.sizes.wave)
-    waves = trace_waves(run.plan, units, stages, states, of_wave)
+    waves = trace_waves(run.plan, stages, states, of_wave, units)
+    check_carried(run.plan, units, waves.units.values(), of_wave)
     programs: dict[str, Program] = {}
     if len(units) < len(run.plan.units):  # fields of those that stream enter the others
         programs = trace_plan(run.plan, stages, states, specs)
-    return programs | dict(waves.programs), waves
+    return programs | dict(waves.units), waves
 
 
 def _coordinator(

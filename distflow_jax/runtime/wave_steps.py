@@ -25,8 +25,9 @@ from distflow_jax.layout import ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.waves.carried_fields import carried
+from distflow_jax.planning.waves.wave_programs import WavePrograms
 from distflow_jax.runtime.build import Runtime
-from distflow_jax.runtime.wave_programs import WavePrograms, carried
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
 from distflow_jax.training.streamed_update import without_sums
@@ -70,14 +71,19 @@ class WaveSteps:
     ):
         """`units` stream, the others of `plan` wait; `runners` are those of all units, by name.
         `coordinator` is that of waves, `batch` that of the run."""
-        self._plan, self._units, self._updates = plan, tuple(units), programs.updates
+        self._plan, self._units = plan, tuple(units)
+        self._updates = [  # (unit, state key, update) of those that train
+            (unit, unit.tasks[0].state_key, programs.updates[unit.tasks[0].state_key])
+            for unit in self._units
+            if unit.tasks[0].node.type == "MODEL_TRAIN"
+        ]
         self._waiting = tuple(unit for unit in plan.units if unit not in self._units)
         self._runners, self._coordinator, self._batch = dict(runners), coordinator, batch
         self._carried = carried(plan, self._units)
         self._awaited = {(e.source, e.field) for unit in self._waiting for e in unit.inputs}
         outputs = {
             value: spec
-            for program in programs.programs.values()
+            for program in programs.units.values()
             for value, spec in zip(program.unit.outputs, program.outputs, strict=True)
         }
         self._dtypes = {(e.source, e.field): outputs[e.source, e.field] for e in self._carried}
@@ -159,8 +165,8 @@ class WaveSteps:
     # -- a wave -----------------------------------------------------------------------------------
 
     def _begin(self, states: dict[str, Any]) -> None:
-        for update in self._updates:
-            states[update.state_key] = update.begin(states[update.state_key])
+        for _, key, update in self._updates:
+            states[key] = update.begin(states[key])
 
     def _wave(
         self,
@@ -201,15 +207,15 @@ class WaveSteps:
 
     def _finish(self, wave: Wave, states: dict[str, Any], span: Span, *, rehearsed: bool) -> None:
         """Ends the optimizer step of a mini-batch, and begins that of the next one."""
-        for update in self._updates:
-            key, active = update.state_key, update.unit.condition.active(wave.step)
+        for unit, key, update in self._updates:
+            active = unit.condition.active(wave.step)
             if not (active or rehearsed):
                 states[key] = without_sums(states[key])
                 continue
-            with span(update.unit.name):
-                states[key], metrics = update.stage.finish(states[key])
+            with span(unit.name):
+                states[key], metrics = update.finish(states[key])
             if active:
-                self._found.updates.setdefault(update.unit.name, []).append(metrics)
+                self._found.updates.setdefault(unit.name, []).append(metrics)
         if not wave.last:
             self._begin(states)
 

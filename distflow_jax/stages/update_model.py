@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
+from distflow_jax.models.parameters import Network
 from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
@@ -27,6 +28,7 @@ from distflow_jax.training.state import TrainState, divided, joined
 from distflow_jax.training.streamed_update import (
     StreamedState,
     StreamedUpdate,
+    WaveSums,
     make_streamed_update,
 )
 from distflow_jax.training.update import make_update
@@ -76,6 +78,11 @@ class UpdateStage:
         state, metrics = jax.lax.scan(one, state, jnp.arange(self._updates, dtype=jnp.int32))
         return joined(state, frozen), {}, self._named(_merge(metrics))
 
+    @property
+    def network(self) -> Network:
+        """The model that it trains."""
+        return self._objective.model
+
     @functools.cached_property
     def _streamed(self) -> StreamedUpdate:
         return make_streamed_update(
@@ -89,9 +96,9 @@ class UpdateStage:
         """The state with empty accumulators, for a mini-batch; of `fields` only shapes count."""
         return self._streamed.begin(state, self._wave(fields))
 
-    def begin_specs(self, state: TrainState, fields: dict[str, Any]) -> StreamedState:
-        """`begin` of specs: what the accumulators of waves with such fields are, and where."""
-        return self._streamed.begin_specs(state, jax.eval_shape(self._wave, fields))
+    def sums_of(self, state: TrainState, fields: dict[str, Any]) -> WaveSums:
+        """Specs of the accumulators of waves with such fields; of both only shapes count."""
+        return self._streamed.specs(state, jax.eval_shape(self._wave, fields))
 
     def accumulate(
         self, state: StreamedState, fields: dict[str, Any], options: dict[str, Any]

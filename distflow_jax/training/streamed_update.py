@@ -25,7 +25,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training import microbatch
 from distflow_jax.training.objective import Batch, Metrics, Objective
 from distflow_jax.training.quotient import Quotient, divisors_of, named
-from distflow_jax.training.state import TrainState, state_shardings
+from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 from distflow_jax.training.update import UpdateShape, added_up, applied, no_metrics, with_loss
 
 
@@ -58,11 +58,13 @@ class StreamedUpdate:
 
     # (state, batch) -> StreamedState with empty accumulators; of `batch` only shapes count
     begin: Callable[[TrainState, Batch], StreamedState]
-    # the same of specs (jax.ShapeDtypeStruct with shardings), which makes no array
-    begin_specs: Callable[[TrainState, Batch], StreamedState]
+    # (state, batch) -> specs of these accumulators (jax.ShapeDtypeStruct with shardings); of both
+    # only shapes count
+    specs: Callable[[TrainState, Batch], WaveSums]
     # (state, batch [R, ...], temperature) -> state with the wave's rows added; donates the sums
     accumulate: Callable[[StreamedState, Batch, jax.Array], StreamedState]
-    # state -> (state after the optimizer step, metrics as of make_update); donates the state
+    # state -> (state after the optimizer step, metrics as of make_update); donates all but frozen
+    # parameters and sums
     finish: Callable[[StreamedState], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -79,28 +81,40 @@ def make_streamed_update(
     """
     if objective.waits:
         raise ValueError(f"{objective.waits}, which waves do not have; use flow.waves='off'")
-    layout = state_shardings(objective.model, optimizer, shape.mesh)
+    layout, _ = divided(objective.model, state_shardings(objective.model, optimizer, shape.mesh))
 
-    @jax.jit
+    given = {"shape": shape, "objective": objective}
+    made: dict[Any, tuple[Callable, Callable]] = {}
+
+    def programs(params, batch):
+        """Begin and accumulate of such waves; layouts of results are given, or the second wave
+        would find other ones than the first, and compile again."""
+        leaves, structure = jax.tree.flatten(batch)
+        key = structure, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
+        if key not in made:
+            specs = sums_specs(params, batch, **given)
+            layouts = jax.tree.map(lambda x: x.sharding, specs)
+
+            def add(params, sums, batch, temperature):
+                with use_mesh(shape.mesh):
+                    return add_wave(params, sums, batch, temperature, **given)
+
+            made[key] = (
+                jax.jit(lambda: empty(specs), out_shardings=layouts),
+                jax.jit(add, donate_argnums=1, out_shardings=layouts),
+            )
+        return made[key]
+
     def begin(state, batch):
-        with use_mesh(shape.mesh):
-            return no_sums(state.params, batch, shape=shape, objective=objective)
+        return with_sums(state, programs(state.params, batch)[0]())
 
-    def begin_specs(state, batch):
-        sums = jax.eval_shape(begin, state, batch)
-        layouts = _layouts(sums, shape, objective)
-        specs = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), sums, layouts
-        )
-        return _with_sums(state, specs)
+    def accumulate(state, batch, temperature):
+        add = programs(state.params, batch)[1]
+        return with_sums(state, add(state.params, state.sums, batch, temperature))
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def add(params, sums, batch, temperature):
-        with use_mesh(shape.mesh):
-            return add_wave(params, sums, batch, temperature, shape=shape, objective=objective)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(layout, None))
-    def finish(state, sums):
+    # no result could take the place of the sums, which the caller drops
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
+    def step(state, sums):
         with use_mesh(shape.mesh):
             grads, metrics = divide(sums, objective)
             return applied(
@@ -113,33 +127,41 @@ def make_streamed_update(
                 objective=objective,
             )
 
-    return StreamedUpdate(
-        begin=lambda state, batch: _with_sums(state, begin(state, batch)),
-        begin_specs=begin_specs,
-        accumulate=lambda state, batch, temperature: _with_sums(
-            state, add(state.params, state.sums, batch, temperature)
-        ),
-        finish=lambda state: finish(
-            TrainState(state.params, state.opt_state, state.count), state.sums
-        ),
-    )
+    def finish(state):
+        # frozen parameters are not donated: another model may hold them too
+        trained, frozen = divided(
+            objective.model, TrainState(state.params, state.opt_state, state.count)
+        )
+        trained, metrics = step(trained, state.sums)
+        return joined(trained, frozen), metrics
+
+    def specs(state, batch):
+        return sums_specs(state.params, batch, **given)
+
+    return StreamedUpdate(begin, specs, accumulate, finish)
 
 
-def no_sums(params: Any, batch: Batch, *, shape: UpdateShape, objective: Objective) -> WaveSums:
-    """Accumulators of no rows, laid out over the mesh, for waves shaped as `batch`, [R, ...]."""
+def sums_specs(params: Any, batch: Batch, *, shape: UpdateShape, objective: Objective) -> WaveSums:
+    """Specs (jax.ShapeDtypeStruct with shardings) of the accumulators of waves like `batch`, rows
+    [R, ...]; gradients lie as the parameters, all else on every device."""
 
     def one(params, batch):
         batch, counts = objective.prepare(batch)
         micro_batches = microbatch.split(batch, shape.ranks, shape.micro_rows)
         gradient = numerators(params, counts, jnp.float32(1.0), objective)
-        return *gradient(microbatch.take(micro_batches, 0)), counts
+        return WaveSums(
+            *gradient(microbatch.take(micro_batches, 0)), counts, batch.rows.valid.any()
+        )
 
-    gradients, metrics, counts = jax.eval_shape(one, params, batch)
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-    return _laid_out(
-        WaveSums(zeros(gradients), no_metrics(metrics), zeros(counts), jnp.bool_(False)),
-        shape,
-        objective,
+    with use_mesh(shape.mesh):
+        sums = jax.eval_shape(one, params, batch)
+    whole = NamedSharding(shape.mesh, PartitionSpec())
+    layouts = dataclasses.replace(
+        jax.tree.map(lambda _: whole, sums),
+        gradients=_gradient_shardings(sums, shape, objective),
+    )
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), sums, layouts
     )
 
 
@@ -165,7 +187,7 @@ def add_wave(
     gradients, metrics = added_up(gradient, micro_batches, start, shardings=shardings)
     counts = jax.tree.map(jnp.add, sums.counts, counts)
     valid = sums.valid | batch.rows.valid.any()
-    return _laid_out(WaveSums(gradients, metrics, counts, valid), shape, objective)
+    return WaveSums(gradients, metrics, counts, valid)
 
 
 def divide(sums: WaveSums, objective: Objective) -> tuple[Any, dict[str, jax.Array]]:
@@ -218,21 +240,17 @@ def _gradient_shardings(sums: WaveSums, shape: UpdateShape, objective: Objective
     return dict.fromkeys(sums.gradients, trained)
 
 
-def _layouts(sums: WaveSums, shape: UpdateShape, objective: Objective) -> WaveSums:
-    """Shardings of the sums: gradients lie as the parameters, all else on every device."""
-    whole = NamedSharding(shape.mesh, PartitionSpec())
-    layouts = jax.tree.map(lambda _: whole, sums)
-    return dataclasses.replace(layouts, gradients=_gradient_shardings(sums, shape, objective))
-
-
-def _laid_out(sums: WaveSums, shape: UpdateShape, objective: Objective) -> WaveSums:
-    return jax.lax.with_sharding_constraint(sums, _layouts(sums, shape, objective))
-
-
 def without_sums(state: StreamedState) -> TrainState:
     """The state before its optimizer step, whose sums are dropped."""
     return TrainState(state.params, state.opt_state, state.count)
 
 
-def _with_sums(state: TrainState, sums: WaveSums) -> StreamedState:
+def with_sums(state: TrainState, sums: WaveSums) -> StreamedState:
+    """The state in the middle of a step; both may be specs."""
     return StreamedState(state.params, state.opt_state, state.count, sums)
+
+
+def empty(specs: WaveSums) -> WaveSums:
+    """Accumulators of no rows, arrays shaped as the specs."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs)
+    return dataclasses.replace(zeros, metrics=no_metrics(specs.metrics))

@@ -6,6 +6,7 @@ roundings; a missing all-reduce, a doubled row or a denominator per device is of
 
 import functools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -19,10 +20,11 @@ WORKER = "tests/support/parity_worker.py"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 
 
-def run(out, batch, *, devices=1, processes=1, overrides=()):
-    arguments = [WORKER, f"--out={out}", f"--batch={batch}"]
+def run(out, batch, *, devices=1, processes=1, overrides=(), waves=0):
+    arguments = [WORKER, f"--out={out}", f"--batch={batch}", f"--waves={waves}"]
     arguments += [f"--override={o}" for o in overrides]
-    env = haste.environment(devices if processes == 1 else None) | {"PYTHONPATH": str(ROOT)}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    env = haste.environment(devices if processes == 1 else None) | {"PYTHONPATH": path}
     if processes > 1:
         launch = ["scripts/launch_local.py", f"--processes={processes}"]
         arguments = [*launch, f"--devices_per_process={devices // processes}", "--", *arguments]
@@ -113,6 +115,12 @@ SLOW = {
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
     "8 processes": dict(devices=8, processes=8),
+    "1 process, in 16 waves": dict(waves=16),
+    "2 processes x 1 device, in 5 waves": dict(devices=2, processes=2, waves=5),
+    "4 processes x 1 device, in 3 waves": dict(devices=4, processes=4, waves=3),
+    "a mixture, 2 processes x 2 devices, experts over both, in 4 waves": dict(
+        devices=4, processes=2, model=MIXTURE, waves=4, overrides=["mesh.expert=4"]
+    ),
     "a mixture, 2 processes x 4 devices, experts over both": dict(
         devices=8, processes=2, model=MIXTURE, overrides=["mesh.expert=8"]
     ),

@@ -1,6 +1,7 @@
 """One step of configs/tiny.py on whatever devices and processes it finds; run by test_parity.py.
 
-    python tests/support/parity_worker.py --out=DIR --batch=recorded.pkl [--override=mesh.tensor=2]
+    python tests/support/parity_worker.py --out=DIR --batch=recorded.pkl [--waves=5]
+        [--override=mesh.tensor=2]
 
 Samples, then updates on the recorded batch, which the first run writes. Process 0 writes
 DIR/grads.npz (whole gradients by parameter), DIR/metrics.json and, like every process,
@@ -39,7 +40,9 @@ from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
+from distflow_jax.training.streamed_update import add_wave, divide, empty, sums_specs
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
+from support.waves import cut, of_rows
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
 
@@ -55,6 +58,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--batch", type=pathlib.Path, required=True)
     parser.add_argument("--override", action="append", default=[])
+    parser.add_argument("--waves", type=int, default=0, help="cut the gradient's step into waves")
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
     config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
@@ -101,17 +105,31 @@ def main():
         prepared.source.config, config.algorithm, prepared.sizes.forward, max_response=16
     )
 
+    objective = balanced(objective, config.training.balance_coef)
+    one, in_waves = jnp.float32(1.0), {}
+
     @jax.jit
     def gradient(params, batch):
         with use_mesh(mesh):
             batch = jax.tree.map(lambda x: x[0], batch)
-            return accumulate_gradients(
-                params,
-                batch,
-                jnp.float32(1.0),
-                shape=shape,
-                objective=balanced(objective, config.training.balance_coef),
-            )[0]
+            return accumulate_gradients(params, batch, one, shape=shape, objective=objective)[0]
+
+    def gradient_in_waves(params, batch):
+        batch, given = jax.tree.map(lambda x: x[0], batch), {"shape": shape, "objective": objective}
+        specs = sums_specs(params, batch, **given)
+        layouts = jax.tree.map(lambda x: x.sharding, specs)
+
+        @functools.partial(jax.jit, out_shardings=layouts)
+        def add(params, sums, batch, part_R):
+            with use_mesh(mesh):
+                return add_wave(params, sums, of_rows(batch, part_R), one, **given)
+
+        sums = jax.jit(lambda: empty(specs), out_shardings=layouts)()
+        for part_R in cut(0, batch.advantage.shape[0], waves=args.waves):
+            sums = add(params, sums, batch, part_R)
+        grads, metrics = jax.jit(lambda sums: divide(sums, objective))(sums)
+        in_waves.update(metrics)
+        return grads
 
     def train(states, values):
         edges = units["actor_train"].inputs
@@ -123,7 +141,8 @@ def main():
             None,
             fields["ref_logp"],
         )
-        gradients.update(gradient(states["actor"].params, batch))
+        found = gradient_in_waves if args.waves else gradient
+        gradients.update(found(states["actor"].params, batch))
         return update(states, values)
 
     made = {"rollout": rollout, "reward": reward}
@@ -131,7 +150,7 @@ def main():
     runners = runtime.runners | own | {"actor_train": train}
     runtime.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
     _, metrics = run_step(prepared.plan, 1, runners, states, runtime.coordinator, Spans().span)
-    metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    metrics = {name: float(x) for name, x in jax.device_get(dict(metrics) | in_waves).items()}
     table = gather_table(runtime.coordinator.samples())
     metrics |= batch_metrics(table, runtime.coordinator.tokens_per_rank())
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)

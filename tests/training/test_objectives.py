@@ -22,6 +22,7 @@ from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import token_field
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objective import at_least_one
 from distflow_jax.training.objectives import (
     preference_objective,
     reward_model_objective,
@@ -207,6 +208,33 @@ def test_a_step_in_waves_is_the_step_at_once(name):
         assert found.keys() == metrics.keys()
         for key, value in metrics.items():
             assert_close(found[key], value, key)
+
+
+def test_a_term_with_another_denominator_has_a_gradient_of_its_own():
+    """As the balance of a mixture's experts, which counts sequences beside a loss of tokens."""
+    plain = OBJECTIVES["value"]
+
+    def prepare(batch, before=None):
+        batch, counts = plain.prepare(batch, None if before is None else before[0])
+        return batch, (counts, batch.rows.valid.sum(dtype=jnp.int32))
+
+    def evaluate(params, batch, denominators, temperature):
+        loss, metrics = plain.evaluate(params, batch, denominators[0], temperature)
+        values = value_objective.response_values(params, SCALAR, batch.rows, FORWARD)
+        return loss + 0.3 * (jnp.square(values).sum() / denominators[1]), metrics
+
+    def denominators_of(counts):
+        return plain.denominators(counts[0]), at_least_one(counts[1])
+
+    objective = dataclasses.replace(
+        plain, prepare=prepare, denominators=denominators_of, evaluate=evaluate
+    )
+    batch, denominators = objective.whole(batch_of("value", 2, shared=False))
+    slope = jax.grad(objective.evaluate, has_aux=True)
+    wanted, _ = slope(PARAMS, batch, denominators, jnp.float32(1))
+    for waves in (1, 5):
+        got, _ = step_in_waves(objective)(PARAMS, batch, cut(waves, 7, waves=waves))
+        assert distance(got, wanted) < 1e-6
 
 
 def test_metrics_of_pairs():
