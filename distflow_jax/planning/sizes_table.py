@@ -44,6 +44,7 @@ def describe_sizes(
         ("row", p.limits.tokens, _row(sizes)),
         ("attention in rows", sizes.attention.name, sizes.attention.why),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
+        *_wave_rows(sizes, config),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
         *_pipeline_rows(sizes),
         *_offload_rows(config.training.offload, machine),
@@ -117,6 +118,17 @@ def _pipeline_rows(sizes: Sizes) -> list[tuple]:
     rounds = f", {repeats} rounds" if repeats > 1 else ""
     text = f"x {sizes.microbatches} micro-batches{rounds}; {bubble}"
     return [("pipeline", f"{sizes.pipeline_ranks} ranks", text)]
+
+
+def _wave_rows(sizes: Sizes, config: Config) -> list[tuple]:
+    wave = sizes.wave
+    if wave is None:
+        return []
+    rows = wave.rows[wave.primary] * sizes.mesh_of("ACTOR").ranks
+    groups = "complete groups that fill it"
+    if config.flow.waves == "counter":
+        groups = f"{config.flow.wave_prompts} groups at most"
+    return [("rows of a wave", rows, f"over all data ranks, for {groups}")]
 
 
 def _offload_rows(offload: str, machine: Machine) -> list[tuple]:

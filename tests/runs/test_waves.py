@@ -108,6 +108,23 @@ def test_ready_waves_train_every_group_once(tmp_path):
     assert "waves" in (tmp_path / "plan.txt").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [READY, ("flow.waves=counter", "flow.wave_prompts=3", "flow.swap=boundary")], ids=str
+)
+def test_verdicts_of_a_region_cut_steps_into_waves(tmp_path, how):
+    rows = trained(tmp_path, "dag=dapo", *how)
+    waves, before = waves_of(tmp_path), -1
+    for step in range(1, STEPS + 1):
+        mine = [wave for wave in waves if wave["step"] == step]
+        assert [wave["last"] for wave in mine] == [False] * (len(mine) - 1) + [True]
+        counters = [c for wave in mine for c in wave["counters"]]
+        assert 0 < len(counters) == len(set(counters)) <= PROMPTS
+        assert rows[step]["training/waves"] == len(mine)
+        assert min(counters) > before
+        before = max(counters)
+
+
 def on_two_processes(folder, flags, delays):
     """A run of two processes of two devices each, where sampler and trainer are late at random."""
     assignments = [f"--config.{key}" for key in [*SMALL, *APART, *flags]]
