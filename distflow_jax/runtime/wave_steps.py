@@ -183,6 +183,11 @@ class WaveSteps:
             *(self._units, wave.step, self._runners, states, coordinator, span),
             *(found.ran, rehearse),
         )
+        if jax.default_backend() == "cpu":
+            # programs of several waves in flight, each with collectives, starve each other of
+            # XLA:CPU's threads (docs/decisions/237)
+            sums = [states[key] for _, key, _ in self._updates]
+            jax.block_until_ready((found.sizes[-1], measured, sums))
         found.metrics.append(coordinator.merged(measured))
         found.shares.append(coordinator.shares)
 

@@ -35,6 +35,7 @@ SMALL = [
 ]
 # each process trains on two devices, and samples on a third
 PART = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"]
+WAVES = ("flow.waves=counter", "flow.wave_prompts=3")
 LAUNCHER_GRACE = 60.0
 
 
@@ -147,32 +148,35 @@ def run_with_kills(folder, flags, draw, kills, processes=(2,)):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """{lag: folder} of runs that nobody killed, made when needed."""
+    """The folder of a run that nobody killed, by its lag and flags; made when needed."""
     made = {}
 
-    def make(lag):
-        if lag not in made:
-            made[lag] = tmp_path_factory.mktemp("undisturbed") / f"lag{lag}"
-            job = Job(made[lag], [f"flow.max_lag={lag}", "flow.swap=boundary"])
+    def make(lag, flags=()):
+        if (lag, flags) not in made:
+            folder = made[lag, flags] = tmp_path_factory.mktemp("undisturbed") / f"lag{lag}"
+            job = Job(folder, [f"flow.max_lag={lag}", "flow.swap=boundary", *flags])
             assert job.end() == 0, job.output()
-        return made[lag]
+        return made[lag, flags]
 
     return make
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("lag", "kills"),
+    ("lag", "kills", "waves"),
     [
-        (1, 3),
-        pytest.param(2, 3, marks=pytest.mark.slow),
-        pytest.param(2, 20, marks=pytest.mark.soak),
+        (1, 3, ()),
+        pytest.param(2, 3, (), marks=pytest.mark.slow),
+        pytest.param(1, 3, WAVES, marks=pytest.mark.slow),
+        pytest.param(2, 20, (), marks=pytest.mark.soak),
+        pytest.param(2, 20, WAVES, marks=pytest.mark.soak),
     ],
 )
-def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills):
-    """The samples that older weights began are in the checkpoint: nothing depends on the kills."""
-    wanted, folder = undisturbed(lag), tmp_path / "killed"
-    flags = [f"flow.max_lag={lag}", "flow.swap=boundary"]
+def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills, waves):
+    """The samples that older weights began are in the checkpoint: nothing depends on the kills, in
+    the middle of a step's waves either."""
+    wanted, folder = undisturbed(lag, waves), tmp_path / "killed"
+    flags = [f"flow.max_lag={lag}", "flow.swap=boundary", *waves]
     run_with_kills(folder, flags, random.Random(lag), kills)
     assert lasting(folder) == lasting(wanted)
     for step in range(1, STEPS + 1):
