@@ -185,7 +185,7 @@ class WaveSteps:
         )
         if jax.default_backend() == "cpu":
             # programs of several waves in flight, each with collectives, starve each other of
-            # XLA:CPU's threads (docs/decisions/237)
+            # XLA:CPU's threads (docs/decisions/237-one-sampler-program-on-cpu.md)
             sums = [states[key] for _, key, _ in self._updates]
             jax.block_until_ready((found.sizes[-1], measured, sums))
         found.metrics.append(coordinator.merged(measured))
