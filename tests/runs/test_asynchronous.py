@@ -127,7 +127,7 @@ def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
     assert not unexplained_metrics(tmp_path)
 
 
-@pytest.mark.parametrize("lags", [(2, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("lags", [(2, 0), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_run_goes_on_with_another_lag(tmp_path, lags):
     """Groups that were sampled ahead are sampled again: every prompt trains once."""
     for lag, steps in zip(lags, (3, STEPS), strict=True):

@@ -272,10 +272,14 @@ const replacePart = (block, name, html, before) => {
   if (next) block.insertBefore(next, before);
 };
 
+let sectionsAsked = 0, sectionsShown = 0; // answers may come in another order than they were asked
+
 const refreshSections = async () => {
+  const asked = ++sectionsAsked;
   const number = chosen, block = document.querySelector(`.run[data-run="${number}"]`);
   const started = performance.now(), found = await fetchJson(`sections/${number}`);
-  if (number !== chosen) return;
+  if (number !== chosen || asked < sectionsShown) return;
+  sectionsShown = asked;
   const top = document.querySelector(`.top[data-run="${number}"]`);
   if (shownHtml.get(`${number}-top`) !== found.parts.top) top.innerHTML = found.parts.top;
   shownHtml.set(`${number}-top`, found.parts.top);
