@@ -16,9 +16,10 @@ since all devices would be at work with full slots all the time. A cell passes w
 the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
 it is refused, and in no mean.
 
-With --real the models compute on this machine, each process on a core of its own. A step cannot be
-shorter than its CPU-seconds over the number of cores; the share of that bound is printed. A model
-passes if no schedule that runs ahead is slower than the synchronous one.
+With --real the models compute on this machine, each process on a core of its own, with a learning
+rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
+the number of cores; the share of that bound is printed. A model passes if no schedule that runs
+ahead is slower than the synchronous one.
 """
 
 import argparse

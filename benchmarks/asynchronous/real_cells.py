@@ -32,11 +32,15 @@ class RealCell:
         return f"{self.model}-{self.schedule}-{self.lag}"
 
     def settings(self) -> dict[str, Any]:
-        """Values of the config, by key. Samplers are at work until the last timed step ends."""
+        """Values of the config, by key. Samplers are at work until the last timed step ends.
+
+        With a learning rate of 0 all schedules have the same responses, and so the same work.
+        """
         where = BESIDE if self.schedule == "in_flight" else ON_ALL
         common = {
             "training.steps": self.warmup + self.steps + self.lag + 1,
             "algorithm.correction": "token_tis",
+            "training.optimizer.lr": 0.0,
             "eval.dataset": "",
             "checkpoint.every": 1000,
             "health.enabled": False,
