@@ -255,7 +255,7 @@ class Run:
     def run_step(self, prompts: Iterator[list[Prompt]]) -> dict[str, Any]:
         """Syncs weights, walks over the plan once, and returns the step's metrics on the host."""
         state, plan, coordinator = self.state, self.prepared.plan, self.runtime.coordinator
-        self.sync_weights(state.step - 1)
+        _sync_finished(self)
         ahead: dict[str, Any] = {}
         rounds = None
         rehearse = None if self.times.warm else _empty
@@ -280,8 +280,7 @@ class Run:
         # the devices are still at work: what is left of their time belongs to the last node
         with self.phases.span(plan.units[-1].name):
             metrics = means_by_age(without_empty(jax.device_get(metrics | ahead)))
-        if self.flow is not None and not self.schedule.evaluates_first(state.step):
-            self.sync_weights(state.step)  # samplers may wait for them: before all that follows
+        metrics |= _offer_weights(self, metrics)  # samplers may wait: before all that follows
         samples = coordinator.samples()
         with self.phases.span("statistics"):
             metrics |= self._statistics(samples)
@@ -346,6 +345,7 @@ class Run:
             self.flow = make_flow(
                 *(self.prepared, runtime, state, self.instruments, self.checkpointer),
                 evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
+                self.sync_weights,
             )
             self.taker = make_waves(self.prepared, self.flow, self.folder)
         self.recorder.ready(runtime)
@@ -463,6 +463,23 @@ class Run:
         elif step:
             self._record_evaluations(step)
         return EXIT_DONE
+
+
+def _sync_finished(run: Run) -> None:
+    """Brings the weights of all finished steps to each sampler, unless samplers that run ahead can
+    do without. Collective."""
+    version = run.state.step - 1
+    if run.flow is None or not run.flow.publications.passed_over(version):
+        run.sync_weights(version)
+
+
+def _offer_weights(run: Run, metrics: dict[str, Any]) -> dict[str, float]:
+    """Offers the weights of a step with these metrics to samplers that run ahead; returns metrics
+    of that. Collective."""
+    step = run.state.step
+    if run.flow is None or run.schedule.evaluates_first(step):
+        return {}
+    return run.flow.publications.offer(step, metrics, needed=run.schedule.evaluates(step))
 
 
 def _take_groups(run: Run) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class SimulatedWeights:
     """Weights on their way."""
 
     end: float  # when they are in the memory of the host, on the clock of time.perf_counter
+    nbytes: int = 0
 
     @property
     def ready(self) -> bool:

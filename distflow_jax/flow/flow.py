@@ -23,6 +23,7 @@ from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.publishing.delivery import Delivery
 from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.sampling_thread import SamplingThread
@@ -30,7 +31,7 @@ from distflow_jax.flow.step_groups import StepGroups
 from distflow_jax.flow.swap_times import SwapTimes
 from distflow_jax.layout import Metrics
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.watchdog.gossip import OTHERS
 
@@ -53,11 +54,12 @@ class Observer:
 class Flow:
     """The groups of a run on one process, from their prompts to the steps that train them.
 
-    Call `publish` when the weights have changed, `take` for a step's groups, `finish` after it has
+    Call `publish` when samplers need the weights, `take` for a step's groups, `finish` after it has
     trained. Samplers with devices of their own sample in a thread; on the trainer's devices this
     thread samples, while it waits in `take`.
 
     Attributes:
+      publications: say which weights samplers need.
       saver: of samples, into checkpoints.
       steps: joins the groups of a step.
       swaps: times what the training waits for.
@@ -67,23 +69,20 @@ class Flow:
         self,
         producer: Producer,
         nodes: NodesAhead,
-        sync: WeightSync,
+        delivery: Delivery,
         gather: BackgroundGather,
         config: FlowConfig,
         *,
-        own_devices: bool,
         observer: Observer,
         saver: SampleSaver,
     ):
-        """`own_devices`: whether the sampler has devices that no trainer uses. `saver`: of samples,
-        into checkpoints."""
+        """`delivery`: of weights to the sampler. `saver`: of samples, into checkpoints."""
         self.producer, self._nodes, self._config = producer, nodes, config
-        self._sync, self._gather, self._observer = sync, gather, observer
-        self.swaps = SwapTimes()
+        self._delivery, self._gather, self._observer = delivery, gather, observer
+        self.publications, self.swaps = delivery.publications, SwapTimes()
         self._lock = producer.lock
         self._told: set[int] = set()  # counters whose verdicts the others know
         self.steps = StepGroups(nodes.ids)
-        self._version = producer.sampler.version  # the newest that was published
         self.saver = saver
         self._calls = 0  # decode calls that `counts` has counted
         self._host = HostThread(nodes, observer.span, self._lock)
@@ -91,12 +90,12 @@ class Flow:
         self._evaluations: Evaluations | None = None
         if observer.evaluator is not None:
             self._evaluations = Evaluations(
-                observer.evaluator, self._host.executor, held=self._version
+                observer.evaluator, self._host.executor, held=self.publications.newest
             )
         self._thread: SamplingThread | None = None
         # with these verdicts reach all processes after each round, without `take`
         self._rounds = config.swap == "boundary" and nodes.until is not None
-        if own_devices:
+        if delivery.own_devices:
             order = None
             if config.swap == "boundary":
                 verdicts = gather if self._rounds else None
@@ -109,21 +108,25 @@ class Flow:
                 evaluations=self._evaluations,
                 cache=config.cache,
                 buffers=config.buffers,
+                swaps=delivery.swaps,
             )
 
     def publish(self, params: Any, version: int) -> None:
         """Gives the sampler the trainer's weights after `version` steps. Collective."""
-        if version == self._version:
+        if version == self.publications.newest:
             return
-        self._version = version
+        self.publications.newest = version
+        sync, sampler = self._delivery.sync, self.producer.sampler
         with self.swaps.block("leave"):
             if self._thread is not None:
                 self._thread.make_room()
-                self._thread.deliver(self._sync.leave(params), version)
+                left = sync.leave(params)
+                self.swaps.moved(left.nbytes)
+                self._thread.deliver(left, version)
                 return
-            sampler = self.producer.sampler
             sampler.free_weights()
-            weights = jax.block_until_ready(self._sync(params))
+            weights = jax.block_until_ready(sync(params))
+            self.swaps.moved(num_bytes(weights))
             sampler.load(weights, version, cache=self._config.cache)
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
@@ -150,20 +153,35 @@ class Flow:
                 raise EndOfData
             if self._rounds:
                 self.drive(decided, needs=cut.end)
-            else:
-                self.drive(lambda cut=cut: self._has(cut), needs=cut.end)
-                told = self._gather.begin(self._news())
-                told.add_done_callback(lambda _: self._wake())
-                self.drive(told.done)
-                with self._lock:
-                    for counter, keep in (news for theirs in told.result() for news in theirs):
-                        admission.judge(counter, bool(keep))
+            elif not self._agree(cut):
+                continue
             with self._lock:
                 cut = admission.cut(step)
             if cut.final:
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
                 return self.joined(cut)
+
+    def _agree(self, cut: Cut) -> bool:
+        """Tells the others what this process has of a step, when it has its groups or a sampler
+        needs newer weights; whether all have theirs. Verdicts, and weights that some sampler needs,
+        are with all processes then. Collective."""
+        producer, publications, version = self.producer, self.publications, cut.step - 1
+
+        def due() -> bool:
+            return _has(producer, cut) or publications.asked_for(version)
+
+        self.drive(due, needs=cut.end)
+        asked = publications.asked_for(version)
+        told = self._gather.begin([_has(producer, cut), asked, self._news()])
+        told.add_done_callback(lambda _: self._wake())
+        self.drive(told.done)
+        whole, wanted, news = zip(*told.result(), strict=True)
+        with self._lock:
+            for counter, keep in (one for theirs in news for one in theirs):
+                producer.admission.judge(counter, bool(keep))
+        publications.agree(version, wanted)
+        return all(whole)
 
     def finish(self, step: int) -> int:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
@@ -206,7 +224,7 @@ class Flow:
         state, and leaves the state in it.
         """
         thread, sampler = self._thread, self.producer.sampler
-        with contextlib.nullcontext() if thread is None else thread.hold(self._version):
+        with contextlib.nullcontext() if thread is None else thread.hold(self.publications.newest):
             while sampler.in_turns and sampler.busy:
                 self._round()
             state, partials = sampler.suspend()
@@ -220,6 +238,7 @@ class Flow:
             self._thread.close()
         self._host.close()
         self._gather.close()
+        self._delivery.close()
         return self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -241,6 +260,8 @@ class Flow:
                     self._round()
                     continue
             with self._lock:
+                if self._thread is None:
+                    self._delivery.swaps.idle(producer)
                 self._lock.wait(IDLE_SECONDS)
 
     def _wake(self) -> None:
@@ -257,7 +278,7 @@ class Flow:
     def _arrive(self, left: Any) -> Iterator[Any]:
         """A block in which the sampler does not decode, with the weights that have left."""
         with self.swaps.block("arrive"), self._observer.span("take_weights"):
-            yield jax.block_until_ready(self._sync.arrive(left))
+            yield jax.block_until_ready(self._delivery.sync.arrive(left))
 
     def _raise_errors(self, needs: int) -> None:
         """Raises what a sampler or a disk has raised, or a node that ran on a group below a
@@ -286,13 +307,6 @@ class Flow:
             return f"{min(oldest.sampling)} of prompt {oldest.counter}"
         return self._host.waits_for(oldest)
 
-    def _has(self, cut: Cut) -> bool:
-        """Whether this process's groups of a cut have begun, and are done."""
-        producer = self.producer
-        with self._lock:
-            groups = [g for c, g in producer.groups.items() if c < cut.end]
-            return producer.begun_up_to(cut.end) and all(group.done for group in groups)
-
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""
         if self._nodes.until is None:
@@ -312,6 +326,13 @@ class Flow:
             ledger = self.saver.took(cut, groups)
         self._told -= set(range(cut.start, cut.end))
         return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
+
+
+def _has(producer: Producer, cut: Cut) -> bool:
+    """Whether a process's groups of a cut have begun, and are done."""
+    with producer.lock:
+        groups = [g for c, g in producer.groups.items() if c < cut.end]
+        return producer.begun_up_to(cut.end) and all(group.done for group in groups)
 
 
 def _exact_order(

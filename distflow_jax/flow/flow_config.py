@@ -1,6 +1,7 @@
 """Settings of asynchronous steps: the section `flow` of a config."""
 
 import dataclasses
+import math
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
@@ -22,6 +23,12 @@ class FlowConfig:
     swap: str = "in_flight"
     # keys and values of tokens that older weights read: keep them, or recompute them after a swap
     cache: str = "keep"
+    # with swap=in_flight: classes of samplers, of which one at a time pauses for new weights, at
+    # most as many as there are samplers, one for each process; 1: all of them pause at once
+    stagger: int = 1
+    # with swap=in_flight: new weights go to samplers if those that they have differ by more than so
+    # many nats per token (k3), or if a sampler has nothing to do; 0: after every step
+    divergence: float = 0.0
     # whether a step trains on its groups as they become complete, wave by wave: off, all at once;
     # counter, the next wave_prompts groups by their counters, which is reproducible with
     # swap=boundary; or ready, the oldest complete groups that fill wave_rows
@@ -50,7 +57,9 @@ class FlowConfig:
             )
         if self.order not in ORDERS:
             raise ValueError(f"flow.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
+        self._check_publishing()
         defaults = {"swap": SWAPS[0], "cache": CACHES[0], "waves": WAVES[0], "order": "longest"}
+        defaults |= {"stagger": 1, "divergence": 0.0}
         for name, default in defaults.items():
             if not self.max_lag and getattr(self, name) != default:
                 raise ValueError(
@@ -58,6 +67,27 @@ class FlowConfig:
                     "that, or take it out"
                 )
         self._check_waves()
+
+    def _check_publishing(self) -> None:
+        """Raises ValueError for numbers that cannot be, and for what boundaries have no use of."""
+        if self.stagger < 1:
+            raise ValueError(
+                f"flow.stagger must be at least 1, got {self.stagger}; 1: all samplers take new "
+                "weights at once"
+            )
+        if not 0 <= self.divergence < math.inf:
+            raise ValueError(
+                f"flow.divergence must be finite and not negative, got {self.divergence}; 0: "
+                "weights go to the samplers after every step"
+            )
+        fixed = {"stagger": self.stagger > 1, "divergence": self.divergence > 0}
+        for name, chosen in fixed.items():
+            if chosen and self.swap == "boundary":
+                raise ValueError(
+                    f"flow.{name}={getattr(self, name)!r} says when samplers take new weights, and "
+                    "with flow.swap='boundary' each step's version is fixed; use swap='in_flight', "
+                    "or take it out"
+                )
 
     def _check_waves(self) -> None:
         """Raises ValueError unless a wave has the one size that its kind takes."""

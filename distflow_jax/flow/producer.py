@@ -103,6 +103,21 @@ class Producer:
                 self.sampler.submit(key, request)
         return bool(beginning)
 
+    @property
+    def has_idle_slots(self) -> bool:
+        """Whether slots were free after the last round, and nothing waited for them."""
+        return self._counts.idle_slots > 0
+
+    @property
+    def starving(self) -> bool:
+        """Whether nothing is under way after `admit`, and the run has groups that newer weights
+        than those of the sampler may begin."""
+        if self.sampler.busy:
+            return False
+        with self.lock:
+            newest = self.admission.rule.newest_step(self.sampler.version)
+            return self.admission.has_step(max(newest, self.admission.finished) + 1)
+
     def round(self) -> list[Group]:
         """One round of the sampler; returns groups whose samples are complete now."""
         ended = [

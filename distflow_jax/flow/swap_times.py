@@ -1,4 +1,4 @@
-"""Seconds that swaps of weights take, exposed and hidden."""
+"""Seconds that swaps of weights take, exposed and hidden, and the bytes that move."""
 
 import contextlib
 import threading
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from distflow_jax.layout import Parts
 
 _NAMES = ("leave", "arrive", "exposed", "hidden")
+_BYTES = "bytes"
 
 
 class SwapTimes:
@@ -23,6 +24,12 @@ class SwapTimes:
         self._then = now()
         self._running: list[str] = []  # blocks that have begun and not ended
         self._seconds = dict.fromkeys(_NAMES, 0.0)
+        self._bytes = 0
+
+    def moved(self, count: int) -> None:
+        """Counts bytes of weights that came to the sampler, or to its host."""
+        with self._lock:
+            self._bytes += count
 
     @contextlib.contextmanager
     def block(self, name: str) -> Iterator[None]:
@@ -38,12 +45,12 @@ class SwapTimes:
                 self._running.remove(name)
 
     def take(self) -> Parts:
-        """Seconds since the last call, those of blocks that still run included."""
+        """Seconds since the last call, those of blocks that still run included, and bytes."""
         with self._lock:
             self._advance()
-            seconds = [self._seconds[name] for name in _NAMES]
-            self._seconds = dict.fromkeys(_NAMES, 0.0)
-        return Parts((seconds,), mean_seconds)
+            numbers = [*(self._seconds[name] for name in _NAMES), float(self._bytes)]
+            self._seconds, self._bytes = dict.fromkeys(_NAMES, 0.0), 0
+        return Parts((numbers,), means)
 
     def _advance(self) -> None:
         now = self._now()
@@ -56,9 +63,9 @@ class SwapTimes:
             self._seconds[name] += passed * counts
 
 
-def mean_seconds(of_all: Sequence[Sequence[float]]) -> dict[str, float]:
+def means(of_all: Sequence[Sequence[float]]) -> dict[str, float]:
     """Metrics `perf/weight_swap/*`: means over all processes."""
     return {
         f"perf/weight_swap/{name}": sum(values) / len(of_all)
-        for name, values in zip(_NAMES, zip(*of_all, strict=True), strict=True)
+        for name, values in zip((*_NAMES, _BYTES), zip(*of_all, strict=True), strict=True)
     }

@@ -31,12 +31,14 @@ class Phases:
         """
         self._spans, self._watchdog, self._waited, self._shown = spans, watchdog, waited, shown
         self._work: dict[str, float] = {}
+        self._open: list[str] = []  # phases that run, the outermost first
         self.step = 0  # the running step
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
         """Times its body under `name`."""
         self._watchdog.progress(self.step, name)
+        self._open.append(name)
         try:
             with (
                 self._shown(name),
@@ -45,7 +47,8 @@ class Phases:
             ):
                 yield
         finally:
-            self._watchdog.progress(self.step, f"after {name}")
+            self._open.pop()
+            self._watchdog.progress(self.step, self._open[-1] if self._open else f"after {name}")
 
     def note(self, what: str) -> None:
         """Tells the watchdog what the running phase waits for; this is no progress."""

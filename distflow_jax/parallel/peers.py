@@ -14,12 +14,11 @@ from collections.abc import Callable
 
 from distflow_jax.parallel.host_exchange import HostExchange
 
-_MESSAGE = struct.Struct("<BQ")  # kind, number
-KINDS = 256
+_MESSAGE = struct.Struct("<IQ")  # kind, number
 
 
 class Peers:
-    """The numbers of one process, one of each kind; they begin at 0."""
+    """The numbers of one process, one of each kind (a number below 2**32); they begin at 0."""
 
     def __init__(
         self, exchange: HostExchange | None, index: int, count: int, heard: Callable[[], object]
@@ -28,7 +27,7 @@ class Peers:
         None in a run of one. `heard()` is called in a thread when a number has risen, or a peer has
         ended."""
         self._exchange, self._heard = exchange, heard
-        self._numbers = [0] * KINDS
+        self._numbers: dict[int, int] = {}  # those above 0
         self._lock = threading.Lock()
         self._error: ConnectionError | None = None
         self._closing = False
@@ -48,7 +47,7 @@ class Peers:
 
     def seen(self, kind: int) -> int:
         """The highest number of a kind that this process has heard of."""
-        return self._numbers[kind]
+        return self._numbers.get(kind, 0)
 
     def raise_to(self, kind: int, number: int) -> None:
         """Raises a number, here and soon on all processes; nothing if it is that high already."""
@@ -75,7 +74,7 @@ class Peers:
 
     def _rises(self, kind: int, number: int) -> bool:
         """Notes a number and has it sent on; whether it is new. Under the lock."""
-        if number <= self._numbers[kind]:
+        if number <= self._numbers.get(kind, 0):
             return False
         self._numbers[kind] = number
         for peer in self._after:

@@ -33,6 +33,7 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.publishing.publish_checks import check_publishing
 from distflow_jax.flow.waves.streamed_nodes import (
     described,
     nodes_that_need_the_batch,
@@ -245,6 +246,12 @@ def plan_run(
         own_devices=sizes.samplers_have_own_devices,
         environment=config.rollout.environment,
         offload=config.training.offload,
+    )
+    check_publishing(
+        config.flow,
+        made,
+        samplers=machine.processes // sizes.sampler_hosts,
+        own_devices=sizes.samplers_have_own_devices,
     )
     check_waves(
         config.flow,

@@ -295,6 +295,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
         Metric(
+            "training/off_policy/divergence",
+            "with flow.divergence: D, nats per token (k3) between the weights before the step and "
+            "the oldest that samplers would go on with",
+            "below flow.divergence in most steps: weights move when a sampler has nothing to do",
+        ),
+        Metric(
             "perf/tokens/{sampled,trained,filtered,lost,under_way}",
             "tokens since the run began, over all processes and restarts: sampled is the sum of "
             "all others",
@@ -445,6 +451,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "those beside a training at work",
             "exposed is a large share of the step: give samplers devices of their own, or raise "
             "flow.max_lag",
+        ),
+        Metric(
+            "perf/weight_swap/skipped",
+            "with flow.divergence: 1 if the step's weights were not published at its end, else 0",
+        ),
+        Metric(
+            "perf/weight_swap/bytes",
+            "bytes of weights that came to a sampler or its host since the "
+            "groups of the step before were taken, mean over processes",
         ),
         Metric(
             "perf/mfu/actor",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.flow.swap_times import SwapTimes, mean_seconds
+from distflow_jax.flow.swap_times import SwapTimes, means
 
 
 class Clock:
@@ -32,8 +32,10 @@ def test_a_second_is_exposed_if_the_training_is_late_by_it():
             passes(8.0)
     with swaps.block("wait"):
         passes(16.0)
-    assert swaps.take().values == ([9.0, 14.0, 13.0, 2.0],)
-    assert swaps.take().values == ([0.0] * 4,)
+    swaps.moved(300)
+    swaps.moved(20)
+    assert swaps.take().values == ([9.0, 14.0, 13.0, 2.0, 320.0],)
+    assert swaps.take().values == ([0.0] * 5,)
 
 
 def test_a_block_that_runs_on_counts_in_both_steps():
@@ -47,7 +49,8 @@ def test_a_block_that_runs_on_counts_in_both_steps():
 
 
 def test_metrics_are_means_over_processes():
-    found = mean_seconds([[1.0, 2.0, 3.0, 0.0], [3.0, 4.0, 5.0, 2.0]])
-    names = ("leave", "arrive", "exposed", "hidden")
-    want = dict(zip((f"perf/weight_swap/{n}" for n in names), (2.0, 3.0, 4.0, 1.0), strict=True))
+    found = means([[1.0, 2.0, 3.0, 0.0, 8.0], [3.0, 4.0, 5.0, 2.0, 10.0]])
+    names = ("leave", "arrive", "exposed", "hidden", "bytes")
+    of_all = (2.0, 3.0, 4.0, 1.0, 9.0)
+    want = dict(zip((f"perf/weight_swap/{n}" for n in names), of_all, strict=True))
     assert found == pytest.approx(want)

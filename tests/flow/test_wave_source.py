@@ -13,6 +13,8 @@ import pytest
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.flow.lag_rule import Admission, Rule
+from distflow_jax.flow.publishing.publications import Publications
+from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.waves.group_facts import GroupFacts
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_room import WaveRoom
@@ -37,6 +39,8 @@ class Job:
         self.rule = Rule(size * self.minis, draw.randint(1, 2), 5 if self.judged else 1)
         self.prompts = draw.choice([None, draw.randint(1, 4)])
         self.rows, self.salt = draw.randint(2, 6), draw.random()
+        # of weights that are not published after each step
+        self.publishing = PublishRule(draw.choice([0.0, 0.5, 2.0]), self.rule.max_lag)
         self.homes: dict[int, int] = {}
 
     def home(self, counter):
@@ -102,6 +106,10 @@ class Modelled:
 
     def __init__(self, job, index, gathers, raised):
         self.job, self.index, self.lock = job, index, threading.Condition()
+        self.sampler, self.starving = types.SimpleNamespace(version=0), 0
+        news = types.SimpleNamespace(starving=lambda version: self.starving > version)
+        self.publications = Publications(job.publishing, self, news, self.publish)
+        self.published = []
         self.admission = Admission(job.rule, judged=job.judged)  # of the sampler
         self.groups, self.begun, self.heard = {}, 0, 0
         peers = types.SimpleNamespace(
@@ -112,12 +120,26 @@ class Modelled:
             process=index,
             processes=job.processes,
             judges=True,
+            publications=self.publications,
             facts=lambda group, process: job.facts(group.counter),
         )
         self.waves, self.running, self.until = [], None, lambda: True
 
     def begun_up_to(self, end):
         return self.begun >= end
+
+    def publish(self, version):
+        """Weights of the step's beginning; no mini-batch has changed them."""
+        assert version == self.admission.finished and not self.source.planner.mini_batch
+        self.publications.newest = version
+        self.published.append((version, len(self.waves)))
+
+    def starves(self):
+        """Whether there is nothing to do with the newest weights, and others would help."""
+        newest, rule = self.publications.newest, self.job.publishing
+        idle = all(group.done for group in self.groups.values())
+        whole = self.begun >= self.admission.end(newest)
+        return rule.skips and idle and whole and newest < self.admission.finished
 
     def begin(self, held):
         """Begins what the rule allows."""
@@ -143,6 +165,10 @@ class Modelled:
                     cut = self.admission.finish(wave.step)
                     for counter in range(cut.start, cut.end):
                         self.groups.pop(counter, None)
+                    found = random.Random(f"{self.job.salt}{cut.step}d").random()
+                    newest = self.publications.newest
+                    if self.job.publishing.publishes(cut.step, newest, found, starving=False):
+                        self.publish(cut.step)
                     return
 
 
@@ -150,7 +176,7 @@ def model(seed, steps):
     """Runs a random job to its end, one random event after the other; returns their number."""
     draw = random.Random(seed)
     job = Job(draw)
-    gathers, wanted = Gathers(job.processes), [0]
+    gathers, wanted, starving = Gathers(job.processes), [0], 0
 
     def raised(kind, number):
         wanted[0] = max(wanted[0], number)
@@ -162,9 +188,14 @@ def model(seed, steps):
         late = [p for p in world if p.admission.finished < steps]
         choices = [(p.go_on, ()) for p in late if p.until()]
         for process in world:
-            held = min(process.admission.finished, draw.randint(0, steps))
-            if process.begun < process.admission.end(process.admission.finished):
+            newest = process.publications.newest
+            held = min(newest, draw.randint(0, steps))
+            if process.begun < process.admission.end(newest):
                 choices.append((process.begin, (held,)))
+            if process.starves():
+                starving = max(starving, newest + 1)
+            if process.starving < starving:
+                choices.append((vars(process).update, ({"starving": starving},)))
             choices += [
                 (vars(group).update, ({"done": True},))
                 for group in process.groups.values()
@@ -178,10 +209,11 @@ def model(seed, steps):
         what(*given)
     for process in world:
         assert process.waves == world[0].waves
+        assert process.published == world[0].published
     for step in range(1, steps + 1):
         assert [w.last for w in world[0].waves if w.step == step][-1:] == [True]
-    # a gather tells of a group, or nobody would have begun it
-    assert all(any(values.values()) for values, _ in gathers.begun)
+    # a gather tells of a group or asks for weights, or nobody would have begun it
+    assert all(any(map(any, values.values())) for values, _ in gathers.begun)
     return events
 
 

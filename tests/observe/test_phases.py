@@ -25,6 +25,9 @@ def test_waiting_is_no_work():
     with phases.span("rollout"):
         spent[0] += 1000.0  # as if the body had waited for the others
     assert watchdog.said == [(3, "rollout"), (3, "after rollout")]
+    with phases.span("wait"), phases.span("send"):
+        pass
+    assert [name for _, name in watchdog.said[2:]] == ["wait", "send", "wait", "after wait"]
     assert phases.take_work()["rollout"] < -999
     assert phases.take_work() == {}
 

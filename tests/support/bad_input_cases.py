@@ -164,6 +164,30 @@ SIZES = [
         "flow.order=longst",
         "flow.order='longst' is unknown (did you mean 'longest'? known: ",
     ),
+    ("flow.stagger=0", "flow.stagger must be at least 1, got 0; 1: all samplers take new"),
+    ("flow.stagger=2", "flow.stagger=2 has no effect with flow.max_lag=0; raise that"),
+    (
+        "flow.max_lag=1 ; flow.stagger=2 ; flow.swap=boundary",
+        "flow.stagger=2 says when samplers take new weights, and with flow.swap='boundary' each",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.stagger=2",
+        "flow.stagger=2 needs samplers with devices of their own: on the trainer's devices all",
+    ),
+    (f"{_OWN} ; flow.stagger=2", "flow.stagger=2 is above the number of samplers, 1, one for each"),
+    (
+        "flow.divergence=-0.5",
+        "flow.divergence must be finite and not negative, got -0.5; 0: weights go to the samplers",
+    ),
+    ("flow.divergence=0.5", "flow.divergence=0.5 has no effect with flow.max_lag=0; raise that"),
+    (
+        "flow.max_lag=1 ; flow.divergence=0.5 ; flow.swap=boundary",
+        "flow.divergence=0.5 says when samplers take new weights, and with flow.swap='boundary'",
+    ),
+    (
+        "dag=online_dpo ; flow.max_lag=1 ; flow.divergence=0.5",
+        "flow.divergence=0.5 needs an update that has the policy's log-probs beside the sampler's",
+    ),
     ("flow.max_lag=1 ; flow.waves=redy", "flow.waves must be one of off, counter, ready, got"),
     ("flow.max_lag=1 ; flow.waves=counter", "flow.waves='counter' needs flow.wave_prompts of at"),
     ("flow.max_lag=1 ; flow.waves=ready", "flow.waves='ready' needs flow.wave_rows of at least 1"),

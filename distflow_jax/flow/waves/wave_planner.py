@@ -80,6 +80,11 @@ class WavePlanner:
         return self._admission.finished + 1
 
     @property
+    def mini_batch(self) -> int:
+        """The mini-batch of the next wave, from 0."""
+        return self._mini
+
+    @property
     def cut(self) -> Cut:
         """The counters of the step, as far as verdicts say."""
         return self._admission.cut(self.step)

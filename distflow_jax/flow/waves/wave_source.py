@@ -4,7 +4,8 @@ When to gather: with waves of so many prompts, as soon as a process has its grou
 With waves that are ready, as soon as a process has groups that could fill a wave, if the others
 have as many; a process says so by a number that spreads (parallel/peers.py), and the others join.
 So none waits in a loop of gathers, and a wave that all of them together can fill is found: of P
-processes one has a P-th of it.
+processes one has a P-th of it. A sampler that needs newer weights brings a gather forward too,
+while no optimizer step has changed the weights that it needs.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.waves.group_facts import GroupFacts, facts_of
 from distflow_jax.flow.waves.wave_planner import Wave, WavePlanner
 from distflow_jax.parallel.background_gather import BackgroundGather
@@ -47,14 +49,16 @@ class WaveSource:
         process: int,
         processes: int,
         judges: bool,
+        publications: Publications | None = None,
         facts: Callable[[Group, int], GroupFacts] = facts_of,
     ):
         """`gather`, `peers`: nothing else uses them. `judges`: whether verdicts reach the rule of
-        the samplers by waves alone. `facts(group, process)`: of a group that is done."""
+        the samplers by waves alone. `publications`: of weights; None: none while a step waits.
+        `facts(group, process)`: of a group that is done."""
         self.planner, self._producer = planner, producer
         self._gather, self._peers = gather, peers
         self._process, self._processes, self._facts = process, processes, facts
-        self._judges = judges
+        self._judges, self._publications = judges, publications
         self._told: set[int] = set()  # counters of groups whose facts the others know
         self._gathers = 0
 
@@ -74,10 +78,14 @@ class WaveSource:
             yield self._due, self.planner.cut.end
             self._gathers += 1
             self._peers.raise_to(GATHERS, self._gathers)
-            told = self._gather.begin(self._news())
+            asked = self._asked_for_weights()
+            told = self._gather.begin([asked, self._news()])
             told.add_done_callback(lambda _: self._wake())
             yield told.done, 0
-            tables = enumerate(told.result())
+            asked_by, news = zip(*told.result(), strict=True)
+            if self._publications is not None:
+                self._publications.agree(self.planner.step - 1, asked_by)
+            tables = enumerate(news)
             facts = [GroupFacts.from_json(home, row) for home, rows in tables for row in rows]
             self.planner.learn(facts)
             self._judge(facts)
@@ -104,6 +112,8 @@ class WaveSource:
     def _due(self) -> bool:
         """Whether it is time for the next gather."""
         self._peers.check()
+        if self._asked_for_weights():
+            return True
         with self._producer.lock:
             groups = list(self._producer.groups.values())
             end = self.planner.cut.end
@@ -127,6 +137,13 @@ class WaveSource:
             n * self._processes >= most
             for n, most in zip((tokens, sequences), missing, strict=True)
         )
+
+    def _asked_for_weights(self) -> bool:
+        """Whether a sampler needs the weights that the step has begun with, which were not
+        published, and which no mini-batch has changed yet."""
+        if self._publications is None or self.planner.mini_batch:
+            return False
+        return self._publications.asked_for(self.planner.step - 1)
 
     def _news(self) -> Sequence[Any]:
         """Facts of complete groups of this process that the others do not know."""

@@ -20,6 +20,7 @@ from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
 from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, SamplingNode
+from distflow_jax.flow.publishing.delivery import make_delivery
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.waves.wave_planner import WavePlanner
@@ -66,12 +67,14 @@ def make_flow(
     instruments: Instruments,
     checkpointer: Checkpointer,
     evaluates: Callable[[int], bool] | None,
+    publish: Callable[[int], None],
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for other runs. Collective.
 
     It takes the sampler's state, and the samples of the checkpoint that the run goes on from. The
     samplers must have been started. `evaluates(version)`: whether samplers evaluate a version when
-    they take it; None: none of them.
+    they take it; None: none of them. `publish(version)`: calls `Flow.publish` with the weights of
+    so many finished steps.
     """
     config, plan = prepared.config, prepared.plan
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
@@ -84,10 +87,12 @@ def make_flow(
     return Flow(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
-        runtime.sync,
+        make_delivery(
+            *(config.flow, producer, runtime.sync, publish),
+            own_devices=prepared.sizes.samplers_have_own_devices,
+        ),
         BackgroundGather(processes.second_exchange()),
         config.flow,
-        own_devices=prepared.sizes.samplers_have_own_devices,
         observer=Observer(
             instruments.spans.span,
             instruments.phases.note,
@@ -130,6 +135,7 @@ def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -
         processes=count,
         # with swaps at boundaries rounds bring verdicts to the samplers' rule
         judges=region and config.flow.swap != "boundary",
+        publications=flow.publications,
     )
     return WaveTaker(flow, source, WaveRecords(folder, producer.admission.finished))
 

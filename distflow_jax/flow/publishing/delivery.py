@@ -1,0 +1,65 @@
+"""Delivery: how new weights reach the sampler of one process."""
+
+import dataclasses
+from collections.abc import Callable
+
+from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
+from distflow_jax.flow.publishing.publications import Publications
+from distflow_jax.flow.publishing.publish_rule import PublishRule
+from distflow_jax.flow.publishing.sampler_news import SamplerNews
+from distflow_jax.flow.publishing.swap_turns import SwapTurns
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.peers import Peers
+from distflow_jax.resharding.weight_sync import WeightSync
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """The parts that bring weights from the trainer to a sampler that runs ahead."""
+
+    sync: WeightSync
+    own_devices: bool  # whether the sampler has devices that no trainer uses
+    publications: Publications
+    swaps: InFlightSwaps
+    news: SamplerNews | None
+
+    def close(self) -> None:
+        """Ends the connections."""
+        if self.news is not None:
+            self.news.close()
+
+
+def make_delivery(
+    config: FlowConfig,
+    producer: Producer,
+    sync: WeightSync,
+    publish: Callable[[int], None],
+    *,
+    own_devices: bool,
+) -> Delivery:
+    """The delivery of a run whose samplers run ahead; `publish(version)` as of Publications.
+
+    Collective. Only staggered swaps and publishing by divergence have connections.
+    """
+    rule = PublishRule(config.divergence, config.max_lag)
+    index, count = processes.process_index(), processes.process_count()
+    news = turns = None
+    if config.stagger > 1 or rule.skips:
+
+        def heard() -> None:
+            with producer.lock:
+                producer.lock.notify_all()
+
+        peers = Peers(processes.second_exchange(), index, count, heard)
+        news = SamplerNews(peers, index, count, held=producer.sampler.version)
+    if config.stagger > 1:
+        turns = SwapTurns(index, count, config.stagger)
+    return Delivery(
+        sync,
+        own_devices,
+        Publications(rule, producer, news, publish),
+        InFlightSwaps(news, turns, tells_starving=rule.skips),
+        news,
+    )

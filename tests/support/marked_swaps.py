@@ -1,0 +1,37 @@
+"""scripts/train.py that writes when its sampler takes weights; run by test_publishing.py.
+
+    SWAPS=FOLDER python tests/support/marked_swaps.py --config=configs/tiny.py --workdir=DIR
+
+FOLDER/PID.jsonl has a line for each swap: the version, its beginning and end on the clock that all
+processes of the machine share, and whether the sampler was interrupted in its work for it. No class
+is passed over, however busy the machine is.
+"""
+
+import json
+import os
+import pathlib
+import time
+
+from distflow_jax.commands.main import run_script
+from distflow_jax.flow.publishing import swap_turns
+from distflow_jax.flow.sampling_thread import SamplingThread
+
+whole = SamplingThread._take
+
+
+def marked(self, version):
+    """Takes weights, and notes it."""
+    producer = self._producer
+    before, started = producer.sampler.version, time.monotonic()
+    paused = producer.sampler.busy and not producer.has_idle_slots and self._wanted is None
+    whole(self, version)
+    if producer.sampler.version != before:
+        line = [producer.sampler.version, started, time.monotonic(), paused]
+        with (pathlib.Path(os.environ["SWAPS"]) / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+
+
+if __name__ == "__main__":
+    swap_turns.FIRST_SECONDS = swap_turns.LEAST_SECONDS = 600.0
+    SamplingThread._take = marked
+    run_script("train")
