@@ -308,9 +308,9 @@ class Flow:
         that ran on them. The groups are the step's from then on."""
         self.saver.settle()  # while the groups are there
         with self._lock:
-            groups = self.producer.forget(range(cut.start, cut.end))
+            groups = self.producer.forget(cut.counters)
             ledger = self.saver.took(cut, groups)
-        self._told -= set(range(cut.start, cut.end))
+        self._told -= set(cut.counters)
         return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
 
 
