@@ -79,7 +79,7 @@ def first_or_restored_state(
         ),
     )
     _check_starting_weights(info, digests, prepared)
-    _check_order(info, step, prepared.config.flow)
+    check_order(info, step, prepared.config.flow)
     prepared.loader.restore(info["loader"])
     of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
     return RunState(
@@ -95,7 +95,7 @@ def first_or_restored_state(
     )
 
 
-def _check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
+def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
     """Raises ValueError if the run would train prompts again that a step before their turn took."""
     begun = info.get("begun")
     if begun is not None and not config.round_tokens and not in_order(begun):
