@@ -279,9 +279,10 @@ class Flow:
             return OTHERS
         with self._lock:
             groups = [g for c, g in self.producer.groups.items() if c < needs and not g.done]
+            begun = self.producer.begun_up_to(needs)
         oldest = min(groups, key=lambda group: group.counter, default=None)
         if oldest is None:
-            return f"{self.producer.name} has not begun"
+            return OTHERS if begun else f"{self.producer.name} has not begun"
         if oldest.sampling:
             return f"{min(oldest.sampling)} of prompt {oldest.counter}"
         return self._host.waits_for(oldest)

@@ -7,25 +7,14 @@ tokens that are missing, then whenever a group ends that the step waits for. A n
 (parallel/peers.py) has the others join. Samplers decode meanwhile.
 """
 
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Generator
+from typing import Any
 
 from distflow_jax.flow.budgets.deadline_rule import Deadlines, Taken
 from distflow_jax.flow.producer import Producer
+from distflow_jax.flow.waves.wave_source import GATHERS, Drive, Wait
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
-
-GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
-
-# what has to be true, and the first counter whose group it does not need
-Wait = tuple[Callable[[], bool], int]
-
-
-class Drive(Protocol):
-    """`Flow.drive`: waits, and samples meanwhile."""
-
-    def __call__(self, until: Callable[[], bool], *, needs: int = 0) -> None:
-        """Waits until something is true, for which groups below a counter are needed."""
 
 
 class RolloutBudget:
