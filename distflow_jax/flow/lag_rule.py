@@ -112,7 +112,7 @@ class Admission:
 
     @property
     def begun(self) -> dict[str, Any] | None:
-        """What a checkpoint has to say of groups that have begun; None: the rule says it."""
+        """Groups that have begun, for a checkpoint; None: the rule says which."""
         return None
 
     def judge(self, counter: int, keep: bool) -> None:
