@@ -3,6 +3,7 @@
     python benchmarks/streaming.py
     python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2
     python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
+    python benchmarks/streaming.py --budget                     # rollouts of so many tokens
     python benchmarks/streaming.py --quick                      # few steps: all parts run
 
 The cores of one machine cannot show the overlap of two computations, so that the devices are
@@ -20,6 +21,9 @@ With --real the models compute on this machine, each process on a core of its ow
 rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
 the number of cores; the share of that bound is printed. A model passes if no schedule that runs
 ahead is slower than the synchronous one.
+
+With --budget rollouts on shared devices end by a budget of tokens, beside those that end with their
+step's groups. Their seconds must vary at least 3x less, and nothing that was sampled may be lost.
 """
 
 import argparse
@@ -34,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from asynchronous import budgets
 from asynchronous.real_cells import MODELS, RealCell
 from asynchronous.simulated_run import SimulatedCell
 from asynchronous.worker import Cell, run_cells
@@ -101,6 +106,7 @@ def parse_arguments() -> argparse.Namespace:
         help="other jobs run on the machine: judge by the CPU-seconds of the run alone",
     )
     parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
+    parser.add_argument("--budget", action="store_true", help="instead: rollouts with a budget")
     parser.add_argument("--workdir", default="", help="keep the runs in this new folder")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
@@ -307,6 +313,24 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     return results, all(x["speed"] >= 1 for x in results)
 
 
+def compare_budgets(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of rollouts with and without a budget; returns their numbers, and whether
+    they pass."""
+    cells = budgets.cells_of(args.steps, args.warmup)
+    with run_folder(args) as folder:
+        run_job(cells, folder)
+        results = [
+            budgets.measured(
+                cell,
+                read_metrics(folder / cell.name / "metrics.jsonl"),
+                cell.settings()["training.steps"],
+            )
+            for cell in cells
+        ]
+    print("\n".join([budgets.HEADER, *map(budgets.line, results)]), flush=True)
+    return results, budgets.passes(results)
+
+
 def main() -> int:
     """Prints tables; returns the exit code."""
     args = parse_arguments()
@@ -315,7 +339,8 @@ def main() -> int:
         kinds = {kind.__name__: kind for kind in (SimulatedCell, RealCell)}
         run_cells([kinds[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
         return 0
-    results, passed = compute(args) if args.real else simulate(args)
+    kind = compare_budgets if args.budget else compute if args.real else simulate
+    results, passed = kind(args)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
     return int(not (passed or args.quick))

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distflow_jax.flow.budgets.deadline_rule import Deadlines
+from distflow_jax.flow.lag_rule import Rule
+
 DEVICES = 8
 SLOTS = 256
 PROMPTS, SAMPLES = 32, 8  # of a step
@@ -25,6 +28,7 @@ SLOT_STEP = STEP / 64  # and of each slot that is active
 SWAP = 0.1  # seconds of a swap of weights, per second of synchronous generation
 EXPOSED = 0.2  # of a swap, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
+BUDGET = 0.9  # tokens of a rollout with a budget, over those of a synchronous step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Sampler:
 
     def __init__(self, slots: int):
         self.free = slots
+        self.tokens = 0.0  # decoded so far
         self._steps = 0.0  # decode steps so far
         self._ends: list[tuple[float, int]] = []  # (steps at the end, group) of active slots
         self._paused = 0.0
@@ -114,7 +119,8 @@ class Sampler:
         """Decodes from `now` to `to`, no later than the next end; the groups of ended responses."""
         if not self._ends:
             return []
-        self._steps += max(0.0, to - max(now, self._paused)) / self._seconds
+        steps = max(0.0, to - max(now, self._paused)) / self._seconds
+        self._steps, self.tokens = self._steps + steps, self.tokens + steps * len(self._ends)
         ended = []
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
             ended.append(heapq.heappop(self._ends)[1])
@@ -275,6 +281,49 @@ def shared(workload: Workload, costs: Costs, lag: int, steps: int, seed: int = 1
     return now / steps
 
 
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """The rollout of one step on shared devices."""
+
+    seconds: float
+    groups: int  # that the step trains
+
+
+def rollouts(
+    workload: Workload, lag: int, steps: int, *, budget: int = 0, seed: int = 1
+) -> list[Rollout]:
+    """Rollouts on shared devices; `budget`: tokens after which they may end, 0: each ends with B
+    groups of its step."""
+    queue = _Queue(_groups(workload, steps + lag + 1, seed), DEVICES, SLOTS // DEVICES)
+    rule, found = Deadlines(Rule(PROMPTS, lag)), []
+
+    def over(step: int, tokens: float) -> bool:
+        if not budget:
+            return queue.has(step)
+        for counter, _ in rule.begun["waiting"]:
+            if not queue.left[counter]:
+                rule.complete(counter)
+        return rule.awaited() is None and (tokens >= budget or rule.all_complete)
+
+    for step in range(steps):
+        queue.admit(rule.end(step) if budget else (step + 1 + lag) * PROMPTS)
+        queue.fill()
+        now, before = 0.0, sum(sampler.tokens for sampler in queue.samplers)
+        while not over(step, sum(sampler.tokens for sampler in queue.samplers) - before):
+            later = queue.next_end(now)
+            queue.advance(now, later)
+            queue.fill()
+            now = later
+        groups = len(rule.finish(step + 1).kept) if budget else PROMPTS
+        found.append(Rollout(now, groups))
+    return found
+
+
+def variation(values: Sequence[float]) -> float:
+    """The coefficient of variation."""
+    return float(np.std(values) / np.mean(values))
+
+
 def least_seconds(costs: Costs, tokens: float, *, shared_devices: bool) -> float:
     """No schedule has a shorter step of so many tokens: all devices are at work all the time."""
     if shared_devices:
@@ -320,6 +369,14 @@ def main() -> int:
         shown = " | ".join(f"{speed:.2f} ({devices})" for speed, devices in figures)
         print(f"| {workload.name} | {bound:.2f} | {shown} |")
     print("| mean | | " + " | ".join(f"{mean:.2f}" for mean in np.mean(found, axis=0)) + " |")
+    workload, lag = WORKLOADS[0], 2
+    for budget in (0, round(BUDGET * Costs.of(workload).tokens)):
+        made = rollouts(workload, lag, steps, budget=budget)[lag + 2 :]
+        print(
+            f"{workload.name}, shared, lag {lag}, rollouts of {budget or 'no budget of'} tokens: "
+            f"coefficient of variation {variation([r.seconds for r in made]):.3f}, "
+            f"{np.mean([r.groups for r in made]):.1f} groups a step"
+        )
     return 0
 
 

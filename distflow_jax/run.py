@@ -41,6 +41,7 @@ from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
+from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.layout import STEP
@@ -70,7 +71,7 @@ from distflow_jax.runtime.samplers.run_flow import (
     end_saving,
     evaluates_ahead,
     make_flow,
-    make_waves,
+    make_taker,
 )
 from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
@@ -202,7 +203,7 @@ class Run:
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self._saved_step = self.state.step  # of the newest checkpoint
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
-        self.taker: WaveTaker | None = None  # of steps in waves, which `loop` starts too
+        self.taker: WaveTaker | RolloutTaker | None = None  # which `loop` starts too
         self.waves = make_wave_steps(prepared, self.runtime, self.runners)
         # the rows of a step: of the batch, or of its waves
         self.held = self.waves or self.runtime.coordinator
@@ -347,7 +348,7 @@ class Run:
                 evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
                 self.sync_weights,
             )
-            self.taker = make_waves(self.prepared, self.flow, self.folder)
+            self.taker = make_taker(self.prepared, self.flow, self.folder)
         self.recorder.ready(runtime)
 
     @property
@@ -485,9 +486,11 @@ def _offer_weights(run: Run, metrics: dict[str, Any]) -> dict[str, float]:
 def _take_groups(run: Run) -> dict[str, Any]:
     """Hands the coordinator the step's groups; returns metrics of the nodes that ran ahead."""
     state, coordinator, flow = run.state, run.runtime.coordinator, run.flow
+    taker = run.taker if isinstance(run.taker, RolloutTaker) else flow
     with run.phases.span("wait_for_samples"):
-        store, measured = flow.take(state.step)
-    state.look_at(flow.finish(state.step), run.config.data.prompts_per_step)
+        store, measured = taker.take(state.step)
+    state.look_at(taker.finish(state.step), run.config.data.prompts_per_step)
+    state.begun = flow.producer.admission.begun
     coordinator.use(store)
     _give_step(run.prepared.plan, store, state.step)
     return coordinator.merged(measured) | flow.counts()
@@ -498,6 +501,7 @@ def _run_waves(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the step wave by wave; returns its states and metrics."""
     state, taker = run.state, run.taker
+    assert isinstance(taker, WaveTaker), "made by `make_taker`"
     models, metrics = run.waves.run(
         state.step,
         state.models,

@@ -52,6 +52,7 @@ class SimulatedCell:
     steps: int  # that are timed
     warmup: int  # before them
     seed: int = 0
+    round_tokens: int = 0  # of a rollout on shared devices; 0: it ends with B groups of its step
 
     @property
     def lengths(self) -> Workload:
@@ -72,7 +73,8 @@ class SimulatedCell:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.workload}-{self.schedule}-{self.lag}-{self.samplers}"
+        budget = f"-{self.round_tokens}" if self.round_tokens else ""
+        return f"{self.workload}-{self.schedule}-{self.lag}-{self.samplers}{budget}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key. Samplers are at work until the last timed step ends."""
@@ -81,6 +83,7 @@ class SimulatedCell:
         changed["rollout.max_response_length"] = self.lengths.longest
         if self.schedule == "boundary":
             changed["flow.swap"] = "boundary"
+        changed |= {"flow.round_tokens": self.round_tokens} if self.round_tokens else {}
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})
 
 

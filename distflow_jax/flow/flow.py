@@ -300,9 +300,10 @@ class Flow:
             return OTHERS
         with self._lock:
             groups = [g for c, g in self.producer.groups.items() if c < needs and not g.done]
+            begun = self.producer.begun_up_to(needs)
         oldest = min(groups, key=lambda group: group.counter, default=None)
         if oldest is None:
-            return f"{self.producer.name} has not begun"
+            return OTHERS if begun else f"{self.producer.name} has not begun"
         if oldest.sampling:
             return f"{min(oldest.sampling)} of prompt {oldest.counter}"
         return self._host.waits_for(oldest)
@@ -322,9 +323,9 @@ class Flow:
         that ran on them. The groups are the step's from then on."""
         self.saver.settle()  # while the groups are there
         with self._lock:
-            groups = self.producer.forget(range(cut.start, cut.end))
+            groups = self.producer.forget(cut.counters)
             ledger = self.saver.took(cut, groups)
-        self._told -= set(range(cut.start, cut.end))
+        self._told -= set(cut.counters)
         return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
 
 

@@ -17,11 +17,12 @@ def check_flow(
     own_devices: bool,
     environment: str,
     offload: str,
+    group_tokens: int,
 ) -> None:
     """Raises ValueError unless a plan can run with these settings of the section `flow`.
 
     `sampler_hosts`: processes that share a sampler; `own_devices`: whether samplers have devices
-    that no trainer uses.
+    that no trainer uses; `group_tokens`: most of a group, of one node that samples.
     """
     if not config.ahead:
         return
@@ -69,6 +70,7 @@ def check_flow(
             "as token_tis), algorithm.rejection, or algorithm.proximal=rollout or a3po"
         )
     _check_region(plan, lag)
+    _check_budget(config, plan, own_devices, group_tokens * len(sampling))
 
 
 def sampling_tasks(plan: Plan) -> list[Task]:
@@ -82,6 +84,29 @@ def nodes_ahead(plan: Plan) -> list[Node]:
     sampled = {task.node.id for task in sampling_tasks(plan)}
     ahead = sampled | {unit.tasks[0].node.id for unit in units_ahead(plan, sampled)}
     return [task.node for task in plan.tasks if task.node.id in ahead]
+
+
+def _check_budget(config: FlowConfig, plan: Plan, own_devices: bool, longest: int) -> None:
+    """Raises ValueError unless rollouts can have a budget; `longest`: most tokens of a group."""
+    budget = f"flow.round_tokens={config.round_tokens}"
+    if not config.round_tokens:
+        return
+    if own_devices:
+        raise ValueError(
+            f"{budget} ends rollouts on the trainer's devices, and samplers with devices of their "
+            "own have none that end: give mesh.roles.ROLLOUT.devices those of mesh.devices, or use "
+            "round_tokens=0"
+        )
+    if plan.region is not None:
+        raise ValueError(
+            f"{budget} trains what is complete, and the region of dag {plan.name!r} cuts steps by "
+            "the verdicts of all groups before; use round_tokens=0, or a dag without a region"
+        )
+    if config.round_tokens < longest:
+        raise ValueError(
+            f"{budget} is below the {longest} tokens of the longest group (rollout.num_samples x "
+            f"rollout.max_response_length): use at least {longest}"
+        )
 
 
 def _check_region(plan: Plan, lag: str) -> None:

@@ -38,6 +38,10 @@ class FlowConfig:
     # which of the groups that may begin take slots first: longest expected response, counter, or
     # informative, those whose last scores differed most. Never changes what a step trains on
     order: str = "longest"
+    # on the trainer's devices: a rollout ends once that many tokens were sampled in it, over all
+    # processes, and the groups that the step must train are complete; steps then differ in size.
+    # 0: it ends when the step's prompts_per_step groups are complete
+    round_tokens: int = 0
 
     def __post_init__(self):
         if self.max_lag < 0:
@@ -66,6 +70,16 @@ class FlowConfig:
                     f"flow.{name}={getattr(self, name)!r} has no effect with flow.max_lag=0; raise "
                     "that, or take it out"
                 )
+        if self.round_tokens < 0 or (self.round_tokens and not self.max_lag):
+            raise ValueError(
+                f"flow.round_tokens={self.round_tokens} "
+                + (
+                    "must not be negative; 0: rollouts have no budget"
+                    if self.round_tokens < 0
+                    else "lets max_lag x prompts_per_step groups begin, none with flow.max_lag=0: "
+                    "raise that, or use round_tokens=0"
+                )
+            )
         self._check_waves()
 
     def _check_publishing(self) -> None:

@@ -20,7 +20,8 @@ same lag by counters in one process.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Cut:
     kept: tuple[int, ...]
     final: bool
 
+    @property
+    def counters(self) -> Sequence[int]:
+        """The counters that the step looks at."""
+        return range(self.start, self.end)
+
 
 class Admission:
     """The rule with the verdicts that a process knows.
@@ -104,6 +110,11 @@ class Admission:
         self._last, self._steps, self._judged = last, steps, judged
         self._verdicts: dict[int, bool] = {}  # of counters from `position` on
 
+    @property
+    def begun(self) -> dict[str, Any] | None:
+        """Groups that have begun, for a checkpoint; None: the rule says which."""
+        return None
+
     def judge(self, counter: int, keep: bool) -> None:
         """Notes a verdict. One that is known already must be the same; ValueError otherwise."""
         if counter < self.position:
@@ -126,6 +137,10 @@ class Admission:
         if not self._judged:
             return self.finished + 1 + (counter - self.position) // self.rule.groups
         return next(found.step for found in self._cuts() if counter < found.end)
+
+    def untrained(self, counter: int) -> bool:
+        """Whether no finished step has looked at a counter."""
+        return counter >= self.position
 
     def may_begin(self, counter: int, held: int) -> bool:
         """Whether the group of a counter may begin with the weights of `held` finished steps."""

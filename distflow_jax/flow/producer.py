@@ -76,15 +76,15 @@ class Producer:
         `up_to`: none of later steps. Returns whether any began.
         """
         with self.lock:
-            end, position = self.admission.end(self.sampler.version), self.admission.position
+            end = self.admission.end(self.sampler.version)
             if up_to is not None:
                 end = min(end, self.admission.cut(up_to).end)
         while self._drawn < max(end, self.saved.end):
             batch = self._draw()
             if batch is None:
                 break
-            wanted = [prompt for prompt in batch if prompt.counter >= position]
             with self.lock:
+                wanted = [p for p in batch if self.admission.untrained(p.counter)]
                 self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
                 self._drawn += self.admission.rule.groups
         # what an earlier run has begun goes on, even if this one's max_lag is smaller

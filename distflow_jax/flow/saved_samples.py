@@ -65,6 +65,11 @@ class SavedSamples:
         return place is not None and counter in self._left[place]
 
     @property
+    def counters(self) -> set[int]:
+        """The counters whose samples were not taken."""
+        return set().union(*self._left)
+
+    @property
     def end(self) -> int:
         """The first counter after those whose samples were not taken."""
         return 1 + max((max(left, default=-1) for left in self._left), default=-1)

@@ -29,10 +29,13 @@ class StepGroups:
         """
         store = self.fields(cut.kept, groups)
         metrics = step_metrics(groups) | more
-        for name, value in metrics.items():
-            if isinstance(value, Parts):
-                self._parts[name] = dataclasses.replace(value, values=())
+        self._note(metrics)
         return store, self._parts | metrics
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Notes which fields and metrics groups have, for steps of which this process has none."""
+        self.fields((), groups)
+        self._note(step_metrics(groups))
 
     def fields(self, kept: Sequence[int], groups: Sequence[Group]) -> FieldStore:
         """The fields of this process's groups whose counters are `kept`, ordered by counter."""
@@ -48,3 +51,8 @@ class StepGroups:
         store = joined(stores or [self._template], np.array(kept, np.int64))
         store.done = self._nodes
         return store
+
+    def _note(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, Parts):
+                self._parts[name] = dataclasses.replace(value, values=())

@@ -31,6 +31,7 @@ from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
+from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.publishing.publish_checks import check_publishing
@@ -246,6 +247,7 @@ def plan_run(
         own_devices=sizes.samplers_have_own_devices,
         environment=config.rollout.environment,
         offload=config.training.offload,
+        group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
     )
     check_publishing(
         config.flow,
@@ -333,7 +335,7 @@ def open_loader(run: RunPlan) -> Loader:
         share=sampler_share(run.sizes, run.machine),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
-        observed_lag=flow_rule(config, run.plan).observed_lag,
+        observed_lag=_observed_lag(config, run.plan),
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
@@ -348,6 +350,11 @@ def flow_rule(config: Config, plan: Plan) -> Rule:
     """The rule by which samplers of a run begin groups."""
     rounds = plan.region.max_rounds if plan.region and config.flow.ahead else 1
     return Rule(config.data.prompts_per_step, config.flow.max_lag, rounds)
+
+
+def _observed_lag(config: Config, plan: Plan) -> int:
+    rule = flow_rule(config, plan)
+    return deadline_rule.observed_lag(rule) if config.flow.round_tokens else rule.observed_lag
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:

@@ -69,6 +69,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Policy update": (
         Metric("actor/pg_loss", "policy loss, averaged as algorithm.aggregation says"),
         Metric(
+            "actor/budget_share",
+            "with aggregation fixed-budget: weight of the optimizer step's tokens over "
+            "algorithm.token_budget; 1: the budget is full",
+            "below 1: responses have fewer tokens than the budget; lower algorithm.token_budget",
+        ),
+        Metric(
             "actor/kl_loss",
             "KL to the reference model by algorithm.kl_estimator, with algorithm.kl_coef above 0",
             "grows without end: the policy leaves the reference; raise algorithm.kl_coef",
@@ -288,6 +294,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Asynchronous steps": (
         Metric("training/waves", "with flow.waves: waves of the step"),
+        Metric("training/groups", "with flow.round_tokens: groups of the step"),
+        Metric(
+            "training/rollout_tokens",
+            "with flow.round_tokens: tokens that were sampled in the step's rollout",
+        ),
+        Metric(
+            "training/rollout_tokens_beyond",
+            "those of them beyond flow.round_tokens",
+            "much of the rollout for long: it waits for groups that have to be trained; raise "
+            "flow.max_lag or flow.round_tokens",
+        ),
         Metric(
             "training/off_policy/trajectory_staleness/{mean,max,min}",
             "training steps since the weights that sampled a response's oldest token",

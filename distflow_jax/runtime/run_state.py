@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.flow.budgets.deadline_rule import in_order
+from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
@@ -27,6 +29,9 @@ class RunState:
     batches: int = 0  # of the loader that were used: one a step, or as many as a region took
     # first prompt that no step looked at, where samplers run ahead; None: all of `batches` were
     counter: int | None = None
+    # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
+    # Deadlines.begun; None: all from `counter` on are to begin
+    begun: dict[str, Any] | None = None
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
@@ -74,6 +79,7 @@ def first_or_restored_state(
         ),
     )
     _check_starting_weights(info, digests, prepared)
+    check_order(info, step, prepared.config.flow)
     prepared.loader.restore(info["loader"])
     of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
     return RunState(
@@ -83,9 +89,21 @@ def first_or_restored_state(
         starting_weights=digests,
         # otherwise steps take whole batches, as the loader gives them
         counter=info.get("counter") if prepared.config.flow.ahead else None,
+        begun=info.get("begun") if prepared.config.flow.round_tokens else None,
         nonfinite=info["nonfinite"],
         rejected=info.get("rejected", 0),  # older checkpoints have none
     )
+
+
+def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
+    """Raises ValueError if the run would train prompts again that a step before their turn took."""
+    begun = info.get("begun")
+    if begun is not None and not config.round_tokens and not in_order(begun):
+        raise ValueError(
+            f"the checkpoint of step {step} has trained prompts before others with lower counters, "
+            "as flow.round_tokens does: with flow.round_tokens=0 some would be trained twice; give "
+            "flow.round_tokens and flow.max_lag again, or start in a new --workdir"
+        )
 
 
 _KEPT = "rollout_corr/kept_weight_max"
@@ -153,6 +171,7 @@ def save_state(
         "starting_weights": state.starting_weights,
         "rejected": state.rejected,
         "counter": state.counter,
+        "begun": state.begun,
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}

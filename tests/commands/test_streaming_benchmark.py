@@ -18,6 +18,7 @@ from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import streaming  # noqa: E402
 import streaming_model  # noqa: E402
+from asynchronous import budgets  # noqa: E402
 from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine  # noqa: E402
 from asynchronous.lanes import Lane  # noqa: E402
 
@@ -67,6 +68,16 @@ def test_no_schedule_of_the_model_is_above_its_bound():
             bound /= streaming_model.least_seconds(costs, costs.tokens, shared_devices=shared)
             # steps of 10 runs have other tokens than the mean
             assert streaming_model.predict(workload, schedule, lag, steps=10)[0] < 1.1 * bound
+
+
+def test_a_budget_steadies_the_rollouts_of_the_model():
+    """By the 3x that the script asks of a run, with the groups that the budget has tokens for."""
+    workload = streaming_model.WORKLOADS[0]
+    tokens = round(streaming_model.BUDGET * streaming_model.Costs.of(workload).tokens)
+    without, budget = (streaming_model.rollouts(workload, 2, 30, budget=n)[4:] for n in (0, tokens))
+    varies = [streaming_model.variation([r.seconds for r in made]) for made in (without, budget)]
+    assert varies[0] > budgets.LEAST_GAIN * varies[1]
+    assert 0.8 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
 
 
 def test_responses_end_at_lengths_of_their_uids():
@@ -141,3 +152,23 @@ def test_every_part_runs_on_this_machine(tmp_path):
     for x in found:
         assert x["age_max"] <= x["lag"] and 0 < x["exposed_swap"] < x["seconds"]
         assert 0 < x["own_cpu"] and 0 <= x["idle_samplers"] < 1 and not x["compilations"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_rollouts_with_a_budget_run_on_this_machine(tmp_path):
+    """What they throw away is counted whatever the machine; seconds of four steps mean nothing."""
+    command = [sys.executable, "benchmarks/streaming.py", "--quick", "--budget"]
+    done = subprocess.run(
+        [*command, f"--json={tmp_path / 'found.json'}"],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    without, budget = json.loads((tmp_path / "found.json").read_text())
+    assert without["thrown_away"] == budget["thrown_away"] == 0
+    assert without["groups"] == streaming_model.PROMPTS >= budget["groups"] > 0
+    assert without["beyond"] == 0 <= budget["beyond"]

@@ -10,6 +10,7 @@ import threading
 import types
 
 import pytest
+from support.gathers import Gathers
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.flow.lag_rule import Admission, Rule
@@ -66,39 +67,6 @@ class Job:
         room = None if self.prompts else WaveRoom(self.rows, RowLimits(16, 4, shared=False))
         admission = Admission(self.rule, judged=self.judged)
         return WavePlanner(admission, mini_batches=self.minis, prompts=self.prompts, room=room)
-
-
-class Gathers:
-    """Gathers of a model: number n ends when all processes have begun it, and an event says so."""
-
-    def __init__(self, processes):
-        self.processes, self.begun = processes, []
-
-    def of(self, process):
-        """The gathers as one process sees them."""
-        count = 0
-
-        def begin(value):
-            nonlocal count
-            if count == len(self.begun):
-                self.begun.append(
-                    ({}, [concurrent.futures.Future() for _ in range(self.processes)])
-                )
-            values, futures = self.begun[count]
-            values[process], count = value, count + 1
-            return futures[process]
-
-        return types.SimpleNamespace(begin=begin)
-
-    def ready(self):
-        """Futures that may end now."""
-        return [
-            (future, [values[p] for p in range(self.processes)])
-            for values, futures in self.begun[-2:]
-            if len(values) == self.processes
-            for future in futures
-            if not future.done()
-        ]
 
 
 class Modelled:

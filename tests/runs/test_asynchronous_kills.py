@@ -117,6 +117,11 @@ def check(folder, lag):
         for row in rows:
             for (low, high), age in zip(row["version"], row["age"], strict=True):
                 assert 0 <= low <= high <= step - 1 and 0 <= age <= lag
+    return check_tokens(folder)
+
+
+def check_tokens(folder):
+    """The ledger of each step adds up; returns the last one."""
     for row in read_metrics(folder / "metrics.jsonl"):
         if not row["step"]:  # the evaluation of the untrained weights
             continue
@@ -195,6 +200,30 @@ def test_a_killed_run_with_swaps_in_flight(tmp_path, processes):
     folder = tmp_path / "killed"
     run_with_kills(folder, ["flow.max_lag=2"], random.Random(sum(processes)), 3, processes)
     check(folder, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("processes", [(2,), (2, 1)], ids=str)
+def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path, processes):
+    """Steps differ in size, and checkpoints hold the prompts that no step has trained."""
+    folder, lag = tmp_path / "killed", 2
+    flags = [f"flow.max_lag={lag}", "flow.round_tokens=300", "rollout.max_response_length=24"]
+    shared = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}"]
+    run_with_kills(folder, [*flags, *shared], random.Random(7 * len(processes)), 3, processes)
+    found = records(folder)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    trained = collections.Counter(
+        counter for rows in found.values() for row in rows for counter in row["counters"]
+    )
+    assert sorted(trained) == list(range(len(trained))) and set(trained.values()) == {1}
+    for step, rows in found.items():
+        assert 1 <= sum(len(row["counters"]) for row in rows) <= PROMPTS
+        for row in rows:
+            for (low, high), age in zip(row["version"], row["age"], strict=True):
+                assert 0 <= low <= high <= step - 1 and 0 <= age <= lag
+    tokens = check_tokens(folder)
+    assert tokens["sampled"] == tokens["trained"] + tokens["lost"]
 
 
 @pytest.mark.slow

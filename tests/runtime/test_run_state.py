@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from distflow_jax.runtime.run_state import RunState, check_lost
+from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.runtime.run_state import RunState, check_lost, check_order
 from distflow_jax.training.training_config import TrainingConfig
 
 FOLDER = pathlib.Path("run")
@@ -27,6 +28,18 @@ def test_steps_are_counted_in_a_row():
     assert after((REJECTED, 0), (KEPT, 0)).rejected == 0
     assert after((REJECTED, 1), (REJECTED, 1), (KEPT, 1)).nonfinite == 3
     assert after(({"actor_train/rollout_corr/kept_weight_max": 0.0}, 0)).rejected == 1
+
+
+def test_prompts_out_of_their_order_are_not_trained_twice():
+    budget, none = FlowConfig(max_lag=1, round_tokens=100), FlowConfig(max_lag=1)
+    gap = {"begun": {"next": 9, "waiting": [[6, 2], [8, 3]]}}
+    check_order(gap, 4, budget)
+    with pytest.raises(ValueError, match="of step 4 has trained prompts before others with lower"):
+        check_order(gap, 4, none)
+    with pytest.raises(ValueError, match="give flow.round_tokens and flow.max_lag again"):
+        check_order(gap, 4, FlowConfig())
+    for info in ({}, {"begun": None}, {"begun": {"next": 9, "waiting": [[7, 2], [8, 3]]}}):
+        check_order(info, 4, none)
 
 
 def test_too_many_end_the_run(caplog):

@@ -222,6 +222,23 @@ SIZES = [
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=4 ; rollout.num_samples=16",
         "flow.wave_rows=4 are too few for the longest group, which takes up to",
     ),
+    ("flow.round_tokens=-1", "flow.round_tokens=-1 must not be negative; 0: rollouts have no"),
+    (
+        "flow.round_tokens=4096",
+        "flow.round_tokens=4096 lets max_lag x prompts_per_step groups begin, none with",
+    ),
+    (
+        f"{_OWN} ; flow.round_tokens=4096",
+        "flow.round_tokens=4096 ends rollouts on the trainer's devices, and samplers with devices",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.round_tokens=63",
+        "flow.round_tokens=63 is below the 64 tokens of the longest group (rollout.num_samples x",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.round_tokens=4096 ; dag=dapo",
+        "flow.round_tokens=4096 trains what is complete, and the region of dag 'dapo' cuts steps",
+    ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),

@@ -488,6 +488,19 @@ def test_metrics_of_the_clip():
         assert_close(got[key], np.mean(values), key)
 
 
+def test_a_budget_is_filled_or_the_metric_says_how_far():
+    """Masked tokens take no place in it, and none beyond it count."""
+    tokens = sum(int(s.mask.sum()) for s in SEQUENCES)
+    assert tokens > BUDGET
+    assert metrics_of("everything")["actor/budget_share"] == 1.0
+    f, config = fields(False), config_of("fixed-budget", IN_WAVES)
+    large = dataclasses.replace(config, token_budget=2 * tokens)
+    objective = policy_objective(TINY, large, ForwardConfig(), max_response=MAX_RESPONSE)
+    batch, denominators = objective.whole(packed_batch(f, large, 2))
+    _, metrics = objective.evaluate(params_of(f), batch, denominators, jnp.float32(1))
+    assert metrics["sum"]["actor/budget_share"] == 0.5
+
+
 def test_metrics_of_the_correction():
     got = metrics_of("everything")
     f, bounds = fields(False), BOUNDS["token_mis"]

@@ -11,6 +11,9 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.flow.budgets.deadline_rule import Deadlines, begun_by_steps
+from distflow_jax.flow.budgets.rollout_budget import RolloutBudget
+from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.evaluations import Evaluator
 from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_checks import sampling_tasks
@@ -102,11 +105,21 @@ def make_flow(
     )
 
 
-def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -> WaveTaker | None:
-    """Hands a step's groups to the training wave by wave; None for other runs. Collective."""
-    config = prepared.config
-    if flow is None or not config.flow.in_waves:
+def make_taker(
+    prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path
+) -> WaveTaker | RolloutTaker | None:
+    """Hands a step's groups to the training where `Flow.take` does not: wave by wave, or of
+    rollouts with a budget of tokens. None for other runs. Collective."""
+    if flow is None:
         return None
+    if prepared.config.flow.in_waves:
+        return make_waves(prepared, flow, folder)
+    return make_rollouts(prepared, flow) if prepared.config.flow.round_tokens else None
+
+
+def make_waves(prepared: PreparedRun, flow: Flow, folder: pathlib.Path) -> WaveTaker:
+    """Hands a step's groups to the training wave by wave. Collective."""
+    config = prepared.config
     producer, region = flow.producer, prepared.plan.region is not None
     ready = config.flow.waves == "ready"
     room = None
@@ -138,6 +151,27 @@ def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -
         publications=flow.publications,
     )
     return WaveTaker(flow, source, WaveRecords(folder, producer.admission.finished))
+
+
+def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:
+    """Hands a step's groups to the training where rollouts have a budget of tokens. Collective."""
+    tokens = prepared.config.flow.round_tokens
+    producer, count = flow.producer, processes.process_count()
+    assert isinstance(producer.admission, Deadlines), "made by `_deadlines`"
+
+    def heard() -> None:
+        with producer.lock:
+            producer.lock.notify_all()
+
+    budget = RolloutBudget(
+        producer,
+        producer.admission,
+        BackgroundGather(processes.second_exchange()),
+        Peers(processes.second_exchange(), processes.process_index(), count, heard),
+        tokens=tokens,
+        processes=count,
+    )
+    return RolloutTaker(flow, budget, tokens=tokens)
 
 
 def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
@@ -200,10 +234,13 @@ def _producer(
         contexts[0].on_response,
     )
     position = state.position(config.data.prompts_per_step)
+    admission = _admission(prepared, state.step, position)
+    if config.flow.round_tokens:
+        admission = _deadlines(prepared, state, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
     return Producer(
         sampler,
-        _admission(prepared, state.step, position),
+        admission,
         nodes,
         functools.partial(next, loader, None),
         writers=writers | {None: sampler_layout(prepared.sizes)},
@@ -223,6 +260,21 @@ def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
         last=None if batches is None else batches * config.data.prompts_per_step,
         steps=config.training.steps,
         judged=prepared.plan.region is not None,
+    )
+
+
+def _deadlines(prepared: PreparedRun, state: RunState, saved: SavedSamples) -> Deadlines:
+    """The rule of a run whose rollouts have a budget of tokens, which goes on from `state`."""
+    config, batches = prepared.config, prepared.loader.num_steps
+    rule, position = flow_rule(config, prepared.plan), state.position(config.data.prompts_per_step)
+    return Deadlines(
+        rule,
+        step=state.step,
+        counter=position,
+        # samples of a run without a budget belong to the steps that follow
+        begun=state.begun or begun_by_steps(rule, state.step, position, saved.counters),
+        last=None if batches is None else batches * config.data.prompts_per_step,
+        steps=config.training.steps,
     )
 
 

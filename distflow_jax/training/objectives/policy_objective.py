@@ -191,6 +191,8 @@ def evaluate(
         "actor/pg_clipfrac_lower": mean(policy.clipped_lower),
         "actor/ppo_kl": mean(tokens.old_logp - tokens.logp),
     }
+    if batch.budgeted is not None:
+        sums["actor/budget_share"] = aggregate(jnp.ones_like(weight))
     if batch.ref_logp is not None and not algorithm.kl_in_reward:
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logp, jnp.where(mask, batch.ref_logp, 0.0))
         kl_loss = aggregate(kl)

@@ -1,0 +1,1 @@
+"""Rollouts that end by a budget of tokens, and steps that train what is complete by then."""

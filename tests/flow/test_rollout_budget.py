@@ -1,0 +1,251 @@
+"""Ends of rollouts on several processes: the same groups on all of them, and none waits forever.
+
+A model has every order of events: a million of them are the nightly tier's, twenty thousand the
+default one's. Processes with real connections run the same code.
+"""
+
+import concurrent.futures
+import random
+import threading
+import types
+
+import pytest
+from support.gathers import Gathers
+
+from distflow_jax.environments.episode_sampler import Counts
+from distflow_jax.flow.budgets.deadline_rule import Deadlines
+from distflow_jax.flow.budgets.rollout_budget import RolloutBudget
+from distflow_jax.flow.budgets.rollout_taker import rollout_metrics
+from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.host_exchange import HostExchange, listen
+from distflow_jax.parallel.peers import Peers
+
+SECONDS = 30
+
+
+class Job:
+    """The constants of a random job."""
+
+    def __init__(self, draw, steps):
+        # each process has a group of every batch, as the loader's deal says
+        self.processes = draw.randint(1, 4)
+        self.rule = Rule(max(draw.randint(1, 6), self.processes), draw.randint(1, 3))
+        self.steps = steps
+        self.longest = draw.randint(1, 8)
+        self.tokens = draw.choice([1, 5, 20, 1000])
+        self.salt = draw.random()
+
+    def home(self, counter):
+        """The process of a group."""
+        batch, place = divmod(counter, self.rule.groups)
+        return random.Random(f"{self.salt}{batch}").sample(
+            [i % self.processes for i in range(self.rule.groups)], self.rule.groups
+        )[place]
+
+    def length(self, counter):
+        """Tokens of a group."""
+        return random.Random(f"{self.salt}{counter}x").randint(1, self.longest)
+
+    def rule_of_a_process(self):
+        return Deadlines(self.rule, steps=self.steps)
+
+
+class Process:
+    """A process of a model: what a RolloutBudget uses of a producer, and the training."""
+
+    def __init__(self, job, index, gather, peers):
+        self.job, self.index, self.lock = job, index, threading.Condition()
+        self.admission = job.rule_of_a_process()
+        self.groups, self.tokens, self.seen = {}, 0, set()
+        self.budget = RolloutBudget(
+            *(self, self.admission, gather, peers), tokens=job.tokens, processes=job.processes
+        )
+        self.steps, self.sampled = [], []
+
+    def counts(self):
+        return Counts(tokens=self.tokens)
+
+    def admit(self):
+        """Begins what the rule allows."""
+        for counter in range(self.admission.position, self.admission.end(self.admission.finished)):
+            if self.job.home(counter) == self.index and counter not in self.seen:
+                self.seen.add(counter)
+                self.groups[counter] = types.SimpleNamespace(
+                    counter=counter, done=False, left=self.job.length(counter)
+                )
+
+    def sample(self, draw):
+        """A token of a group, or the end of its rewards; whether there was anything to do."""
+        late = [group for group in self.groups.values() if not group.done]
+        if not late:
+            return False
+        group = draw.choice(late)
+        if group.left:
+            group.left, self.tokens = group.left - 1, self.tokens + 1
+        else:
+            group.done = True
+        return True
+
+    def train(self, cut):
+        """A step with the groups that the end of its rollout gave."""
+        self.steps.append(cut)
+        self.sampled.append(self.budget.sampled())
+        assert self.admission.finish(cut.step) == cut
+        for counter in cut.kept:
+            self.groups.pop(counter, None)
+
+    def check(self):
+        """After the last step nothing is left."""
+        assert not self.groups
+        assert sum(self.sampled) == self.tokens == sum(map(self.job.length, self.seen))
+
+
+class Modelled(Process):
+    """A process whose gathers and numbers are events."""
+
+    def __init__(self, job, index, gathers, raised):
+        self.heard = 0
+        peers = types.SimpleNamespace(
+            raise_to=raised, seen=lambda kind: self.heard, check=lambda: None
+        )
+        super().__init__(job, index, gathers.of(index), peers)
+        self.running, self.until = None, lambda: True
+
+    def go_on(self):
+        """Goes on until it waits; at the end of a rollout it trains."""
+        while self.until():
+            if self.running is None:
+                self.admit()
+                self.running = self.budget.waits()
+            try:
+                self.until, _ = next(self.running)
+            except StopIteration as end:
+                self.running, self.until = None, lambda: True
+                self.train(end.value)
+                return
+
+
+def check_ends(world, job):
+    """All processes trained the same, and rollouts have ended no earlier than they may."""
+    for process in world:
+        assert process.steps == world[0].steps
+        process.check()
+    assert len(world[0].steps) == job.steps
+    counters = sorted(c for cut in world[0].steps for c in cut.kept)
+    assert counters == list(range(len(counters)))
+    rule, sampled, trained = job.rule_of_a_process(), 0, 0
+    for number, cut in enumerate(world[0].steps):
+        found = [{"tokens": p.sampled[number], "groups": len(cut.kept)} for p in world]
+        metrics = rollout_metrics(found, budget=job.tokens)
+        tokens, beyond = (metrics[f"training/rollout_tokens{end}"] for end in ("", "_beyond"))
+        assert beyond == max(0, tokens - job.tokens)
+        sampled += tokens
+        if not beyond and tokens < job.tokens:  # there was nothing left to sample
+            waiting = [counter for counter, _ in rule.begun["waiting"]]
+            assert sampled == trained + sum(map(job.length, waiting))
+        trained += sum(map(job.length, cut.kept))
+        for counter in cut.kept:
+            rule.complete(counter)
+        assert rule.finish(cut.step).kept == cut.kept
+
+
+def model(seed, steps):
+    """Runs a random job to its end, one random event after the other; returns their number."""
+    draw = random.Random(seed)
+    job = Job(draw, steps)
+    gathers, wanted = Gathers(job.processes), [0]
+
+    def raised(kind, number):
+        wanted[0] = max(wanted[0], number)
+
+    world = [Modelled(job, i, gathers, raised) for i in range(job.processes)]
+    events = 0
+    while any(process.admission.finished < steps for process in world):
+        events += 1
+        late = [p for p in world if p.admission.finished < steps]
+        choices = [(p.go_on, ()) for p in late if p.until()]
+        choices += [
+            (p.sample, (draw,)) for p in world if any(not g.done for g in p.groups.values())
+        ]
+        choices += [(vars(p).update, ({"heard": wanted[0]},)) for p in world if p.heard < wanted[0]]
+        choices += [(future.set_result, (values,)) for future, values in gathers.ready()]
+        assert choices, f"seed {seed}: nothing can happen, and steps are left"
+        what, given = draw.choice(choices)
+        what(*given)
+    check_ends(world, job)
+    # a gather tells something, or nobody would have begun it
+    assert all(any(t or c for t, c in values.values()) for values, _ in gathers.begun)
+    return events
+
+
+def test_rollouts_of_a_model_end_alike_and_never_wait_forever():
+    total = seed = 0
+    while total < 20_000:
+        total += model(seed, 4)
+        seed += 1
+
+
+@pytest.mark.slow
+def test_a_million_events():
+    total, seed = 0, 10_000
+    while total < 1_000_000:
+        total += model(seed, 8)
+        seed += 1
+
+
+class Threaded(Process):
+    """A process of a job of threads, with real connections."""
+
+    def __init__(self, job, index, exchanges, seed):
+        self.draw = random.Random(f"{seed}{index}")
+        gather = BackgroundGather(exchanges[0])
+        peers = Peers(exchanges[1], index, job.processes, self.wake)
+        super().__init__(job, index, gather, peers)
+
+    def wake(self):
+        with self.lock:
+            self.lock.notify_all()
+
+    def drive(self, until, *, needs=0):
+        while not until():
+            with self.lock:
+                if not self.sample(self.draw) or self.draw.random() < 0.1:
+                    self.lock.wait(self.draw.uniform(0, 0.003))
+
+    def run(self):
+        for _ in range(self.job.steps):
+            self.admit()
+            self.train(self.budget.end(self.drive))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rollouts_end_alike_on_processes_with_connections(seed):
+    job = Job(random.Random(seed), 5)
+    listeners = [[listen("127.0.0.1") for _ in range(job.processes)] for _ in range(2)]
+    places = [[("127.0.0.1", one.getsockname()[1]) for one in of] for of in listeners]
+
+    def run(index):
+        exchanges = [
+            HostExchange(index, places[i], listeners[i][index], b"x" * 16) for i in range(2)
+        ]
+        process = Threaded(job, index, exchanges, seed)
+        process.run()
+        return process
+
+    with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
+        ran = [pool.submit(run, index) for index in range(job.processes)]
+        world = [future.result(timeout=SECONDS) for future in ran]
+    check_ends(world, job)
+    for process in world:
+        process.budget.close()
+
+
+def test_metrics_of_a_rollout():
+    found = [{"tokens": 30, "groups": 3}, {"tokens": 12, "groups": 3}]
+    assert rollout_metrics(found, budget=40) == {
+        "training/rollout_tokens": 42.0,
+        "training/rollout_tokens_beyond": 2.0,
+        "training/groups": 3.0,
+    }
+    assert rollout_metrics(found, budget=50)["training/rollout_tokens_beyond"] == 0
