@@ -31,6 +31,9 @@ class FlowConfig:
     # which of the groups that may begin take slots first: longest expected response, counter, or
     # informative, those whose last scores differed most. Never changes what a step trains on
     order: str = "longest"
+    # keep the groups of each wave in the run's folder, with which train --replay=FOLDER repeats the
+    # training without a sampler
+    record: bool = False
 
     def __post_init__(self):
         if self.max_lag < 0:
@@ -72,6 +75,11 @@ class FlowConfig:
                     f"flow.{name}={value} has no effect with flow.waves={self.waves!r}; use "
                     f"waves={kind!r}, or take it out"
                 )
+        if self.record and not self.in_waves:
+            raise ValueError(
+                "flow.record=True keeps the groups of waves, and flow.waves='off' makes none; use "
+                "another one, or take it out"
+            )
 
     @property
     def buffers(self) -> int:

@@ -24,6 +24,7 @@ from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_records import WaveRecords
+from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_room import WaveRoom
 from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -37,6 +38,7 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.samplers.replays import make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_sampler import evaluation_of
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
@@ -67,13 +69,15 @@ def make_flow(
     checkpointer: Checkpointer,
     evaluates: Callable[[int], bool] | None,
 ) -> Flow | None:
-    """The flow of a run whose samplers run ahead; None for other runs. Collective.
+    """The flow of a run whose samplers run ahead; None for others, and in a replay. Collective.
 
     It takes the sampler's state, and the samples of the checkpoint that the run goes on from. The
     samplers must have been started. `evaluates(version)`: whether samplers evaluate a version when
     they take it; None: none of them.
     """
     config, plan = prepared.config, prepared.plan
+    if prepared.recording is not None:
+        return None
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
     _tell_of_lag(added, config.flow, state.step)
     if not config.flow.ahead:
@@ -97,9 +101,13 @@ def make_flow(
     )
 
 
-def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -> WaveTaker | None:
+def make_waves(
+    prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path, state: RunState
+) -> WaveTaker | WaveReplay | None:
     """Hands a step's groups to the training wave by wave; None for other runs. Collective."""
     config = prepared.config
+    if prepared.recording is not None:
+        return make_replay(prepared, prepared.recording, folder, state)
     if flow is None or not config.flow.in_waves:
         return None
     producer, region = flow.producer, prepared.plan.region is not None
@@ -131,7 +139,8 @@ def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -
         # with swaps at boundaries rounds bring verdicts to the samplers' rule
         judges=region and config.flow.swap != "boundary",
     )
-    return WaveTaker(flow, source, WaveRecords(folder, producer.admission.finished))
+    records = WaveRecords(folder, state.step)
+    return WaveTaker(flow, source, records, make_record_writer(prepared, folder, state))
 
 
 def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
