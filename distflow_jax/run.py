@@ -43,7 +43,6 @@ from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
-from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
@@ -67,6 +66,7 @@ from distflow_jax.runtime.run_state import (
     loader_position,
     save_state,
 )
+from distflow_jax.runtime.samplers.replays import open_recording
 from distflow_jax.runtime.samplers.run_flow import (
     end_saving,
     evaluates_ahead,
@@ -76,7 +76,7 @@ from distflow_jax.runtime.samplers.run_flow import (
 from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_samplers, sync_weights
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
-from distflow_jax.runtime.wave_steps import make_wave_steps
+from distflow_jax.runtime.wave_steps import Taker, make_wave_steps
 from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
@@ -92,13 +92,15 @@ def train(
     *,
     chosen: Collection[str] = (),
     stop: StopSignal | None = None,
+    replay: str | os.PathLike = "",
 ) -> int:
     """Runs a training run, or continues it; returns the exit code. Collective.
 
     `job` is the job that this process has joined, see parallel/job.py. `stop` is what SIGTERM sets,
     if the caller receives that; otherwise it is received here. Meanwhile a watchdog process
     supervises this one (watchdog/controller.py). `chosen` are the config keys that the command line
-    gives: they win over the settings of the graph.
+    gives: they win over the settings of the graph. `replay` is the folder of a run whose recorded
+    training is repeated, without a sampler; "": none.
 
     Raises ValueError or FileNotFoundError for user errors, before any device works.
     """
@@ -110,20 +112,27 @@ def train(
         stop.before_leaving.append(watchdog.stopped)
         if processes.process_index():
             log_lines.only_errors()
-        code = _train(config, run_folder(workdir), watchdog, stop, chosen, argv=sys.argv)
+        folder, argv = run_folder(workdir), sys.argv
+        code = _train(config, folder, watchdog, stop, chosen, argv=argv, replay=replay)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
 
 
-def train_here(config: Config, workdir: str | os.PathLike, *, chosen: Collection[str] = ()) -> int:
+def train_here(
+    config: Config,
+    workdir: str | os.PathLike,
+    *,
+    chosen: Collection[str] = (),
+    replay: str | os.PathLike = "",
+) -> int:
     """Runs `train` as one process in an interpreter that lives on: a notebook's, a test's.
 
     There is no watchdog: it would end the interpreter some seconds after any error.
     """
     watchdog = Watchdog(config.health, 1)  # never started
     with stop_on_sigterm() as stop:
-        return _train(config, run_folder(workdir), watchdog, stop, chosen)
+        return _train(config, run_folder(workdir), watchdog, stop, chosen, replay=replay)
 
 
 def _train(
@@ -134,6 +143,7 @@ def _train(
     chosen: Collection[str],
     *,
     argv: Sequence[str] = (),
+    replay: str | os.PathLike = "",
 ) -> int:
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
@@ -152,7 +162,8 @@ def _train(
             terminal.print("Choose another --workdir, or raise training.steps to go on")
             return EXIT_DONE
         files.enter_context(kept_programs(config.compilation_cache))
-        prepared = prepare(config, chosen, terminal.activity)
+        recording = open_recording(replay, folder, done or 0) if replay else None
+        prepared = prepare(config, chosen, terminal.activity, recording)
         files.enter_context(contextlib.closing(prepared.rewards))
         run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)
@@ -203,7 +214,7 @@ class Run:
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self._saved_step = self.state.step  # of the newest checkpoint
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts
-        self.taker: WaveTaker | RolloutTaker | None = None  # which `loop` starts too
+        self.taker: Taker | RolloutTaker | None = None  # of steps, which `loop` starts too
         self.waves = make_wave_steps(prepared, self.runtime, self.runners)
         # the rows of a step: of the batch, or of its waves
         self.held = self.waves or self.runtime.coordinator
@@ -226,9 +237,9 @@ class Run:
                 files.callback(self.flow.close)
             if self.taker is not None:
                 files.callback(self.taker.close)
-            buffered = self.config.coordinator.double_buffer
+            buffered = self.config.coordinator.double_buffer and not self.config.flow.ahead
             batches = _read(self.prepared.loader, self.instruments.spans)
-            prompts = files.enter_context(Prefetch(batches, enabled=buffered and not self.flow))
+            prompts = files.enter_context(Prefetch(batches, enabled=buffered))
             while state.step < steps:
                 started = time.perf_counter()
                 state.step += 1
@@ -236,8 +247,8 @@ class Run:
                 try:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
-                except EndOfData:
-                    return self._end_early()
+                except EndOfData as end:
+                    return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
                 received = self.held.bytes_received()
                 seconds = time.perf_counter() - started
@@ -328,9 +339,7 @@ class Run:
             self.recorder.timed("checkpoint", step),
             self.phases.span("save_checkpoint"),
         ):
-            save_state(self.prepared, self.state, self.checkpointer, added_to=ahead)
-            if ahead:
-                self.flow.save(step)
+            _write_checkpoint(self, with_samples=ahead)
         self._saved_step = step
 
     # -- what surrounds the loop ------------------------------------------------------------------
@@ -348,7 +357,7 @@ class Run:
                 evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
                 self.sync_weights,
             )
-            self.taker = make_taker(self.prepared, self.flow, self.folder)
+            self.taker = make_taker(self.prepared, self.flow, self.folder, state)
         self.recorder.ready(runtime)
 
     @property
@@ -408,9 +417,9 @@ class Run:
             table = gather_table(samples)
             metrics = batch_metrics(table, self.held.tokens_per_rank())
             metrics |= self.utilization.metrics(state.step, self.held)
+            if self.config.flow.ahead:
+                metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:
-                lag = self.config.flow.max_lag
-                metrics |= staleness_metrics(samples, state.step, lag)
                 self.flow.saver.record(samples)
             loader.observe(state.batches, table.counter, table.response)
             loader.observe_scores(state.batches, table.counter, table.score)
@@ -453,12 +462,12 @@ class Run:
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)
         return EXIT_PREEMPTED
 
-    def _end_early(self) -> int:
+    def _end_early(self, why: str) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
         self.recorder.stop_reason = DATA_ENDED
         step, steps = self.state.step, self.config.training.steps
-        log.warning("the data ended after step %d of %d; raise data.epochs for more", step, steps)
+        log.warning("the data ended after step %d of %d; %s", step, steps, why)
         if step and self._saved_step != step:
             self.save(goes_on=False)
         elif step:
@@ -483,6 +492,15 @@ def _offer_weights(run: Run, metrics: dict[str, Any]) -> dict[str, float]:
     return run.flow.publications.offer(step, metrics, needed=run.schedule.evaluates(step))
 
 
+def _write_checkpoint(run: Run, *, with_samples: bool) -> None:
+    """Starts a checkpoint, to which samples are added; records of steps before it are whole."""
+    if run.taker is not None:
+        run.taker.wait()
+    save_state(run.prepared, run.state, run.checkpointer, added_to=with_samples)
+    if with_samples:
+        run.flow.save(run.state.step)
+
+
 def _take_groups(run: Run) -> dict[str, Any]:
     """Hands the coordinator the step's groups; returns metrics of the nodes that ran ahead."""
     state, coordinator, flow = run.state, run.runtime.coordinator, run.flow
@@ -501,7 +519,7 @@ def _run_waves(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the step wave by wave; returns its states and metrics."""
     state, taker = run.state, run.taker
-    assert isinstance(taker, WaveTaker), "made by `make_taker`"
+    assert not isinstance(taker, RolloutTaker), "steps in waves have no rollouts"
     models, metrics = run.waves.run(
         state.step,
         state.models,
@@ -512,7 +530,8 @@ def _run_waves(
         records=run.recorder.takes_samples,
     )
     state.look_at(taker.finish(state.step), run.config.data.prompts_per_step)
-    return models, metrics | run.flow.counts() | {"training/waves": run.waves.waves}
+    counts = {} if run.flow is None else run.flow.counts()
+    return models, metrics | counts | {"training/waves": run.waves.waves}
 
 
 def _never() -> bool:

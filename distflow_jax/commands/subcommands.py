@@ -49,6 +49,11 @@ TRAIN = Subcommand(
             None,
             "Steps to profile, 3:5; short for --config.observe.profile_steps.",
         ),
+        string(
+            "replay",
+            "",
+            "Folder of a run with flow.record, whose training is repeated without a sampler.",
+        ),
         *JOB,
     ),
     (
@@ -134,6 +139,11 @@ PLAN = Subcommand(
         ),
         integer("processes", 1, "Processes that --devices are divided over.", 1),
         switch("compile", True, "Compile the programs for their costs."),
+        switch(
+            "check_scopes",
+            False,
+            "Check the scopes of nodes with functions of your own, on random fields; no plan.",
+        ),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
         string("out", "", "Folder for the plan's text and pictures; empty: none."),
     ),
@@ -151,7 +161,8 @@ pod that need not exist, and estimates seconds: see docs/scaling.md;
 plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
 also pod.svg, its memory and seconds. --sweep searches the fastest layout of the
 pod that fits, whatever config.mesh says, and prints its flags; --out then
-writes sweep.txt and sweep.json.
+writes sweep.txt and sweep.json. --check_scopes permutes and divides groups on
+random fields; exit code 2 names a node whose results need a wider scope.
 
 Exit code 0 means that a run would start; 2 means that its devices have too
 little memory, or a user error. The one-line message names the fix.""",

@@ -19,6 +19,13 @@ def main(options: SimpleNamespace) -> int:
         stop.before_leaving.append(processes.stop_others)
         stop.leave_at_once()  # joining may wait for minutes
         job = join_job(options, watched_next=True)
-        code = run.train(config, options.workdir, job, chosen=options.chosen, stop=stop)
+        code = run.train(
+            config,
+            options.workdir,
+            job,
+            chosen=options.chosen,
+            stop=stop,
+            replay=options.replay,
+        )
     processes.shutdown()
     return code

@@ -42,6 +42,9 @@ class FlowConfig:
     # processes, and the groups that the step must train are complete; steps then differ in size.
     # 0: it ends when the step's prompts_per_step groups are complete
     round_tokens: int = 0
+    # keep the groups of each wave in the run's folder, with which train --replay=FOLDER repeats the
+    # training without a sampler
+    record: bool = False
 
     def __post_init__(self):
         if self.max_lag < 0:
@@ -116,6 +119,11 @@ class FlowConfig:
                     f"flow.{name}={value} has no effect with flow.waves={self.waves!r}; use "
                     f"waves={kind!r}, or take it out"
                 )
+        if self.record and not self.in_waves:
+            raise ValueError(
+                "flow.record=True keeps the groups of waves, and flow.waves='off' makes none; use "
+                "another one, or take it out"
+            )
 
     @property
     def buffers(self) -> int:

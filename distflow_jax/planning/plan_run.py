@@ -35,6 +35,7 @@ from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.publishing.publish_checks import check_publishing
+from distflow_jax.flow.waves.recordings import Recording
 from distflow_jax.flow.waves.streamed_nodes import (
     described,
     nodes_that_need_the_batch,
@@ -47,10 +48,16 @@ from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.run_models import ModelOfRun, models_of, samplers_of
+from distflow_jax.planning.run_models import (
+    ModelOfRun,
+    models_of,
+    samplers_of,
+    starting_weights,
+)
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
+from distflow_jax.planning.waves.replayed_run import check_replay, start_of_run
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, settle_reads
@@ -216,6 +223,12 @@ class PreparedRun(RunPlan):
     eval_prompts: list[Prompt]
     rewards: RewardPool
     environments: Environments | None  # None: a response is one turn
+    recording: Recording | None = None  # whose training the run repeats
+
+    @property
+    def samplers(self) -> dict[str, str]:
+        """As of RunPlan; none in a replay."""
+        return super().samplers if self.recording is None else {}
 
 
 def plan_run(
@@ -275,15 +288,20 @@ def prepare(
     config: Config,
     chosen: Collection[str] = (),
     shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    recording: Recording | None = None,
 ) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`. `shown(phase)`: a block
-    in which a terminal shows what a run waits for.
+    in which a terminal shows what a run waits for. `recording`: whose training the run repeats.
     """
     machine = Machine.current()
     with shown("open_model"):
         run = plan_run(config, machine, chosen)
+        if recording is not None:
+            weights, table = starting_weights(run.models, run.source), config_table(run.config)
+            ours = start_of_run(table, run.plan.digest, weights, machine.devices)
+            check_replay(recording, ours)
     config, source, sizes = run.config, run.source, run.sizes
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
@@ -312,6 +330,7 @@ def prepare(
         eval_prompts=eval_prompts,
         rewards=rewards,
         environments=environments,
+        recording=recording,
     )
 
 

@@ -15,6 +15,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan
 from distflow_jax.flow.flow_checks import nodes_ahead
+from distflow_jax.flow.waves.recordings import MOST_UNWRITTEN
 from distflow_jax.layout import ROUTED_EXPERTS, VERSION
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
@@ -43,11 +44,12 @@ class WaitingGroups:
     buffers: int  # weights on their way to a sampler with devices of its own; 0: it has none
     buffer: int  # bytes of one
     host: int  # memory of a host; 0 if unknown
+    unwritten: int = 0  # steps whose groups may wait for the disk that records them
 
     @property
     def groups(self) -> int:
         """Groups of a host that exist at a time, at most."""
-        return (self.max_lag + 1) * self.share
+        return (self.max_lag + 1 + self.unwritten) * self.share
 
     @property
     def group(self) -> int:
@@ -65,9 +67,10 @@ class WaitingGroups:
             return
         room = self.host - self.buffers * self.buffer
         advice = "use a host with more memory"
-        if (steps := room // (self.share * self.group)) > 0:
+        steps = room // (self.share * self.group) - self.unwritten
+        if steps > 0:
             advice = f"use flow.max_lag={steps - 1}"
-        elif (share := room // ((self.max_lag + 1) * self.group)) > 0:
+        elif (share := room * self.share // (self.groups * self.group)) > 0:
             most = share * self.prompts_per_step // self.share
             advice = f"lower flow.max_lag, or use data.prompts_per_step={most} or less"
         weights = ""
@@ -133,6 +136,8 @@ def waiting_groups(
         buffers=config.flow.buffers if own else 0,
         buffer=_leaving_bytes(sizes, model, machine),
         host=machine.host_memory,
+        # the one that waits to be written is beyond them
+        unwritten=MOST_UNWRITTEN + 1 if config.flow.record else 0,
     )
 
 

@@ -42,6 +42,7 @@ class Span:
     thread: str
     start: float
     end: float
+    wave: int = 0  # number of the wave that it belongs to; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class RunFolder:
 
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
     `earlier` those of other files that have the same prompts;
-    `steps` the spans of the first and the last step in the trace; `stragglers` the records of
+    `steps` the spans of the first and the last step in the trace; `waves` the records of waves of
+    these steps (flow/waves/wave_records.py); `stragglers` the records of
     RunWriter.stragglers, `events` those of RunWriter.event; `objectives` what the plan's nodes
     train, in their order, as "policy" or "value"; `samples_prompts` whether a node samples
     responses; `notes` the problems that were met.
@@ -62,6 +64,7 @@ class RunFolder:
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
     earlier: Mapping[str, Sequence[Mapping[str, Any]]]
     steps: Mapping[int, Sequence[Span]]
+    waves: Mapping[int, Sequence[Mapping[str, Any]]]
     stragglers: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     plan: Sequence[PlannedNode]
@@ -82,13 +85,15 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     tree = _json(folder / "plan.json", notes)
     objectives, samples_prompts = _trained(tree)
     samples = _samples(folder / "samples", notes)
+    steps = _steps(folder / "trace.json", notes)
     return RunFolder(
         name=folder.resolve().name,
         config=read_config(folder, notes),
         rows=_rows(folder / "metrics.jsonl", notes),
         samples=samples,
         earlier=_earlier(folder / "samples", samples),
-        steps=_steps(folder / "trace.json", notes),
+        steps=steps,
+        waves=_waves(folder / "waves.jsonl", steps, notes),
         stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
         events=_thinned(folder / "events.jsonl", _MOST_EVENTS, notes),
         plan=_plan(tree),
@@ -340,6 +345,19 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
     }
 
 
+def _waves(
+    path: pathlib.Path, steps: Iterable[int], notes: list[str]
+) -> dict[int, list[dict[str, Any]]]:
+    """Records of the waves of some steps, in their order."""
+    if not inside(path, path.parent):
+        return {}
+    words = [b'"step": %d,' % step for step in steps]
+    with path.open("rb") as file:
+        lines = (line for line in file if any(word in line for word in words))
+        found = _objects(lines, path.name, notes)
+    return {step: [row for row in found if row.get("step") == step] for step in steps}
+
+
 def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
     """Complete events of a trace; of a large file only those of its beginning and end."""
     if not inside(path, path.parent):
@@ -378,6 +396,12 @@ def _step(event: Mapping[str, Any]) -> int | None:
     return step if isinstance(step, int) and _timed(event) else None
 
 
+def _wave(event: Mapping[str, Any]) -> int:
+    args = event.get("args")
+    wave = args.get("wave") if isinstance(args, Mapping) else None
+    return wave if isinstance(wave, int) and not isinstance(wave, bool) and wave > 0 else 0
+
+
 def _timed(event: Mapping[str, Any]) -> bool:
     times = (event.get("ts"), event.get("dur"))
     numbers = all(isinstance(t, int | float) and math.isfinite(t) for t in times)
@@ -406,6 +430,7 @@ def _spans(own: Iterable[dict[str, Any]], attempt: Iterable[dict[str, Any]]) -> 
             "" if e.get("tid") in main else threads.get(e.get("tid")) or str(e.get("tid")),
             (e["ts"] - begin) / 1e6,
             (e["ts"] + e["dur"] - begin) / 1e6,
+            _wave(e),
         )
         for e in sorted([*own, *others], key=lambda e: (e["ts"], e["dur"]))
     ]

@@ -5,8 +5,10 @@ which nodes that wait, statistics and records are made.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, run_units
 from distflow_jax.flow.waves.wave_planner import Wave
+from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.layout import ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
@@ -33,6 +36,14 @@ from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
 from distflow_jax.training.streamed_update import without_sums
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
+Taker = WaveTaker | WaveReplay
+
+
+class SpanOfWave(Protocol):
+    """A Span with facts for the trace."""
+
+    def __call__(self, name: str, **args: Any) -> AbstractContextManager[Any]:
+        """Times the `with` block under a name; the trace has `args`."""
 
 
 @dataclasses.dataclass
@@ -57,7 +68,7 @@ class StepInWaves:
 
 
 class WaveSteps:
-    """Runs steps in waves, from the groups of a WaveTaker to the new states. Afterwards it has the
+    """Runs steps in waves, from the groups of a Taker to the new states. Afterwards it has the
     numbers of the step that a Coordinator has of a batch."""
 
     def __init__(
@@ -96,8 +107,8 @@ class WaveSteps:
         self,
         step: int,
         states: Mapping[str, Any],
-        taker: WaveTaker,
-        span: Span,
+        taker: Taker,
+        span: SpanOfWave,
         given: Callable[[FieldStore], None],
         rehearse: Rehearse | None,
         *,
@@ -112,26 +123,28 @@ class WaveSteps:
         self._found, self._advantages = found, {}
         self._begin(states)
         while True:
-            with span("wait_for_samples"):
+            of_wave = functools.partial(span, wave=1 + self.waves)
+            with of_wave("wait_for_samples"):
                 wave, store = taker.take(step)
             given(store)
-            self._wave(wave, states, store, span, rehearse)
+            self._wave(wave, states, store, of_wave, rehearse)
             self._collect(records=records)
             taker.record(wave, **_filling(self._coordinator.shares))
             if wave.ends_mini_batch:
-                self._finish(wave, states, span, rehearsed=rehearse is not None)
+                self._finish(wave, states, of_wave, rehearsed=rehearse is not None)
             if wave.last:
                 break
         with span("wait_for_samples"):
             store, of_nodes = taker.end()
         given(store)
-        metrics = self._batch_of(store).merged(of_nodes)
+        metrics = dict(self._batch_of(store).merged(of_nodes))
+        taker.note(dict(metrics))
         metrics |= self._rest(step, states, span, rehearse)
         return states, metrics | self._merged()
 
     @property
     def waves(self) -> int:
-        """Waves of the last step."""
+        """Waves of the last step, as far as they have run."""
         return len(self._found.shares)
 
     def tokens_per_rank(self) -> np.ndarray:

@@ -68,7 +68,7 @@ def node_sampling(context: SamplingContext) -> SamplingParams:
     """How a node samples. ValueError for a field that its sampler does not record."""
     node = context.node
     record = ROUTED_EXPERTS in node.writes
-    if record and not context.engine.config.record_experts:
+    if record and context.engine and not context.engine.config.record_experts:
         raise ValueError(
             f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
             "training.router_replay alone: set that, or take it out of the node's writes"

@@ -27,6 +27,7 @@ ELSEWHERE = {
 FOLLOWED = {
     "docs/adapters.md",
     "docs/asynchronous.md",
+    "docs/dag.md",
     "docs/data.md",
     "docs/memory.md",
     "docs/parallelism.md",
@@ -41,6 +42,7 @@ NOT_RUN = {
     "docs/trackers.md": "wandb has an account or a folder; tests/report/test_trackers.py runs both",
 }
 LANGUAGES = {*SHELL, "python", "yaml", "json", "text"}  # a block of another one would be no command
+OF_A_MACHINE = ("timing", "perf/", "val-")  # metrics that a replay has otherwise, or not at all
 WORDS_NOT_RUN = {
     "openssl": "it makes a secret; tests/serving/test_access.py runs it for a certificate",
     "--token_file": "an open port; tests/serving/test_serve_process.py serves with these flags",
@@ -111,9 +113,33 @@ def test_adapters(tmp_path):
 
 @pytest.mark.slow
 def test_asynchronous(tmp_path):
-    follow(blocks(page("asynchronous.md")), place(tmp_path), environment(tmp_path))
+    shown = [block for block in blocks(page("asynchronous.md")) if block.language != "text"]
+    follow(shown, place(tmp_path), environment(tmp_path))
     rows = read_metrics(tmp_path / "runs/ahead/metrics.jsonl")
     assert max(row["training/off_policy/trajectory_staleness/max"] for row in rows[1:]) == 1
+    recorded, replayed = (
+        [
+            {name: repr(value) for name, value in row.items() if not name.startswith(OF_A_MACHINE)}
+            for row in read_metrics(tmp_path / f"runs/{name}/metrics.jsonl")
+            if row["step"]
+        ]
+        for name in ("waves", "again")
+    )
+    assert recorded == replayed and len(recorded) == 3
+
+
+@pytest.mark.slow
+def test_dag(tmp_path):
+    """A scope that holds, and the page's own that does not: the error is the page's."""
+    shown = [b for b in blocks(page("dag.md")) if b.heading == "Check a scope"]
+    *followed, error = shown
+    (printed,) = follow(followed, place(tmp_path))
+    assert re.search(r"node 'brevity' \(.*\) has scope sample, which holds", printed)
+    command = next(commands(block.text)[0] for block in followed if not block.title)
+    command = [re.sub(r"--config\.dag=.*", "--config.dag=whiten.yaml", word) for word in command]
+    with pytest.raises(AssertionError) as found:
+        run(tmp_path, command)
+    assert error.text.strip() in str(found.value)
 
 
 @pytest.mark.slow

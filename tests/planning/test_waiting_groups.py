@@ -57,6 +57,13 @@ def test_weights_on_their_way(lag, buffers):
     assert waiting.buffer <= wide.buffer < 1.1 * waiting.buffer  # one copy, whatever divides it
 
 
+def test_groups_that_wait_for_the_disk():
+    waves = (*PART, "flow.waves=counter", "flow.wave_prompts=2")
+    without, recorded = planned(*waves).waiting, planned(*waves, "flow.record=True").waiting
+    assert recorded.groups == without.groups + 3 * without.share
+    assert recorded.total > without.total
+
+
 def test_the_plan_names_what_runs_ahead():
     text = planned(*PART).text()
     assert "rollout, reward run ahead of the training, at most 2 steps" in text

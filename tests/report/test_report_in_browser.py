@@ -58,8 +58,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "a-run-with-quite-a-long-name_lr=2e-6_seed=17"
     writer = RunWriter(folder)
     writer.config({"training": {"steps": 60}, "model": {"source": HOSTILE}, "dag": "x" * 90})
-    node = {"id": "rollout", "role": "ROLLOUT", "type": "MODEL_INFERENCE"}
-    tree = json.dumps({"tasks": [{"node": node, "depth": 0}], "segments": []})
+    nodes = [
+        {"id": "rollout", "role": "ROLLOUT", "type": "MODEL_INFERENCE"},
+        {"id": "actor_train", "role": "ACTOR", "type": "COMPUTE"},
+    ]
+    tree = json.dumps({"tasks": [{"node": node, "depth": 0} for node in nodes], "segments": []})
     shapes = [Rect(0, 0, 1900, 300, "#eeeeee"), Text(1500, 40, "the plan")]
     writer.plan("1. rollout " * 40, svg=to_svg(Drawing(1900, 300, shapes)), tree=tree)
     writer.event("start", {"step": 0, "host": HOSTILE, "command": "python " + "x" * 300})
@@ -78,7 +81,19 @@ def folder(tmp_path_factory):
             [record | {"response": t} | n for t, n in zip(texts, numbers, strict=True)],
         )
     span = {"name": "rollout", "ph": "X", "ts": 1, "dur": 2e6, "tid": 1, "args": {"step": 60}}
-    (folder / "trace.json").write_text(json.dumps(span))
+    trace = [
+        span | {"name": "wait_for_samples"},
+        span | {"tid": 2, "args": {}},
+        *(
+            span
+            | {"name": "actor_train", "ts": wave * 5e5, "dur": 4e5}
+            | {"args": {"step": 60, "wave": wave}}
+            for wave in (1, 2, 3)
+        ),
+    ]
+    (folder / "trace.json").write_text("\n".join(map(json.dumps, trace)))
+    waves = [{"step": 60, "wave": wave, "counters": [wave, 99]} for wave in (1, 2, 3)]
+    (folder / "waves.jsonl").write_text("\n".join(map(json.dumps, waves)))
     writer.close()
     return folder
 
@@ -111,6 +126,18 @@ def test_the_page_fits_its_window_offline(browser, folder, width, dark):
     assert (red > 128) == dark
     picture = page.run("document.querySelector('.picture svg').getBoundingClientRect().width")
     assert picture <= width
+
+
+def test_waves_alternate_in_the_lane_of_the_training(browser, folder):
+    page = opened(browser, folder)
+    found = page.run(
+        "[...document.querySelectorAll('#times-0 .row')]"
+        ".filter((row) => row.querySelector('.label').textContent === 'training')"
+        ".flatMap((row) => [...row.querySelectorAll('.track i')])"
+        ".map((bar) => [bar.title, getComputedStyle(bar).opacity])"
+    )
+    assert [opacity for _, opacity in found] == ["1", "0.6", "1"]
+    assert found[1][0].startswith("wave 2 of 3 (prompts 2, 99), actor_train: ")
 
 
 def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):

@@ -191,6 +191,10 @@ SIZES = [
     ("flow.max_lag=1 ; flow.waves=redy", "flow.waves must be one of off, counter, ready, got"),
     ("flow.max_lag=1 ; flow.waves=counter", "flow.waves='counter' needs flow.wave_prompts of at"),
     ("flow.max_lag=1 ; flow.waves=ready", "flow.waves='ready' needs flow.wave_rows of at least 1"),
+    (
+        "flow.max_lag=1 ; flow.record=True",
+        "keeps the groups of waves, and flow.waves='off' makes none",
+    ),
     ("flow.wave_rows=4", "flow.wave_rows=4 has no effect with flow.waves='off'; use waves='ready'"),
     (
         "flow.max_lag=1 ; flow.waves=ready ; flow.wave_rows=8 ; flow.wave_prompts=2",

@@ -44,6 +44,9 @@ class RolloutTaker:
         """Ends a step; returns the first counter that is not trained on."""
         return self._flow.finish(step)
 
+    def wait(self) -> None:
+        """Returns once records of the steps so far are written: there are none."""
+
     def close(self) -> None:
         """Ends the connections."""
         self._budget.close()

@@ -5,6 +5,9 @@ import time
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.waves.recordings import RecordWriter
+from distflow_jax.flow.waves.step_record import StepRecord
 from distflow_jax.flow.waves.wave_planner import Wave
 from distflow_jax.flow.waves.wave_records import WaveRecords
 from distflow_jax.flow.waves.wave_source import WaveSource
@@ -13,11 +16,22 @@ from distflow_jax.layout import Metrics
 
 class WaveTaker:
     """Hands a step's groups to the training, wave by wave. Call `take` until a wave is the last
-    one, then `end`, then `finish` after the step has trained."""
+    one, then `end` and `note`, then `finish` after the step has trained."""
 
-    def __init__(self, flow: Flow, source: WaveSource, records: WaveRecords):
+    def __init__(
+        self,
+        flow: Flow,
+        source: WaveSource,
+        records: WaveRecords,
+        writer: RecordWriter | None = None,
+    ):
+        """`writer`: keeps the groups of each step for a replay; None: nothing does."""
         self._flow, self._source = flow, source
         self._records, self._waited = records, 0.0
+        self._writer = writer
+        self._waves: list[Wave] = []  # of the step, if they are kept
+        self._groups: list[Group] = []  # of this process, in these waves
+        self._metrics: Metrics = {}
 
     def take(self, step: int) -> tuple[Wave, FieldStore]:
         """The next wave, and the fields of this process's groups in it. Collective.
@@ -39,6 +53,9 @@ class WaveTaker:
             groups = [producer.groups[counter] for counter in mine]
             # a process without a group in a wave has the columns of any other group
             done = [group for group in producer.groups.values() if group.done]
+        if self._writer is not None:
+            self._waves.append(wave)
+            self._groups += groups
         return wave, flow.steps.fields(wave.counters, groups or done[:1])
 
     def record(self, wave: Wave, *, rows: int, room: int) -> None:
@@ -59,11 +76,28 @@ class WaveTaker:
             flow.drive(decided)
         return flow.joined(self._source.planner.cut)
 
+    def note(self, metrics: Metrics) -> None:
+        """Takes metrics of the nodes that ran ahead, over all processes."""
+        self._metrics = metrics
+
     def finish(self, step: int) -> int:
-        """Ends a step; returns the first counter that it did not look at."""
+        """Ends a step; returns the first counter that it did not look at. Raises the error of a
+        disk that could not take a record of the groups."""
         self._source.finish()
-        return self._flow.finish(step)
+        end = self._flow.finish(step)
+        if self._writer is not None:
+            groups = sorted(self._groups, key=lambda group: group.counter)
+            waves, self._waves, self._groups = self._waves, [], []
+            self._writer.add(StepRecord(step, tuple(waves), tuple(groups), end, self._metrics))
+        return end
+
+    def wait(self) -> None:
+        """Waits until the groups of all steps are kept, as a checkpoint needs it."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Ends the connections, and waits for what is being written."""
         self._source.close()
+        if self._writer is not None:
+            self._writer.close()

@@ -1,60 +1,100 @@
 """Times of single steps: bars over seconds, with a row per node in the planned order."""
 
+import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distflow_jax.report.read_run import PlannedNode, Span
 from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ROWS = 48
 _WAITING = "waiting"  # the thread of times that no thread spends
+_MOST_PROMPTS = 12  # named in the title of a wave
 _INVISIBLE = 0.001  # share of the axis below which a gap between bars is not drawn
 _ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
 
 
-def step_bars(plan: Sequence[PlannedNode], steps: Mapping[int, Sequence[Span]]) -> str:
-    """HTML of the times of steps, the last step first; "" without any."""
+Record = Mapping[str, Any]  # of a wave, see flow/waves/wave_records.py
+
+
+def step_bars(
+    plan: Sequence[PlannedNode],
+    steps: Mapping[int, Sequence[Span]],
+    waves: Mapping[int, Sequence[Record]] = types.MappingProxyType({}),
+) -> str:
+    """HTML of the times of steps, the last step first; "" without any. `waves`: by step."""
     parts = []
     for step, spans in reversed(steps.items()):
         note = "the last" if step == max(steps) else "the first in trace.json"
         end = max([span.end for span in spans], default=0.0)
         near = end * _INVISIBLE
-        rows = _lanes(plan, spans, near) + [
+        rows = _lanes(plan, spans, waves.get(step, ()), near) + [
             BarRow(name, _bars(name, bars, kind), sum_)
             for name, bars, kind, sum_ in _rows(plan, spans, near)
         ]
         parts.append(f"<h3>Step {step} <i>{note}</i></h3>{bars_html(rows, end)}")
     if not parts:
         return ""
+    in_waves = any(span.wave for spans in steps.values() for span in spans)
     about = (
         "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey rows are "
-        "other work. Process 0; seconds on the right are sums.</p>"
+        "other work. Process 0; seconds on the right are sums."
+        f"{' In the row training every second wave is lighter.' if in_waves else ''}</p>"
     )
     return about + "".join(parts)
 
 
-def _lanes(plan: Sequence[PlannedNode], spans: Sequence[Span], near: float) -> list[BarRow]:
-    """Sampling and training, a row each, where samplers run in a thread beside the training."""
+def _lanes(
+    plan: Sequence[PlannedNode], spans: Sequence[Span], waves: Sequence[Record], near: float
+) -> list[BarRow]:
+    """Sampling and training, a row each, where samplers run in a thread beside the training, or a
+    step is trained in waves."""
     roles = {node.id: node.role for node in plan}
     beside = [s for s in spans if s.thread and roles.get(s.name) == "ROLLOUT"]
-    if not beside:
-        return []
     threads = {span.thread for span in beside}
+    lanes = [("sampling", [s for s in spans if s.thread in threads])] if beside else []
+    training = [s for s in spans if not s.thread and s.name in roles]
+    count = max((span.wave for span in training), default=0)
+    if beside or count:
+        lanes.append(("training", training))
+    records = {found: record for record in waves if isinstance(found := record.get("wave"), int)}
     rows = []
-    for label, here in (
-        ("sampling", [s for s in spans if s.thread in threads]),
-        ("training", [s for s in spans if not s.thread and s.name in roles]),
-    ):
-        found: dict[str, list[tuple[float, float]]] = {}
+    for label, here in lanes:
+        found: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for span in here:
-            found.setdefault(span.name, []).append((max(0.0, span.start), span.end))
+            key = (span.name, span.wave)
+            found.setdefault(key, []).append((max(0.0, span.start), span.end))
         bars = [
             bar
-            for name, times in found.items()
-            for bar in _bars(name, _merged(times, near), _kind(roles.get(name, "")))
+            for (name, wave), times in found.items()
+            for bar in _bars(
+                _title(name, wave, count, records.get(wave, {})),
+                _merged(times, near),
+                _kind(roles.get(name, "")) + (" second" if wave and wave % 2 == 0 else ""),
+            )
         ]
         busy = [time for times in found.values() for time in times]
-        rows.append(BarRow(label, bars, _sum(busy)))
+        remark = f" in {count} waves" if count and label == "training" else ""
+        rows.append(BarRow(label, bars, f"{_sum(busy)}{remark}"))
     return rows
+
+
+def _title(name: str, wave: int, waves: int, record: Record) -> str:
+    """A bar's title, with the facts of its wave."""
+    if not wave:
+        return name
+    counters = record.get("counters")
+    facts = []
+    if isinstance(counters, list):
+        shown = ", ".join(map(str, counters[:_MOST_PROMPTS]))
+        more = f" and {len(counters) - _MOST_PROMPTS} more" if counters[_MOST_PROMPTS:] else ""
+        facts.append(f"prompts {shown}{more}" if counters else "no prompts")
+    if {"rows", "room"} <= record.keys():
+        facts.append(f"{record['rows']} of {record['room']} rows")
+    if isinstance(waited := record.get("waited"), int | float):
+        facts.append(f"waited {waited:.3f} s")
+    about = f" ({'; '.join(facts)})" if facts else ""
+    return f"wave {wave} of {waves}{about}, {name}"
 
 
 def _bars(name: str, times: Sequence[tuple[float, float]], kind: str) -> list[Bar]:

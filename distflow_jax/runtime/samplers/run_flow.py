@@ -28,6 +28,7 @@ from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_records import WaveRecords
+from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_room import WaveRoom
 from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -41,6 +42,7 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.samplers.replays import make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_sampler import evaluation_of
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
@@ -72,7 +74,7 @@ def make_flow(
     evaluates: Callable[[int], bool] | None,
     publish: Callable[[int], None],
 ) -> Flow | None:
-    """The flow of a run whose samplers run ahead; None for other runs. Collective.
+    """The flow of a run whose samplers run ahead; None for others, and in a replay. Collective.
 
     It takes the sampler's state, and the samples of the checkpoint that the run goes on from. The
     samplers must have been started. `evaluates(version)`: whether samplers evaluate a version when
@@ -80,6 +82,8 @@ def make_flow(
     so many finished steps.
     """
     config, plan = prepared.config, prepared.plan
+    if prepared.recording is not None:
+        return None
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
     _tell_of_lag(added, config.flow, state.step)
     if not config.flow.ahead:
@@ -106,18 +110,22 @@ def make_flow(
 
 
 def make_taker(
-    prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path
-) -> WaveTaker | RolloutTaker | None:
+    prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path, state: RunState
+) -> WaveTaker | WaveReplay | RolloutTaker | None:
     """Hands a step's groups to the training where `Flow.take` does not: wave by wave, or of
     rollouts with a budget of tokens. None for other runs. Collective."""
+    if prepared.recording is not None:
+        return make_replay(prepared, prepared.recording, folder, state)
     if flow is None:
         return None
     if prepared.config.flow.in_waves:
-        return make_waves(prepared, flow, folder)
+        return make_waves(prepared, flow, folder, state)
     return make_rollouts(prepared, flow) if prepared.config.flow.round_tokens else None
 
 
-def make_waves(prepared: PreparedRun, flow: Flow, folder: pathlib.Path) -> WaveTaker:
+def make_waves(
+    prepared: PreparedRun, flow: Flow, folder: pathlib.Path, state: RunState
+) -> WaveTaker:
     """Hands a step's groups to the training wave by wave. Collective."""
     config = prepared.config
     producer, region = flow.producer, prepared.plan.region is not None
@@ -150,7 +158,8 @@ def make_waves(prepared: PreparedRun, flow: Flow, folder: pathlib.Path) -> WaveT
         judges=region and config.flow.swap != "boundary",
         publications=flow.publications,
     )
-    return WaveTaker(flow, source, WaveRecords(folder, producer.admission.finished))
+    records = WaveRecords(folder, state.step)
+    return WaveTaker(flow, source, records, make_record_writer(prepared, folder, state))
 
 
 def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:

@@ -1,0 +1,98 @@
+"""The recorded groups of a run's steps, wave by wave: a WaveTaker without samplers."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.lag_rule import Cut
+from distflow_jax.flow.step_groups import StepGroups
+from distflow_jax.flow.waves.recordings import Recording
+from distflow_jax.flow.waves.step_record import StepRecord
+from distflow_jax.flow.waves.wave_planner import Wave
+from distflow_jax.flow.waves.wave_records import WaveRecords
+from distflow_jax.layout import Layout, Metrics
+
+
+class WaveReplay:
+    """Hands a step's recorded groups to the training, with the calls that a WaveTaker has."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        records: WaveRecords,
+        *,
+        nodes: Collection[str],
+        writers: Mapping[str | None, Layout],
+        prompt: Callable[[int], Prompt],
+    ):
+        """`records`: of this run's waves. `nodes`: ids of those that ran ahead; `writers`,
+        `prompt`: see step_record.from_arrays."""
+        self._recording, self._records = recording, records
+        self._writers, self._prompt = writers, prompt
+        self._steps = StepGroups(nodes)
+        self._record = StepRecord(0, (), (), 0, {})  # of the present step
+        self._left: deque[Wave] = deque()  # its waves
+        self._other: list[Group] = []  # any group, for the columns of a wave without one
+
+    def take(self, step: int) -> tuple[Wave, FieldStore]:
+        """The next wave of a step, and the fields of this process's groups in it.
+
+        Raises EndOfData after the last step of the recording, ValueError for a record that cannot
+        be read.
+        """
+        if not self._left:
+            self._begin(step)
+        wave = self._left.popleft()
+        return wave, self._fields(wave.counters)
+
+    def record(self, wave: Wave, *, rows: int, room: int) -> None:
+        """Records a wave that was taken last, whose groups lie in so many rows of so many."""
+        self._records.write(wave, rows=rows, room=room, waited=0.0)
+
+    def end(self) -> tuple[FieldStore, Metrics]:
+        """The fields of all of this process's groups in the step, whose last wave was taken, and
+        recorded metrics of the nodes that ran on them."""
+        record = self._record
+        start = min(record.counters, default=record.end)
+        cut = Cut(record.step, start, record.end, record.counters, final=True)
+        return self._steps.join(cut, self._mine(record.counters), record.metrics)
+
+    def note(self, metrics: Metrics) -> None:
+        """Takes metrics of the nodes that ran ahead, over all processes: they are known here."""
+
+    def finish(self, step: int) -> int:
+        """Ends a step; returns the first counter that it did not look at."""
+        return self._record.end
+
+    def wait(self) -> None:
+        """Waits until what a checkpoint needs is written: nothing is."""
+
+    def close(self) -> None:
+        """Ends the replay."""
+
+    def _begin(self, step: int) -> None:
+        if step > self._recording.last:
+            raise EndOfData(f"{self._recording.folder} has no whole record of a later one")
+        self._record = self._read(step)
+        self._left = deque(self._record.waves)
+
+    def _read(self, step: int) -> StepRecord:
+        return self._recording.read(step, self._writers, self._prompt)
+
+    def _mine(self, counters: Collection[int]) -> list[Group]:
+        """This process's groups of some counters; without one, any group of the recording."""
+        mine = [group for group in self._record.groups if group.counter in counters]
+        if mine:
+            self._other = mine[:1]
+            return mine
+        steps = range(self._record.step, self._recording.last + 1)
+        if not self._other:
+            found = (self._read(step).groups[:1] for step in steps)
+            self._other = list(next(filter(None, found), ()))
+        return self._other
+
+    def _fields(self, counters: Collection[int]) -> FieldStore:
+        return self._steps.fields(tuple(counters), self._mine(counters))

@@ -1,0 +1,169 @@
+"""Runs in waves that keep their groups, and replays: the same training, bit for bit, unsampled."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import compare_checkouts
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.observe.spans import read_trace
+from distflow_jax.report.run_writer import read_metrics
+
+SMALL = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    *("data.prompts_per_step=8", "data.max_prompt_length=64", "eval.dataset="),
+    *("training.steps=4", "training.optimizer.lr=0.003", "training.row_tokens=160"),
+    *("algorithm.correction=token_tis", "observe.trackers=()", "rollout.num_slots=8"),
+    *("flow.max_lag=1", "flow.waves=ready", "flow.wave_rows=2"),
+)
+HERE = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
+# on processes of two devices each
+APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
+RECORD = "flow.record=True"
+# of a run that has no sampler, these may differ
+FREE = ("rollout.num_slots=16", "flow.order=counter", "checkpoint.every=3", "checkpoint.keep=5")
+
+
+def config_of(*assignments):
+    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+
+
+def waves_of(folder):
+    rows = [json.loads(line) for line in (folder / "waves.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "waited"} for row in rows]
+
+
+def check_equal(recorded, replayed, steps):
+    """The same waves, metrics, samples and parameters; nothing was sampled."""
+    assert not list(compare_checkouts.differences(recorded, replayed, 0))
+    assert [row["step"] for row in read_metrics(replayed / "metrics.jsonl")] == [
+        *range(1, steps + 1)
+    ]
+    assert waves_of(recorded) == waves_of(replayed)
+    names = {event["name"] for event in read_trace(replayed / "trace.json")}
+    assert "actor_train" in names
+    assert not names & {"rollout", "reward", "compile_sampler", "update_weights"}
+    assert "sampler_weights" not in (replayed / "memory.json").read_text()
+    for row in read_metrics(replayed / "metrics.jsonl"):
+        assert not any(name.startswith(("perf/tokens", "perf/weight_swap")) for name in row)
+        assert row["step"] == 1 or not row["perf/compilations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("dag=ppo",), ("dag=dapo", "training.steps=3")], ids=str)
+def test_a_replay_repeats_the_training(tmp_path, how):
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    assert run.train_here(config_of(*HERE, *how, RECORD), recorded) == 0
+    assert run.train_here(config_of(*HERE, *how, *FREE), replayed, replay=recorded) == 0
+    check_equal(recorded, replayed, 3 if "training.steps=3" in how else 4)
+    assert not (replayed / "recorded").exists()
+    if how:
+        return
+    # a replay that goes on from a checkpoint needs the records after it alone
+    (replayed / "checkpoints" / "4").rename(tmp_path / "4")
+    for step in (1, 2, 3):
+        (recorded / "recorded" / str(step) / "0.npz").unlink()
+    assert run.train_here(config_of(*HERE, *FREE), replayed, replay=recorded) == 0
+    assert not list(compare_checkouts.differences(recorded, replayed, 0))
+    assert waves_of(recorded) == waves_of(replayed)
+
+
+@pytest.mark.slow
+def test_another_run_is_refused_by_name(tmp_path):
+    recorded = tmp_path / "recorded"
+    assert run.train_here(config_of(*HERE, RECORD, "training.steps=2"), recorded) == 0
+
+    def refused(words, *assignments, folder="replayed"):
+        config = config_of(*HERE, "training.steps=2", *assignments)
+        with pytest.raises(ValueError, match=words):
+            run.train_here(config, tmp_path / folder, replay=recorded)
+
+    refused(
+        r"step 1 was recorded with training\.optimizer\.lr=0\.003, and this run has 0\.004: give",
+        "training.optimizer.lr=0.004",
+    )
+    refused(r"recorded with flow\.wave_rows=2, and this run has 4", "flow.wave_rows=4")
+    refused("recorded with training.epochs=1, and this run has 2: .*also training.max_nonfinite",
+            "training.epochs=2", "training.max_nonfinite=7")  # fmt: skip
+    refused("--replay and --workdir both name", "training.steps=3", folder="recorded")
+    with pytest.raises(ValueError, match="'.*nowhere' has no records of waves"):
+        run.train_here(config_of(*HERE), tmp_path / "replayed", replay=tmp_path / "nowhere")
+    assert not (tmp_path / "replayed" / "metrics.jsonl").exists()
+
+
+class Job:
+    """A job of two processes of two devices each."""
+
+    def __init__(self, folder, *assignments, flags=(), delays=""):
+        launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
+        train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", *flags]
+        settings = [f"--config.{key}" for key in [*SMALL, *APART, *assignments]]
+        self._log = (folder.parent / f"{folder.name}.log").open("a+")
+        self.process = subprocess.Popen(
+            [sys.executable, *launch, *train, f"--workdir={folder}", *settings],
+            cwd=ROOT,
+            env=haste.environment() | {"DELAYS": delays},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def end(self):
+        """(exit code, output)"""
+        code = self.process.wait(900)
+        self._log.seek(0)
+        with self._log as log:
+            return code, log.read()[-4000:]
+
+    def kill(self, draw):
+        """SIGKILL to one of its processes; the launcher ends the other."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            children = file.read().split()
+        os.kill(int(draw.choice(children)), signal.SIGKILL)
+        return self.end()
+
+
+def await_step(folder, step, job):
+    path, end = folder / "metrics.jsonl", time.monotonic() + 300
+    while not path.exists() or max((r["step"] for r in read_metrics(path)), default=0) < step:
+        assert time.monotonic() < end and job.process.poll() is None, job.end()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_run_is_repeated_on_two_processes(tmp_path):
+    """Steps that were trained twice are repeated as they were trained last."""
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    settings, draw = (RECORD, "checkpoint.every=2", "training.steps=6"), random.Random(0)
+    job = Job(recorded, *settings, delays="1")
+    await_step(recorded, 3, job)
+    job.kill(draw)
+    code, output = Job(recorded, *settings, delays="2").end()
+    assert code == 0, output
+    files = sorted(path.name for path in (recorded / "recorded").glob("*/*"))
+    assert files == ["0.npz"] * 6 + ["1.npz"] * 6
+    replay = (f"--replay={recorded}",)
+    code, output = Job(replayed, "training.steps=6", flags=replay, delays="3").end()
+    assert code == 0, output
+    check_equal(recorded, replayed, 6)
+    # and one that ends with what there is
+    (recorded / "recorded" / "6" / "1.npz").rename(tmp_path / "1.npz")
+    code, output = Job(tmp_path / "short", "training.steps=6", flags=replay).end()
+    assert code == 0, output
+    assert re.search("the data ended after step 5 of 6; .*recorded has no whole record", output)
+    (recorded / "recorded" / "2" / "1.npz").rename(tmp_path / "2.npz")
+    code, output = Job(tmp_path / "none", "training.steps=6", flags=replay).end()
+    assert code == 2 and "recorded/2/1.npz: it has records of steps 1 to 6" in output
