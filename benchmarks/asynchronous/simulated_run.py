@@ -1,6 +1,7 @@
 """Runs on simulated devices: all is real but decoding, updating and moving weights."""
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,17 @@ import numpy as np
 from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import MarkedRun
-from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs, Workload
+from streaming_model import (
+    DEVICES,
+    EXPOSED,
+    REWARD_SIGMA,
+    SLOT_STEP,
+    SLOW_REWARDS,
+    STEP,
+    WORKLOADS,
+    Costs,
+    Workload,
+)
 
 from distflow_jax.batch import Rows
 from distflow_jax.parallel import mesh, processes
@@ -26,7 +37,7 @@ SETTINGS = {
     "rollout.num_samples": 8,
     "rollout.num_slots": 256,
     "rollout.tokens_per_call": 16,
-    "training.row_tokens": 2048,
+    "training.row_tokens": 2304,  # two of the longest responses with their prompts
     "algorithm.proximal": "rollout",
     "reward.kwargs": {"pattern": ".*[0-9]"},
     "eval.dataset": "",
@@ -39,6 +50,9 @@ SETTINGS = {
 # JAX's devices lend their meshes, and hold a tiny model; simulated ones have its work
 SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
+WAVES = {"flow.waves": "ready", "flow.wave_rows": 4}  # as many as the longest group may take
+PROCESSES = 2  # of a job, each with a sampler
+REWARD_WORKERS = 64  # of a process: slow rewards do not wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +60,7 @@ class SimulatedCell:
     """One run of a cell."""
 
     workload: str
-    schedule: str  # synchronous, boundary, in_flight or shared
+    schedule: str  # synchronous, boundary, in_flight, waves, stagger or shared
     lag: int
     samplers: int  # simulated devices that sample, of all processes
     steps: int  # that are timed
@@ -56,7 +70,7 @@ class SimulatedCell:
     @property
     def lengths(self) -> Workload:
         """Its workload."""
-        (found,) = (w for w in WORKLOADS if w.name == self.workload)
+        (found,) = (w for w in (*WORKLOADS, SLOW_REWARDS) if w.name == self.workload)
         return found
 
     @property
@@ -67,7 +81,7 @@ class SimulatedCell:
     @property
     def own_devices(self) -> bool:
         """Whether samplers have devices that do not train."""
-        return self.schedule in ("boundary", "in_flight")
+        return self.schedule in ("boundary", "in_flight", "waves", "stagger")
 
     @property
     def name(self) -> str:
@@ -81,7 +95,24 @@ class SimulatedCell:
         changed["rollout.max_response_length"] = self.lengths.longest
         if self.schedule == "boundary":
             changed["flow.swap"] = "boundary"
+        if self.schedule in ("waves", "stagger"):
+            changed |= WAVES
+        if self.schedule == "stagger":
+            changed["flow.stagger"] = PROCESSES
+        if self.lengths.reward:
+            changed |= slow_rewards(Costs.of(self.lengths).reward)
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})
+
+
+def slow_rewards(mean: float) -> dict[str, Any]:
+    """Settings of rewards that take seconds, `mean` on average."""
+    return {
+        "reward.function": f"{pathlib.Path(__file__).with_name('slow_reward.py')}:score",
+        "reward.kwargs": {"mean": mean, "sigma": REWARD_SIGMA},
+        "reward.num_workers": REWARD_WORKERS,
+        "reward.timeout_seconds": 100 * mean,
+        "reward.start_seconds": 600.0,  # all of them start at once
+    }
 
 
 class SimulatedSync:
@@ -124,13 +155,15 @@ class SimulatedWeights:
 
 
 class SimulatedProgram:
-    """In place of a unit's program: it takes seconds for each token, and counts its updates."""
+    """In place of a unit's program: it takes seconds for each token of a batch or of a wave, and
+    counts its updates."""
 
-    def __init__(self, program: Program, lane: Lane, token: float):
-        """`token`: seconds of one device."""
+    def __init__(self, program: Program, lane: Lane, token: float, *, counts: bool):
+        """`token`: seconds of one device. `counts`: whether a call is an update."""
         if program.outputs:
             raise ValueError(f"unit {program.unit.name!r} writes fields, and simulated ones do not")
         self._keys, self._lane, self._token = program.unit.state_keys, lane, token
+        self._counts = counts
 
     def __call__(
         self, states: Mapping[str, Any], values: Sequence[Any]
@@ -140,8 +173,23 @@ class SimulatedProgram:
         tokens = sum(int(np.sum(shard.data)) for shard in rows.length.addressable_shards)
         self._lane.run("train", tokens * self._token / self._lane.devices)
         trained = {k: states[k] for k in self._keys if isinstance(states[k], TrainState)}
-        kept = {k: dataclasses.replace(s, count=s.count + 1) for k, s in trained.items()}
-        return kept, (), {}
+        return {k: _counted(s) if self._counts else s for k, s in trained.items()}, (), {}
+
+
+class SimulatedUpdate:
+    """In place of a WaveUpdate: it adds nothing up, and counts its updates."""
+
+    def begin(self, state: TrainState) -> TrainState:
+        """The state as it is."""
+        return state
+
+    def finish(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The state after an update, and no metrics."""
+        return _counted(state), {}
+
+
+def _counted(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, count=state.count + 1)
 
 
 class SimulatedRun(MarkedRun):
@@ -174,12 +222,20 @@ class SimulatedRun(MarkedRun):
         sync = SimulatedSync(costs.swap, self.sampler)
         spans, phase = self.instruments.spans, self.phases.span
         runtime = build(prepared, spans, phase, sampler=(engine, sync))
+        waves = runtime.waves
         simulated = {
-            name: SimulatedProgram(program, self.trainer, costs.token)
+            name: SimulatedProgram(
+                *(program, self.trainer, costs.token),
+                counts=waves is None or name not in waves.units,
+            )
             for name, program in runtime.programs.items()
             if any(task.node.type != "COMPUTE" for task in program.unit.tasks)
         }
-        return dataclasses.replace(runtime, runners=runtime.runners | simulated)
+        if waves is not None:
+            waves = dataclasses.replace(
+                waves, updates=dict.fromkeys(waves.updates, SimulatedUpdate())
+            )
+        return dataclasses.replace(runtime, runners=runtime.runners | simulated, waves=waves)
 
     def work(self) -> dict[str, Any]:
         """Seconds of simulated devices by kind of work, so far."""
