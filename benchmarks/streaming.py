@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from asynchronous.real_cells import MODELS, RealCell
 from asynchronous.simulated_run import PROCESSES, SimulatedCell
-from asynchronous.worker import Cell, run_cells
+from asynchronous.worker import KINDS, Cell, run_cells
 from streaming_model import (
     DEVICES,
     PROMPTS,
@@ -182,11 +182,11 @@ def run_folder(args: argparse.Namespace) -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-def run_job(cells: Sequence[Cell], folder: pathlib.Path) -> None:
-    """Makes runs in a job of two processes. Raises RuntimeError if the job fails."""
+def run_job(cells: Sequence[Cell], folder: pathlib.Path, *, processes: int = PROCESSES) -> None:
+    """Makes runs in a job of processes with two devices each. Raises RuntimeError if it fails."""
     spec = folder / "cells.json"
     spec.write_text(json.dumps([[type(cell).__name__, vars(cell)] for cell in cells]))
-    launch = ["scripts/launch_local.py", f"--processes={PROCESSES}", "--devices_per_process=2"]
+    launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=2"]
     command = [*launch, "--", "benchmarks/streaming.py", f"--worker={spec}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -408,8 +408,7 @@ def main() -> int:
     args = parse_arguments()
     if args.worker:
         spec = pathlib.Path(args.worker)
-        kinds = {kind.__name__: kind for kind in (SimulatedCell, RealCell)}
-        run_cells([kinds[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
+        run_cells([KINDS[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
         return 0
     results, passed = compute(args) if args.real else simulate(args)
     if args.json:

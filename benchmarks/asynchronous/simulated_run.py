@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from streaming_model import (
 
 from distflow_jax.batch import Rows
 from distflow_jax.parallel import mesh, processes
+from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.training.state import TrainState
@@ -102,6 +103,10 @@ class SimulatedCell:
         if self.lengths.reward:
             changed |= slow_rewards(Costs.of(self.lengths).reward)
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})
+
+    def make_run(self, *given: Any) -> MarkedRun:
+        """The run; `given`: what a Run takes."""
+        return SimulatedRun(self, *given)
 
 
 def slow_rewards(mean: float) -> dict[str, Any]:
@@ -192,6 +197,27 @@ def _counted(state: TrainState) -> TrainState:
     return dataclasses.replace(state, count=state.count + 1)
 
 
+def simulated_engine(
+    prepared: PreparedRun,
+    lane: Lane,
+    costs: DecodeCosts,
+    draw: Callable[[np.random.Generator, int], np.ndarray],
+) -> SimulatedEngine:
+    """An engine in the place of a run's own; `draw(rng, n)`: lengths of the responses to a
+    prompt."""
+    source, sizes, config = prepared.source, prepared.sizes, prepared.config
+    return SimulatedEngine(
+        source.config,
+        sizes.engine,
+        mesh.sampler_mesh(1, submesh=sizes.sampler_submesh),
+        stop_ids=source.tokenizer.stop_ids,
+        token=source.tokenizer.encode("7")[0],
+        lane=lane,
+        costs=costs,
+        lengths=DrawnLengths(draw, config.seed, config.rollout.num_samples),
+    )
+
+
 class SimulatedRun(MarkedRun):
     """A run on simulated devices, which notes their work too."""
 
@@ -205,23 +231,14 @@ class SimulatedRun(MarkedRun):
 
     def make_runtime(self) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
-        prepared, sizes = self.prepared, self.prepared.sizes
-        source, n = prepared.source, prepared.config.rollout.num_samples
         workload = self.cell.lengths
         costs = Costs.of(workload)
-        engine = SimulatedEngine(
-            source.config,
-            sizes.engine,
-            mesh.sampler_mesh(1, submesh=sizes.sampler_submesh),
-            stop_ids=source.tokenizer.stop_ids,
-            token=source.tokenizer.encode("7")[0],
-            lane=self.sampler,
-            costs=DecodeCosts(STEP, SLOT_STEP),
-            lengths=DrawnLengths(workload.lengths, prepared.config.seed, n),
+        engine = simulated_engine(
+            self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), workload.lengths
         )
         sync = SimulatedSync(costs.swap, self.sampler)
         spans, phase = self.instruments.spans, self.phases.span
-        runtime = build(prepared, spans, phase, sampler=(engine, sync))
+        runtime = build(self.prepared, spans, phase, sampler=(engine, sync))
         waves = runtime.waves
         simulated = {
             name: SimulatedProgram(
