@@ -95,10 +95,10 @@ FIGURES = {
 # the model knows no stagger, which must lose nothing
 FIGURES |= {
     (workload, "stagger", 2): FIGURES[workload, "waves", 2]
-    for workload in ("heavy-2", "heavy-4", "mild-2", "uniform-2", "fixed-2")
+    for workload in (w.name for w in WORKLOADS)
 }
 ABLATION = {  # part that is added -> schedule
-    "samplers beside the training, which take weights late": "in_flight-1",
+    "+ late weights: samplers beside the training, lag 1": "in_flight-1",
     "+ waves": "waves-1",
     "+ lag 2": "waves-2",
     "+ stagger": "stagger-2",

@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (config, settings)
             "data.max_prompt_length": 64,
             "rollout.num_samples": 8,
             "rollout.max_response_length": 64,
+            "rollout.num_slots": 512,
             "training.row_tokens": 512,
         },
     ),
