@@ -205,7 +205,8 @@ def test_verdicts_of_a_region_cut_steps_into_waves(tmp_path, how):
 
 def on_two_processes(folder, flags, delays):
     """A run of two processes of two devices each, where sampler and trainer are late at random."""
-    assignments = [f"--config.{key}" for key in [*SMALL, *APART, *flags]]
+    settings = [*SMALL, *APART, "observe.launches=True", *flags]
+    assignments = [f"--config.{key}" for key in settings]
     launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
     train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
     done = subprocess.run(
@@ -217,6 +218,8 @@ def on_two_processes(folder, flags, delays):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    first, second = ((folder / "launches" / f"{p}.txt").read_text() for p in range(2))
+    assert first == second and "actor_train: finish" in first
     return check_waves(folder)
 
 
