@@ -18,8 +18,8 @@ it is refused, and in no mean.
 
 "waves" is in_flight with steps that train on groups as they end, "stagger" the same with samplers
 that take new weights one after the other. A second table adds the parts up, from the synchronous
-step on. In the workload rewards-2 each response of heavy-2 has a reward of its own that takes
-seconds, a quarter of generation on average: a step may take at most 1.05 of that of heavy-2.
+step on. In the workload rewards-2, which is heavy-2 otherwise, the workers need a quarter of the
+seconds of generation for a step's rewards: a step may take at most 1.05 of that of heavy-2.
 
 With --real the models compute on this machine, each process on a core of its own. A step cannot be
 shorter than its CPU-seconds over the number of cores; the share of that bound is printed. A model
@@ -75,17 +75,17 @@ FIGURES = {
     ("mild-2", "in_flight", 2): (1.70, 2),
     ("uniform-2", "in_flight", 2): (1.54, 4),
     ("fixed-2", "in_flight", 2): (1.16, 4),
-    ("heavy-2", "waves", 1): (1.79, 4),
+    ("heavy-2", "waves", 1): (1.79, 2),
     ("heavy-1", "waves", 1): (1.56, 2),
     ("heavy-4", "waves", 1): (1.93, 4),
-    ("mild-2", "waves", 1): (1.73, 4),
+    ("mild-2", "waves", 1): (1.73, 2),
     ("uniform-2", "waves", 1): (1.51, 4),
     ("fixed-2", "waves", 1): (1.16, 4),
     ("rewards-2", "waves", 1): (1.79, 4),
-    ("heavy-2", "waves", 2): (2.18, 4),
+    ("heavy-2", "waves", 2): (2.18, 2),
     ("heavy-1", "waves", 2): (1.55, 2),
     ("heavy-4", "waves", 2): (2.47, 4),
-    ("mild-2", "waves", 2): (2.03, 4),
+    ("mild-2", "waves", 2): (2.03, 2),
     ("uniform-2", "waves", 2): (1.56, 4),
     ("fixed-2", "waves", 2): (1.16, 4),
     ("rewards-2", "waves", 2): (2.18, 4),

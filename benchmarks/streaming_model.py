@@ -29,7 +29,8 @@ SWAP = 0.1  # seconds of a swap of weights, per second of synchronous generation
 EXPOSED = 0.2  # of a swap, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
 AT_ONCE = float("inf")  # least tokens of a wave: a step is trained once all of its groups are there
-REWARD_SIGMA = 0.5  # of the logarithm of a slow reward's seconds
+REWARD_SIGMA = 1.0  # of the logarithm of a slow reward's seconds
+REWARD_WORKERS = 16  # that score responses, one at a time each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Workload:
     kind: str  # lognormal, uniform or fixed
     ratio: float  # in the synchronous mode on all devices
     sigma: float = 1.0  # of the lengths' logarithm
-    reward: float = 0.0  # mean seconds of a response's reward, over those of generation
+    # mean seconds that all workers need for a step's rewards, over those of generation
+    reward: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -101,7 +103,8 @@ class Costs:
             tokens.append(lengths.sum())
         mean, count = float(np.mean(seconds)), float(np.mean(tokens))
         token = mean / workload.ratio * DEVICES / count
-        return cls(mean, count, token, SWAP * mean, workload.reward * mean)
+        reward = workload.reward * mean * REWARD_WORKERS / (PROMPTS * SAMPLES)
+        return cls(mean, count, token, SWAP * mean, reward)
 
     def training(self, tokens: float, devices: int) -> float:
         """Seconds of training on so many tokens."""
@@ -164,13 +167,32 @@ def drained(lengths: Sequence[int], slots: int) -> np.ndarray:
     return ends
 
 
+class Workers:
+    """Workers that score one response after the other, as they end."""
+
+    def __init__(self):
+        self._free = [0.0] * REWARD_WORKERS  # when each is free; a heap
+
+    def scored(self, end: float, seconds: float) -> float:
+        """When a response has its reward, which takes so many seconds; it ended last so far."""
+        done = max(end, self._free[0]) + seconds if seconds else end
+        if seconds:
+            heapq.heapreplace(self._free, done)
+        return done
+
+    def last(self, ends: np.ndarray, rewards: np.ndarray) -> float:
+        """When all of some responses have their rewards; both float [responses], in seconds."""
+        order = np.argsort(ends, kind="stable")
+        return max(self.scored(float(ends[i]), float(rewards[i])) for i in order)
+
+
 def generation(lengths: np.ndarray, rewards: np.ndarray | None = None) -> float:
     """Seconds until all devices have answered their shares of a step, and `rewards` (seconds of
     each response, float [responses]; None: no time) have come."""
     ends = np.empty(len(lengths))
     for first in range(DEVICES):
         ends[first::DEVICES] = drained(lengths[first::DEVICES], SLOTS // DEVICES)
-    return float((ends if rewards is None else ends + rewards).max())
+    return float(ends.max()) if rewards is None else Workers().last(ends, rewards)
 
 
 def synchronous(workload: Workload, costs: Costs, steps: int, seed: int = 1) -> float:
@@ -199,20 +221,22 @@ def boundary(
 ) -> float:
     """Seconds of a step; each step is sampled wholly by the weights of `lag` steps before."""
     lengths, rewards = _groups(workload, costs, steps, seed)
-    free, finished = [0.0] * samplers, [0.0]  # by sampler, by version
+    free, finished, workers = [0.0] * samplers, [0.0], Workers()  # by sampler, by version
     for step in range(steps):
         version = max(0, step - lag)
         ready = finished[version] + (EXPOSED * costs.swap if version else 0.0)
         groups = range(step * PROMPTS, (step + 1) * PROMPTS)
-        scored = finished[-1]
+        ended, seconds = [], []
         for number in range(samplers):
             mine = [g for g in groups if g % samplers == number]
             ends = drained(lengths[mine].reshape(-1), SLOTS // samplers)
-            ends += max(free[number], ready)
-            free[number] = ends.max()
-            scored = max(scored, (ends + rewards[mine].reshape(-1)).max())
+            ended.append(ends + max(free[number], ready))
+            free[number] = float(ended[-1].max())
+            seconds.append(rewards[mine].reshape(-1))
+        scored = workers.last(np.concatenate(ended), np.concatenate(seconds))
         tokens = lengths[groups.start : groups.stop].sum()
-        finished.append(scored + costs.training(tokens, DEVICES - samplers))
+        training = costs.training(tokens, DEVICES - samplers)
+        finished.append(max(finished[-1], scored) + training)
     return finished[-1] / steps
 
 
@@ -228,6 +252,7 @@ class _Queue:
         self._lengths, self._rewards, self._next = lengths, rewards, 0
         self._waiting: collections.deque[tuple[int, tuple[int, int]]] = collections.deque()
         self._scoring: list[tuple[float, int]] = []  # (time, group) of rewards to come
+        self._workers = Workers()
         self._left = np.full(len(lengths), lengths.shape[1])  # responses of each group
         self._taken = np.zeros(len(lengths), bool)
 
@@ -253,7 +278,8 @@ class _Queue:
         """Decodes on all samplers, and scores what has ended."""
         for sampler in self.samplers:
             for group, sample in sampler.advance(now, to):
-                heapq.heappush(self._scoring, (to + self._rewards[group, sample], group))
+                scored = self._workers.scored(to, self._rewards[group, sample])
+                heapq.heappush(self._scoring, (scored, group))
         while self._scoring and self._scoring[0][0] <= to:
             self._left[heapq.heappop(self._scoring)[1]] -= 1
 

@@ -15,6 +15,7 @@ from streaming_model import (
     DEVICES,
     EXPOSED,
     REWARD_SIGMA,
+    REWARD_WORKERS,
     SLOT_STEP,
     SLOW_REWARDS,
     STEP,
@@ -53,7 +54,6 @@ SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
 WAVES = {"flow.waves": "ready", "flow.wave_rows": 4}  # as many as the longest group may take
 PROCESSES = 2  # of a job, each with a sampler
-REWARD_WORKERS = 64  # of a process: slow rewards do not wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ def slow_rewards(mean: float) -> dict[str, Any]:
     return {
         "reward.function": f"{pathlib.Path(__file__).with_name('slow_reward.py')}:score",
         "reward.kwargs": {"mean": mean, "sigma": REWARD_SIGMA},
-        "reward.num_workers": REWARD_WORKERS,
-        "reward.timeout_seconds": 100 * mean,
+        "reward.num_workers": REWARD_WORKERS // PROCESSES,
+        "reward.timeout_seconds": 1000 * mean,
         "reward.start_seconds": 600.0,  # all of them start at once
     }
 

@@ -104,8 +104,10 @@ def test_a_reward_that_takes_its_time_makes_the_synchronous_step_longer():
     seconds[7] = 5.0
     plain = streaming_model.generation(lengths)
     assert streaming_model.generation(lengths, seconds) == pytest.approx(plain + 5.0)
-    drawn = streaming_model.SLOW_REWARDS.rewards(np.random.default_rng(0), 10_000, 2.0)
+    drawn = streaming_model.SLOW_REWARDS.rewards(np.random.default_rng(0), 100_000, 2.0)
     assert drawn.mean() == pytest.approx(2.0, rel=0.03) and drawn.min() > 0
+    workers, count = streaming_model.Workers(), 4 * streaming_model.REWARD_WORKERS
+    assert workers.last(np.zeros(count), np.full(count, 0.5)) == 4 * 0.5  # one after the other
 
 
 def test_goals_are_those_of_all_workloads_at_a_small_lag(capsys):
