@@ -1,7 +1,7 @@
 """Speed-up of samplers that run ahead, on 8 simulated devices in 2 processes.
 
     python benchmarks/streaming.py
-    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2
+    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,waves-2
     python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
     python benchmarks/streaming.py --budget                     # rollouts of so many tokens
     python benchmarks/streaming.py --quick                      # few steps: all parts run
@@ -16,6 +16,11 @@ devices. The model's figure is that of streaming_model.py. The bound: no schedul
 since all devices would be at work with full slots all the time. A cell passes with at least 0.9 of
 the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
 it is refused, and in no mean.
+
+"waves" is in_flight with steps that train on groups as they end, "stagger" the same with samplers
+that take new weights one after the other. A second table adds the parts up, from the synchronous
+step on. In the workload rewards-2, which is heavy-2 otherwise, the workers need a quarter of the
+seconds of generation for a step's rewards: a step may take at most 1.05 of that of heavy-2.
 
 With --real the models compute on this machine, each process on a core of its own, with a learning
 rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
@@ -40,14 +45,21 @@ from typing import Any
 import numpy as np
 from asynchronous import budgets
 from asynchronous.real_cells import MODELS, RealCell
-from asynchronous.simulated_run import SimulatedCell
-from asynchronous.worker import Cell, run_cells
-from streaming_model import DEVICES, PROMPTS, SAMPLES, WORKLOADS, Costs, least_seconds
+from asynchronous.simulated_run import PROCESSES, SimulatedCell
+from asynchronous.worker import KINDS, Cell, run_cells
+from streaming_model import (
+    DEVICES,
+    PROMPTS,
+    SAMPLES,
+    SLOW_REWARDS,
+    WORKLOADS,
+    Costs,
+    least_seconds,
+)
 
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROCESSES = 2
 RESPONSES = PROMPTS * SAMPLES  # of a step
 # the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
 FIGURES = {
@@ -69,10 +81,37 @@ FIGURES = {
     ("mild-2", "in_flight", 2): (1.70, 2),
     ("uniform-2", "in_flight", 2): (1.54, 4),
     ("fixed-2", "in_flight", 2): (1.16, 4),
+    ("heavy-2", "waves", 1): (1.79, 2),
+    ("heavy-1", "waves", 1): (1.56, 2),
+    ("heavy-4", "waves", 1): (1.93, 4),
+    ("mild-2", "waves", 1): (1.73, 2),
+    ("uniform-2", "waves", 1): (1.51, 4),
+    ("fixed-2", "waves", 1): (1.16, 4),
+    ("rewards-2", "waves", 1): (1.79, 4),
+    ("heavy-2", "waves", 2): (2.18, 2),
+    ("heavy-1", "waves", 2): (1.55, 2),
+    ("heavy-4", "waves", 2): (2.47, 4),
+    ("mild-2", "waves", 2): (2.03, 2),
+    ("uniform-2", "waves", 2): (1.56, 4),
+    ("fixed-2", "waves", 2): (1.16, 4),
+    ("rewards-2", "waves", 2): (2.18, 4),
     ("heavy-2", "shared", 1): (1.38, DEVICES),
     ("heavy-2", "shared", 2): (1.58, DEVICES),
 }
+# the model knows no stagger, which must lose nothing
+FIGURES |= {
+    (workload, "stagger", 2): FIGURES[workload, "waves", 2]
+    for workload in (w.name for w in WORKLOADS)
+}
+ABLATION = {  # part that is added -> schedule
+    "+ late weights: samplers beside the training, lag 1": "in_flight-1",
+    "+ waves": "waves-1",
+    "+ lag 2": "waves-2",
+    "+ stagger": "stagger-2",
+}
 LEAST_SHARE = 0.9  # of the model's figure
+LEAST_MEAN, LEAST_BEST = 1.59, 2.03  # speed-ups over the workloads at a lag of at most 2
+MOST_REWARDS = 1.05  # of a step's seconds without slow rewards
 MOST_CPU = 0.5  # of the machine's CPU-seconds
 HEADER = (
     "| workload | schedule | samplers | s a step | speed-up | model | ratio | bound "
@@ -90,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ",".join(w.name for w in WORKLOADS)
+    names = ",".join(w.name for w in (*WORKLOADS, SLOW_REWARDS))
     parser.add_argument("--cells", default=names, help="workloads, with commas between them")
     schedules = list(dict.fromkeys(f"{name}-{lag}" for _, name, lag in FIGURES))
     parser.add_argument("--schedules", default=",".join(schedules), help="NAME-LAG, with commas")
@@ -112,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     known = {
-        "cells": {w.name for w in WORKLOADS},
+        "cells": set(names.split(",")),
         "schedules": set(schedules),
         "real": set(MODELS),
     }
@@ -150,11 +189,11 @@ def run_folder(args: argparse.Namespace) -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-def run_job(cells: Sequence[Cell], folder: pathlib.Path) -> None:
-    """Makes runs in a job of two processes. Raises RuntimeError if the job fails."""
+def run_job(cells: Sequence[Cell], folder: pathlib.Path, *, processes: int = PROCESSES) -> None:
+    """Makes runs in a job of processes with two devices each. Raises RuntimeError if it fails."""
     spec = folder / "cells.json"
     spec.write_text(json.dumps([[type(cell).__name__, vars(cell)] for cell in cells]))
-    launch = ["scripts/launch_local.py", f"--processes={PROCESSES}", "--devices_per_process=2"]
+    launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=2"]
     command = [*launch, "--", "benchmarks/streaming.py", f"--worker={spec}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -226,7 +265,7 @@ def measured(cell: SimulatedCell, folder: pathlib.Path) -> dict[str, Any]:
 
 def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A run's numbers beside those of the model, of the bound and of the synchronous run."""
-    (workload,) = (w for w in WORKLOADS if w.name == found["workload"])
+    (workload,) = (w for w in (*WORKLOADS, SLOW_REWARDS) if w.name == found["workload"])
     costs, shared = Costs.of(workload), found["schedule"] == "shared"
     least = least_seconds(costs, base["tokens"], shared_devices=shared)
     figure, _ = FIGURES[found["workload"], found["schedule"], found["lag"]]
@@ -281,13 +320,71 @@ def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         for found in others:
             results.append(judged(found, base, args))
             print(line(results[-1]), flush=True)
+    kept = [x for x in results if not x["refused"]]
     for schedule in args.schedules:
-        of_schedule = [x for x in results if f"{x['schedule']}-{x['lag']}" == schedule]
-        of_schedule = [x for x in of_schedule if not x["refused"]]
+        of_schedule = [x for x in kept if schedule_of(x) == schedule]
+        of_schedule = [x for x in of_schedule if x["workload"] != SLOW_REWARDS.name]
         if of_schedule:
             mean, model = (np.mean([x[key] for x in of_schedule]) for key in ("speed", "figure"))
             print(f"{schedule}: mean of {len(of_schedule)} {mean:.2f}x, model {model:.2f}x")
-    return results, not any(x["problems"] for x in results)
+    print_ablation(kept, args.cells)
+    passed = [not x["problems"] for x in results]
+    return results, all([*passed, reaches_goals(kept), hides_rewards(kept)])
+
+
+def schedule_of(x: dict[str, Any]) -> str:
+    """A run's schedule, as flags name it."""
+    return f"{x['schedule']}-{x['lag']}"
+
+
+def print_ablation(results: Sequence[dict[str, Any]], workloads: Sequence[str]) -> None:
+    """Prints speed-ups as one part after the other is added; nothing for fewer than two parts."""
+    found = {(x["workload"], schedule_of(x)): x["speed"] for x in results}
+    parts = {
+        part: schedule for part, schedule in ABLATION.items() if schedule in {s for _, s in found}
+    }
+    names = [w for w in workloads if all((w, schedule) in found for schedule in parts.values())]
+    if len(parts) < 2 or not names:
+        return
+    print("\n| | " + " | ".join(names) + " | mean |\n|---" + "|---" * len(names) + "|---|")
+    print("| synchronous " + "| 1 " * (len(names) + 1) + "|")
+    for part, schedule in parts.items():
+        speeds = [found[name, schedule] for name in names]
+        print(f"| {part} | " + " | ".join(f"{x:.2f}" for x in [*speeds, np.mean(speeds)]) + " |")
+    print(flush=True)
+
+
+def reaches_goals(results: Sequence[dict[str, Any]]) -> bool:
+    """Prints the best schedules at a lag of at most 2 beside their goals; whether these are met.
+
+    True without a result of each workload.
+    """
+    speeds = {
+        w.name: [x["speed"] for x in results if x["workload"] == w.name and x["lag"] <= 2]
+        for w in WORKLOADS
+    }
+    if not all(speeds.values()):
+        return True
+    best = [max(x) for x in speeds.values()]
+    mean = float(np.mean(best))
+    print(
+        f"best schedules at a lag of at most 2: mean {mean:.2f}x (goal {LEAST_MEAN}), best "
+        f"{max(best):.2f}x (goal {LEAST_BEST})"
+    )
+    return mean >= LEAST_MEAN and max(best) >= LEAST_BEST
+
+
+def hides_rewards(results: Sequence[dict[str, Any]]) -> bool:
+    """Prints what slow rewards add to a step in waves; whether that is little enough."""
+    seconds = {(x["workload"], schedule_of(x)): x["seconds"] for x in results}
+    shares = {
+        schedule: seconds[SLOW_REWARDS.name, schedule] / value
+        for (workload, schedule), value in seconds.items()
+        if workload == "heavy-2" and (SLOW_REWARDS.name, schedule) in seconds
+    }
+    for schedule, share in shares.items():
+        print(f"{schedule}: with slow rewards a step takes {share:.3f} (at most {MOST_REWARDS})")
+    return all(share <= MOST_REWARDS for share in shares.values())
 
 
 def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
@@ -336,8 +433,7 @@ def main() -> int:
     args = parse_arguments()
     if args.worker:
         spec = pathlib.Path(args.worker)
-        kinds = {kind.__name__: kind for kind in (SimulatedCell, RealCell)}
-        run_cells([kinds[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
+        run_cells([KINDS[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
         return 0
     kind = compare_budgets if args.budget else compute if args.real else simulate
     results, passed = kind(args)

@@ -3,16 +3,19 @@
 python benchmarks/streaming_model.py
 
 Samplers decode all their slots together: a step of n active slots takes STEP (1 + n / 64) seconds.
-A trainer's seconds are proportional to its tokens. The figures of benchmarks/streaming.py are the
-speed-ups over the synchronous schedule that this model finds.
+A trainer's seconds are proportional to its tokens. In waves it takes all complete groups of its
+step whenever it is free. A response with a slow reward counts once that has come. The figures of
+benchmarks/streaming.py are the speed-ups over the synchronous schedule that this model finds.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import heapq
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +32,9 @@ SWAP = 0.1  # seconds of a swap of weights, per second of synchronous generation
 EXPOSED = 0.2  # of a swap, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
 BUDGET = 0.9  # tokens of a rollout with a budget, over those of a synchronous step
+AT_ONCE = float("inf")  # least tokens of a wave: a step is trained once all of its groups are there
+REWARD_SIGMA = 1.0  # of the logarithm of a slow reward's seconds
+REWARD_WORKERS = 16  # that score responses, one at a time each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Workload:
     kind: str  # lognormal, uniform or fixed
     ratio: float  # in the synchronous mode on all devices
     sigma: float = 1.0  # of the lengths' logarithm
+    # mean seconds that all workers need for a step's rewards, over those of generation
+    reward: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -54,6 +62,10 @@ class Workload:
             return rng.integers(1, 2 * MEDIAN + 1, count)
         return np.full(count, MEDIAN)
 
+    def rewards(self, rng: np.random.Generator, count: int, mean: float) -> np.ndarray:
+        """Seconds of `count` rewards, lognormal with this mean, float [count]."""
+        return mean * np.exp(REWARD_SIGMA * rng.standard_normal(count) - REWARD_SIGMA**2 / 2)
+
 
 WORKLOADS = (
     Workload("heavy-2", "lognormal", 2.0),
@@ -62,6 +74,16 @@ WORKLOADS = (
     Workload("mild-2", "lognormal", 2.0, sigma=0.6),
     Workload("uniform-2", "uniform", 2.0),
     Workload("fixed-2", "fixed", 2.0),
+)
+SLOW_REWARDS = Workload("rewards-2", "lognormal", 2.0, reward=0.25)  # heavy-2 but for its rewards
+CELLS = (  # (schedule, lag) with figures
+    ("boundary", 1),
+    ("in_flight", 1),
+    ("in_flight", 2),
+    ("waves", 1),
+    ("waves", 2),
+    ("shared", 1),
+    ("shared", 2),
 )
 
 
@@ -73,6 +95,7 @@ class Costs:
     tokens: float  # of a step
     token: float  # of training on one token, on one device
     swap: float
+    reward: float  # of a response, on average
 
     @classmethod
     def of(cls, workload: Workload, draws: int = 20, seed: int = 0) -> "Costs":
@@ -83,7 +106,9 @@ class Costs:
             seconds.append(generation(lengths))
             tokens.append(lengths.sum())
         mean, count = float(np.mean(seconds)), float(np.mean(tokens))
-        return cls(mean, count, mean / workload.ratio * DEVICES / count, SWAP * mean)
+        token = mean / workload.ratio * DEVICES / count
+        reward = workload.reward * mean * REWARD_WORKERS / (PROMPTS * SAMPLES)
+        return cls(mean, count, token, SWAP * mean, reward)
 
     def training(self, tokens: float, devices: int) -> float:
         """Seconds of training on so many tokens."""
@@ -97,13 +122,13 @@ class Sampler:
         self.free = slots
         self.tokens = 0.0  # decoded so far
         self._steps = 0.0  # decode steps so far
-        self._ends: list[tuple[float, int]] = []  # (steps at the end, group) of active slots
+        self._ends: list[tuple[float, Any]] = []  # (steps at the end, response) of active slots
         self._paused = 0.0
 
-    def begin(self, length: int, group: int) -> None:
-        """Fills a slot."""
+    def begin(self, length: int, response: Any) -> None:
+        """Fills a slot. `response`: its name, which must have an order."""
         self.free -= 1
-        heapq.heappush(self._ends, (self._steps + length, group))
+        heapq.heappush(self._ends, (self._steps + length, response))
 
     def pause(self, until: float) -> None:
         """Nothing is decoded before a time."""
@@ -115,8 +140,8 @@ class Sampler:
             return float("inf")
         return max(now, self._paused) + (self._ends[0][0] - self._steps) * self._seconds
 
-    def advance(self, now: float, to: float) -> list[int]:
-        """Decodes from `now` to `to`, no later than the next end; the groups of ended responses."""
+    def advance(self, now: float, to: float) -> list[Any]:
+        """Decodes from `now` to `to`, no later than the next end; the responses that ended."""
         if not self._ends:
             return []
         steps = max(0.0, to - max(now, self._paused)) / self._seconds
@@ -133,73 +158,115 @@ class Sampler:
         return STEP + SLOT_STEP * len(self._ends)
 
 
-def drained(lengths: Sequence[int], slots: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-    """(seconds, group) of the end of each response, where one sampler answers all of them."""
-    sampler, waiting = Sampler(slots), collections.deque(zip(lengths, groups, strict=True))
-    now, ends = 0.0, []
-    while len(ends) < len(lengths):
+def drained(lengths: Sequence[int], slots: int) -> np.ndarray:
+    """Seconds until the end of each response, float [responses], of one sampler that answers all
+    of them."""
+    sampler, waiting = Sampler(slots), collections.deque(enumerate(lengths))
+    now, ends = 0.0, np.full(len(lengths), np.inf)
+    while not np.isfinite(ends).all():
         while waiting and sampler.free:
-            sampler.begin(*waiting.popleft())
+            response, length = waiting.popleft()
+            sampler.begin(int(length), response)
         later = sampler.next_end(now)
-        ends += [(later, group) for group in sampler.advance(now, later)]
+        ends[sampler.advance(now, later)] = later
         now = later
     return ends
 
 
-def generation(lengths: np.ndarray) -> float:
-    """Seconds until all devices have answered their shares of a step."""
-    shares = (lengths[first::DEVICES] for first in range(DEVICES))
-    return max(drained(s, SLOTS // DEVICES, [0] * len(s))[-1][0] for s in shares)
+class Workers:
+    """Workers that score one response after the other, as they end."""
+
+    def __init__(self):
+        self._free = [0.0] * REWARD_WORKERS  # when each is free; a heap
+
+    def scored(self, end: float, seconds: float) -> float:
+        """When a response has its reward, which takes so many seconds; it ended last so far."""
+        done = max(end, self._free[0]) + seconds if seconds else end
+        if seconds:
+            heapq.heapreplace(self._free, done)
+        return done
+
+    def last(self, ends: np.ndarray, rewards: np.ndarray) -> float:
+        """When all of some responses have their rewards; both float [responses], in seconds."""
+        order = np.argsort(ends, kind="stable")
+        return max(self.scored(float(ends[i]), float(rewards[i])) for i in order)
+
+
+def generation(lengths: np.ndarray, rewards: np.ndarray | None = None) -> float:
+    """Seconds until all devices have answered their shares of a step, and `rewards` (seconds of
+    each response, float [responses]; None: no time) have come."""
+    ends = np.empty(len(lengths))
+    for first in range(DEVICES):
+        ends[first::DEVICES] = drained(lengths[first::DEVICES], SLOTS // DEVICES)
+    return float(ends.max()) if rewards is None else Workers().last(ends, rewards)
 
 
 def synchronous(workload: Workload, costs: Costs, steps: int, seed: int = 1) -> float:
     """Seconds of a step that samples, trains and swaps, one after the other."""
-    rng, total = np.random.default_rng(seed), 0.0
+    rng, of_rewards, total = np.random.default_rng(seed), np.random.default_rng((seed, 1)), 0.0
     for _ in range(steps):
         lengths = workload.lengths(rng, PROMPTS * SAMPLES)
-        total += generation(lengths) + costs.training(lengths.sum(), DEVICES) + costs.swap
+        rewards = workload.rewards(of_rewards, len(lengths), costs.reward)
+        total += generation(lengths, rewards) + costs.training(lengths.sum(), DEVICES) + costs.swap
     return total / steps
 
 
-def _groups(workload: Workload, steps: int, seed: int) -> np.ndarray:
-    """Lengths int [groups, samples] of so many steps."""
-    rng = np.random.default_rng(seed)
-    return workload.lengths(rng, steps * PROMPTS * SAMPLES).reshape(-1, SAMPLES)
+def _groups(
+    workload: Workload, costs: Costs, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths int and seconds of rewards float, [groups, samples] of so many steps."""
+    rng, of_rewards = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    count = steps * PROMPTS * SAMPLES
+    drawn = workload.lengths(rng, count), workload.rewards(of_rewards, count, costs.reward)
+    lengths, rewards = (x.reshape(-1, SAMPLES) for x in drawn)
+    return lengths, rewards
 
 
 def boundary(
     workload: Workload, costs: Costs, samplers: int, lag: int, steps: int, seed: int = 1
 ) -> float:
     """Seconds of a step; each step is sampled wholly by the weights of `lag` steps before."""
-    lengths = _groups(workload, steps, seed)
-    free, finished = [0.0] * samplers, [0.0]  # by sampler, by version
+    lengths, rewards = _groups(workload, costs, steps, seed)
+    free, finished, workers = [0.0] * samplers, [0.0], Workers()  # by sampler, by version
     for step in range(steps):
         version = max(0, step - lag)
         ready = finished[version] + (EXPOSED * costs.swap if version else 0.0)
         groups = range(step * PROMPTS, (step + 1) * PROMPTS)
+        ended, seconds = [], []
         for number in range(samplers):
-            share = lengths[[g for g in groups if g % samplers == number]].reshape(-1)
-            start = max(free[number], ready)
-            free[number] = start + drained(share, SLOTS // samplers, [0] * len(share))[-1][0]
+            mine = [g for g in groups if g % samplers == number]
+            ends = drained(lengths[mine].reshape(-1), SLOTS // samplers)
+            ended.append(ends + max(free[number], ready))
+            free[number] = float(ended[-1].max())
+            seconds.append(rewards[mine].reshape(-1))
+        scored = workers.last(np.concatenate(ended), np.concatenate(seconds))
         tokens = lengths[groups.start : groups.stop].sum()
         training = costs.training(tokens, DEVICES - samplers)
-        finished.append(max(finished[-1], *free) + training)
+        finished.append(max(finished[-1], scored) + training)
     return finished[-1] / steps
 
 
 class _Queue:
-    """Responses that wait for a slot of any sampler, in the order of their prompts."""
+    """Responses that wait for a slot of any sampler, in the order of their prompts, and the groups
+    that the training has not taken.
 
-    def __init__(self, lengths: np.ndarray, samplers: int, slots: int):
+    `lengths` and `rewards`: tokens, and seconds of the reward, of each response [groups, samples].
+    """
+
+    def __init__(self, lengths: np.ndarray, rewards: np.ndarray, samplers: int, slots: int):
         self.samplers = [Sampler(slots) for _ in range(samplers)]
-        self._lengths, self._next = lengths, 0
-        self._waiting: collections.deque[tuple[int, int]] = collections.deque()
-        self.left = np.full(len(lengths), lengths.shape[1])  # responses of each group
+        self._lengths, self._rewards, self._next = lengths, rewards, 0
+        self._waiting: collections.deque[tuple[int, tuple[int, int]]] = collections.deque()
+        self._scoring: list[tuple[float, int]] = []  # (time, group) of rewards to come
+        self._workers = Workers()
+        self._left = np.full(len(lengths), lengths.shape[1])  # responses of each group
+        self._taken = np.zeros(len(lengths), bool)
 
     def admit(self, end: int) -> None:
         """All groups below `end` may begin."""
         for group in range(self._next, min(end, len(self._lengths))):
-            self._waiting.extend((int(length), group) for length in self._lengths[group])
+            responses = enumerate(self._lengths[group].tolist())
+            self._waiting.extend((length, (group, sample)) for sample, length in responses)
             self._next = group + 1
 
     def fill(self) -> None:
@@ -209,22 +276,44 @@ class _Queue:
                 sampler.begin(*self._waiting.popleft())
 
     def next_end(self, now: float) -> float:
-        """When the next response ends."""
-        return min(sampler.next_end(now) for sampler in self.samplers)
+        """When the next response ends, or the next reward comes."""
+        rewards = [when for when, _ in self._scoring[:1]]
+        return max(now, min([*rewards, *(sampler.next_end(now) for sampler in self.samplers)]))
 
     def advance(self, now: float, to: float) -> None:
-        """Decodes on all samplers."""
+        """Decodes on all samplers, and scores what has ended."""
         for sampler in self.samplers:
-            for group in sampler.advance(now, to):
-                self.left[group] -= 1
+            for group, sample in sampler.advance(now, to):
+                scored = self._workers.scored(to, self._rewards[group, sample])
+                heapq.heappush(self._scoring, (scored, group))
+        while self._scoring and self._scoring[0][0] <= to:
+            self._left[heapq.heappop(self._scoring)[1]] -= 1
 
     def has(self, step: int) -> bool:
         """Whether a step's groups are complete."""
-        return not self.left[step * PROMPTS : (step + 1) * PROMPTS].any()
+        return not self._left[_of(step)].any()
 
-    def tokens(self, step: int) -> int:
-        """Tokens of a step's groups."""
-        return int(self._lengths[step * PROMPTS : (step + 1) * PROMPTS].sum())
+    def take(self, step: int, least: float) -> int:
+        """Tokens of the next wave of a step, all of its groups that are complete; 0: none.
+
+        A wave has at least `least` tokens, unless it is the step's last.
+        """
+        groups = (self._left == 0) & ~self._taken
+        groups[: _of(step).start] = groups[_of(step).stop :] = False
+        tokens = int(self._lengths[groups].sum())
+        if tokens < least and not self.has(step):
+            return 0
+        self._taken |= groups
+        return tokens
+
+    def taken(self, step: int) -> bool:
+        """Whether all of a step's groups were taken."""
+        return bool(self._taken[_of(step)].all())
+
+
+def _of(step: int) -> slice:
+    """The groups of a step."""
+    return slice(step * PROMPTS, (step + 1) * PROMPTS)
 
 
 def in_flight(
@@ -234,28 +323,32 @@ def in_flight(
     lag: int,
     steps: int,
     *,
+    wave: float = AT_ONCE,
     latency: float = 0.0,
     seed: int = 1,
 ) -> float:
     """Seconds of a step; samplers take new weights at once, and go on beside the training.
 
-    `latency`: seconds from the end of an update until samplers can take its weights.
+    `wave`: tokens that a wave has at least, unless it is its step's last. `latency`: seconds from
+    the end of an update until samplers can take its weights.
     """
-    queue = _Queue(_groups(workload, steps, seed), samplers, SLOTS // samplers)
+    queue = _Queue(*_groups(workload, costs, steps, seed), samplers, SLOTS // samplers)
     queue.admit((lag + 1) * PROMPTS)
     now, step, training, arrivals = 0.0, 0, None, collections.deque()
     version = 0
     while step < steps:
         queue.fill()
-        if training is None and queue.has(step):
-            training = now + costs.training(queue.tokens(step), DEVICES - samplers)
+        if training is None and (tokens := queue.take(step, wave)):
+            training = now + costs.training(tokens, DEVICES - samplers)
         events = [queue.next_end(now), *([training] if training is not None else [])]
         later = min([*events, *list(arrivals)[:1]])
         queue.advance(now, later)
         now = later
         if training is not None and now >= training:
-            step, training = step + 1, None
-            arrivals.append(now + latency)
+            training = None
+            if queue.taken(step):
+                step += 1
+                arrivals.append(now + latency)
         while arrivals and now >= arrivals[0]:
             arrivals.popleft()
             version += 1
@@ -267,7 +360,7 @@ def in_flight(
 
 def shared(workload: Workload, costs: Costs, lag: int, steps: int, seed: int = 1) -> float:
     """Seconds of a step on devices that sample until the step's groups are there, then train."""
-    queue = _Queue(_groups(workload, steps + lag + 1, seed), DEVICES, SLOTS // DEVICES)
+    queue = _Queue(*_groups(workload, costs, steps + lag + 1, seed), DEVICES, SLOTS // DEVICES)
     now = 0.0
     for step in range(steps):
         queue.admit((step + 1 + lag) * PROMPTS)
@@ -277,7 +370,7 @@ def shared(workload: Workload, costs: Costs, lag: int, steps: int, seed: int = 1
             queue.advance(now, later)
             queue.fill()
             now = later
-        now += costs.training(queue.tokens(step), DEVICES) + costs.swap
+        now += costs.training(queue.take(step, AT_ONCE), DEVICES) + costs.swap
     return now / steps
 
 
@@ -339,13 +432,22 @@ def sampling_seconds(tokens: float, devices: int) -> float:
     return tokens / SLOTS * (STEP + SLOT_STEP * slots)
 
 
-def predict(workload: Workload, schedule: str, lag: int, steps: int = 40) -> tuple[float, int]:
-    """(speed-up over the synchronous mode, sampler devices of the best split)."""
+def predict(
+    workload: Workload, schedule: str, lag: int, steps: int = 40, *, wave: float = 0.0
+) -> tuple[float, int]:
+    """(speed-up over the synchronous mode, sampler devices of the best split).
+
+    `wave`: as of `in_flight`, for the schedule "waves".
+    """
     costs = Costs.of(workload)
     base = synchronous(workload, costs, steps)
     if schedule == "shared":
         return base / shared(workload, costs, lag, steps), DEVICES
-    schedules = {"boundary": boundary, "in_flight": in_flight}
+    schedules = {
+        "boundary": boundary,
+        "in_flight": in_flight,
+        "waves": functools.partial(in_flight, wave=wave),
+    }
     run = schedules[schedule]
     return max((base / run(workload, costs, r, lag, steps), r) for r in SPLITS)
 
@@ -354,24 +456,32 @@ def main() -> int:
     """Prints the table of figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="of each schedule")
-    steps = parser.parse_args().steps
-    cells = (("boundary", 1), ("in_flight", 1), ("in_flight", 2), ("shared", 1), ("shared", 2))
-    print("| workload | bound | " + " | ".join(f"{name}, lag {lag}" for name, lag in cells) + " |")
-    print("|---" * (len(cells) + 2) + "|")
+    parser.add_argument(
+        "--wave_tokens",
+        type=int,
+        default=0,
+        help="least tokens of a wave that is not its step's last; 0: whatever is complete",
+    )
+    args = parser.parse_args()
+    print("| workload | bound | " + " | ".join(f"{name}, lag {lag}" for name, lag in CELLS) + " |")
+    print("|---" * (len(CELLS) + 2) + "|")
     found = []
-    for workload in WORKLOADS:
+    for workload in (*WORKLOADS, SLOW_REWARDS):
         costs = Costs.of(workload)
-        bound = synchronous(workload, costs, steps) / least_seconds(
+        bound = synchronous(workload, costs, args.steps) / least_seconds(
             costs, costs.tokens, shared_devices=False
         )
-        figures = [predict(workload, name, lag, steps) for name, lag in cells]
+        figures = [
+            predict(workload, name, lag, args.steps, wave=args.wave_tokens) for name, lag in CELLS
+        ]
         found.append([speed for speed, _ in figures])
         shown = " | ".join(f"{speed:.2f} ({devices})" for speed, devices in figures)
-        print(f"| {workload.name} | {bound:.2f} | {shown} |")
-    print("| mean | | " + " | ".join(f"{mean:.2f}" for mean in np.mean(found, axis=0)) + " |")
+        print(f"| {workload.name} | {bound:.2f} | {shown} |", flush=True)
+    means = np.mean(found[: len(WORKLOADS)], axis=0)
+    print("| mean but for the last | | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
     workload, lag = WORKLOADS[0], 2
     for budget in (0, round(BUDGET * Costs.of(workload).tokens)):
-        made = rollouts(workload, lag, steps, budget=budget)[lag + 2 :]
+        made = rollouts(workload, lag, args.steps, budget=budget)[lag + 2 :]
         print(
             f"{workload.name}, shared, lag {lag}, rollouts of {budget or 'no budget of'} tokens: "
             f"coefficient of variation {variation([r.seconds for r in made]):.3f}, "

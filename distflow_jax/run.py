@@ -50,6 +50,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.programs.launch_log import launch_log
 from distflow_jax.report import log_lines
 from distflow_jax.report.json_lines import explained_disk_errors
 from distflow_jax.report.terminal import Terminal
@@ -162,6 +163,8 @@ def _train(
             terminal.print("Choose another --workdir, or raise training.steps to go on")
             return EXIT_DONE
         files.enter_context(kept_programs(config.compilation_cache))
+        launches = folder / "launches" / f"{processes.process_index()}.txt"
+        files.enter_context(launch_log(launches if config.observe.launches else None))
         recording = open_recording(replay, folder, done or 0) if replay else None
         prepared = prepare(config, chosen, terminal.activity, recording)
         files.enter_context(contextlib.closing(prepared.rewards))

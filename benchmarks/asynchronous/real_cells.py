@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from asynchronous.marked_run import MarkedRun
+
 BESIDE = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
 ON_ALL = {"mesh.devices": "0:1", "mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 MODELS = {  # name -> (config, settings)
@@ -48,3 +50,7 @@ class RealCell:
         }
         ahead = {"flow.max_lag": self.lag} if self.lag else {}
         return MODELS[self.model][1] | where | common | ahead
+
+    def make_run(self, *given: Any) -> MarkedRun:
+        """The run; `given`: what a Run takes."""
+        return MarkedRun(*given)

@@ -1,8 +1,9 @@
 """Runs on simulated devices: all is real but decoding, updating and moving weights."""
 
 import dataclasses
+import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +11,22 @@ import numpy as np
 from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import MarkedRun
-from streaming_model import DEVICES, EXPOSED, SLOT_STEP, STEP, WORKLOADS, Costs, Workload
+from streaming_model import (
+    DEVICES,
+    EXPOSED,
+    REWARD_SIGMA,
+    REWARD_WORKERS,
+    SLOT_STEP,
+    SLOW_REWARDS,
+    STEP,
+    WORKLOADS,
+    Costs,
+    Workload,
+)
 
 from distflow_jax.batch import Rows
 from distflow_jax.parallel import mesh, processes
+from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.training.state import TrainState
@@ -26,7 +39,7 @@ SETTINGS = {
     "rollout.num_samples": 8,
     "rollout.num_slots": 256,
     "rollout.tokens_per_call": 16,
-    "training.row_tokens": 2048,
+    "training.row_tokens": 2304,  # two of the longest responses with their prompts
     "algorithm.proximal": "rollout",
     "reward.kwargs": {"pattern": ".*[0-9]"},
     "eval.dataset": "",
@@ -39,6 +52,8 @@ SETTINGS = {
 # JAX's devices lend their meshes, and hold a tiny model; simulated ones have its work
 SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
+WAVES = {"flow.waves": "ready", "flow.wave_rows": 4}  # as many as the longest group may take
+PROCESSES = 2  # of a job, each with a sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +61,7 @@ class SimulatedCell:
     """One run of a cell."""
 
     workload: str
-    schedule: str  # synchronous, boundary, in_flight or shared
+    schedule: str  # synchronous, boundary, in_flight, waves, stagger or shared
     lag: int
     samplers: int  # simulated devices that sample, of all processes
     steps: int  # that are timed
@@ -57,7 +72,7 @@ class SimulatedCell:
     @property
     def lengths(self) -> Workload:
         """Its workload."""
-        (found,) = (w for w in WORKLOADS if w.name == self.workload)
+        (found,) = (w for w in (*WORKLOADS, SLOW_REWARDS) if w.name == self.workload)
         return found
 
     @property
@@ -68,7 +83,7 @@ class SimulatedCell:
     @property
     def own_devices(self) -> bool:
         """Whether samplers have devices that do not train."""
-        return self.schedule in ("boundary", "in_flight")
+        return self.schedule in ("boundary", "in_flight", "waves", "stagger")
 
     @property
     def name(self) -> str:
@@ -84,7 +99,28 @@ class SimulatedCell:
         if self.schedule == "boundary":
             changed["flow.swap"] = "boundary"
         changed |= {"flow.round_tokens": self.round_tokens} if self.round_tokens else {}
+        if self.schedule in ("waves", "stagger"):
+            changed |= WAVES
+        if self.schedule == "stagger":
+            changed["flow.stagger"] = PROCESSES
+        if self.lengths.reward:
+            changed |= slow_rewards(Costs.of(self.lengths).reward)
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})
+
+    def make_run(self, *given: Any) -> MarkedRun:
+        """The run; `given`: what a Run takes."""
+        return SimulatedRun(self, *given)
+
+
+def slow_rewards(mean: float) -> dict[str, Any]:
+    """Settings of rewards that take seconds, `mean` on average."""
+    return {
+        "reward.function": f"{pathlib.Path(__file__).with_name('slow_reward.py')}:score",
+        "reward.kwargs": {"mean": mean, "sigma": REWARD_SIGMA},
+        "reward.num_workers": REWARD_WORKERS // PROCESSES,
+        "reward.timeout_seconds": 1000 * mean,
+        "reward.start_seconds": 600.0,  # all of them start at once
+    }
 
 
 class SimulatedSync:
@@ -128,13 +164,15 @@ class SimulatedWeights:
 
 
 class SimulatedProgram:
-    """In place of a unit's program: it takes seconds for each token, and counts its updates."""
+    """In place of a unit's program: it takes seconds for each token of a batch or of a wave, and
+    counts its updates."""
 
-    def __init__(self, program: Program, lane: Lane, token: float):
-        """`token`: seconds of one device."""
+    def __init__(self, program: Program, lane: Lane, token: float, *, counts: bool):
+        """`token`: seconds of one device. `counts`: whether a call is an update."""
         if program.outputs:
             raise ValueError(f"unit {program.unit.name!r} writes fields, and simulated ones do not")
         self._keys, self._lane, self._token = program.unit.state_keys, lane, token
+        self._counts = counts
 
     def __call__(
         self, states: Mapping[str, Any], values: Sequence[Any]
@@ -144,8 +182,44 @@ class SimulatedProgram:
         tokens = sum(int(np.sum(shard.data)) for shard in rows.length.addressable_shards)
         self._lane.run("train", tokens * self._token / self._lane.devices)
         trained = {k: states[k] for k in self._keys if isinstance(states[k], TrainState)}
-        kept = {k: dataclasses.replace(s, count=s.count + 1) for k, s in trained.items()}
-        return kept, (), {}
+        return {k: _counted(s) if self._counts else s for k, s in trained.items()}, (), {}
+
+
+class SimulatedUpdate:
+    """In place of a WaveUpdate: it adds nothing up, and counts its updates."""
+
+    def begin(self, state: TrainState) -> TrainState:
+        """The state as it is."""
+        return state
+
+    def finish(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The state after an update, and no metrics."""
+        return _counted(state), {}
+
+
+def _counted(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, count=state.count + 1)
+
+
+def simulated_engine(
+    prepared: PreparedRun,
+    lane: Lane,
+    costs: DecodeCosts,
+    draw: Callable[[np.random.Generator, int], np.ndarray],
+) -> SimulatedEngine:
+    """An engine in the place of a run's own; `draw(rng, n)`: lengths of the responses to a
+    prompt."""
+    source, sizes, config = prepared.source, prepared.sizes, prepared.config
+    return SimulatedEngine(
+        source.config,
+        sizes.engine,
+        mesh.sampler_mesh(1, submesh=sizes.sampler_submesh),
+        stop_ids=source.tokenizer.stop_ids,
+        token=source.tokenizer.encode("7")[0],
+        lane=lane,
+        costs=costs,
+        lengths=DrawnLengths(draw, config.seed, config.rollout.num_samples),
+    )
 
 
 class SimulatedRun(MarkedRun):
@@ -161,29 +235,28 @@ class SimulatedRun(MarkedRun):
 
     def make_runtime(self) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
-        prepared, sizes = self.prepared, self.prepared.sizes
-        source, n = prepared.source, prepared.config.rollout.num_samples
         workload = self.cell.lengths
         costs = Costs.of(workload)
-        engine = SimulatedEngine(
-            source.config,
-            sizes.engine,
-            mesh.sampler_mesh(1, submesh=sizes.sampler_submesh),
-            stop_ids=source.tokenizer.stop_ids,
-            token=source.tokenizer.encode("7")[0],
-            lane=self.sampler,
-            costs=DecodeCosts(STEP, SLOT_STEP),
-            lengths=DrawnLengths(workload.lengths, prepared.config.seed, n),
+        engine = simulated_engine(
+            self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), workload.lengths
         )
         sync = SimulatedSync(costs.swap, self.sampler)
         spans, phase = self.instruments.spans, self.phases.span
-        runtime = build(prepared, spans, phase, sampler=(engine, sync))
+        runtime = build(self.prepared, spans, phase, sampler=(engine, sync))
+        waves = runtime.waves
         simulated = {
-            name: SimulatedProgram(program, self.trainer, costs.token)
+            name: SimulatedProgram(
+                *(program, self.trainer, costs.token),
+                counts=waves is None or name not in waves.units,
+            )
             for name, program in runtime.programs.items()
             if any(task.node.type != "COMPUTE" for task in program.unit.tasks)
         }
-        return dataclasses.replace(runtime, runners=runtime.runners | simulated)
+        if waves is not None:
+            waves = dataclasses.replace(
+                waves, updates=dict.fromkeys(waves.updates, SimulatedUpdate())
+            )
+        return dataclasses.replace(runtime, runners=runtime.runners | simulated, waves=waves)
 
     def work(self) -> dict[str, Any]:
         """Seconds of simulated devices by kind of work, so far."""

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-from asynchronous.marked_run import MarkedRun
 from asynchronous.real_cells import RealCell
-from asynchronous.simulated_run import SimulatedCell, SimulatedRun
+from asynchronous.simulated_run import SimulatedCell
+from asynchronous.wave_cells import WaveCell
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.notebook import load_config
@@ -18,7 +18,8 @@ from distflow_jax.report.terminal import Terminal
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
-Cell = SimulatedCell | RealCell
+Cell = SimulatedCell | RealCell | WaveCell
+KINDS = {kind.__name__: kind for kind in (SimulatedCell, RealCell, WaveCell)}
 
 
 def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:
@@ -40,9 +41,7 @@ def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:
                 prepared = prepare(config)
                 files.callback(prepared.rewards.close)
                 quiet, watchdog = Terminal(enabled=False), Watchdog(config.health, 1)
-                given = (prepared, place, saved, watchdog, quiet)
-                simulated = isinstance(cell, SimulatedCell)
-                run = SimulatedRun(cell, *given) if simulated else MarkedRun(*given)
+                run = cell.make_run(prepared, place, saved, watchdog, quiet)
                 run.loop(stop)
             run.write_marks()
             processes.barrier(f"end of {cell.name}")

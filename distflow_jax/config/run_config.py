@@ -83,6 +83,9 @@ class ObserveConfig:
     trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
     report_every: int = 0  # steps between updates of report.html; 0: only at the end
     profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
+    # write the order in which each process launches programs to launches/PROCESS.txt: files that
+    # differ say where a job went wrong that hangs
+    launches: bool = False
     # where metrics, config, samples, plan and report go too: tensorboard, wandb, mlflow, trackio,
     # my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
     trackers: tuple[str, ...] = ("tensorboard",)

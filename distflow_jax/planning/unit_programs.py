@@ -16,6 +16,7 @@ from distflow_jax.dag.plan_walker import Runner, Stage, make_runner
 from distflow_jax.layout import ROWS, Edge, Layout
 from distflow_jax.planning.field_specs import FieldSpecs, Value, per_token_values
 from distflow_jax.planning.stage_checks import checked, outline
+from distflow_jax.programs.launch_log import launched
 from distflow_jax.programs.xla_options import compiler_options
 
 Constant = Mapping[str, tuple[bool, ...] | None]  # state key -> leaves that come back as they are
@@ -113,6 +114,7 @@ class Program:
         """See dag.plan_walker.Runner."""
         absent = _absent(self.unit, states)
         moving, fixed, kept = _split(self.unit, states, self._variants[absent].constant)
+        launched(self.unit.name)
         new, written, metrics = self._compiled[absent](moving, fixed, kept, tuple(values))
         return {key: _joined(s, fixed[key]) for key, s in new.items()}, written, metrics
 

@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from distflow_jax.programs.launch_log import launched
 from distflow_jax.resharding.common_mesh import relabel
 from distflow_jax.resharding.layer_chunks import LayerChunks, LayerSync
 from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
@@ -95,6 +96,7 @@ class WeightSync:
 
     def __call__(self, params: Any) -> Any:
         """Copies of the weights on the devices of this process's sampler."""
+        launched("weight sync")
         plan = self._plan(params)
         params, held = jax.tree.map(plan.view, params), {}
         for keys, step in plan.tables.items():
@@ -109,6 +111,7 @@ class WeightSync:
         Collective. The parameters may change afterwards. A chunk leaves when the one before has
         left; the last is not awaited.
         """
+        launched("weight sync: leave")
         plan = self._plan(params)
         params = jax.tree.map(plan.view, params)
         left = LeftWeights(plan, {}, None if plan.layers is None else [])

@@ -20,7 +20,10 @@ from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
 
 # that a run makes
-FOLDERS = ("checkpoints", "groups", "profile", "recorded", "samples", "tensorboard", "trackers")
+FOLDERS = (
+    *("checkpoints", "groups", "launches", "profile"),
+    *("recorded", "samples", "tensorboard", "trackers"),
+)
 FILES = (
     *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
     *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json", "waves.jsonl"),

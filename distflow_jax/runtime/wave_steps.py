@@ -30,6 +30,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.waves.carried_fields import carried
 from distflow_jax.planning.waves.wave_programs import WavePrograms
+from distflow_jax.programs.launch_log import launched
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
@@ -304,7 +305,9 @@ class WaveSteps:
         if self._rows is None:
             lengths = [n for group in wave.groups for n in group.responses]
             return WaveSize(sum(lengths), len(lengths))
-        return self._size(self._coordinator.get(self._rows))
+        rows = self._coordinator.get(self._rows)
+        launched("wave size")
+        return self._size(rows)
 
     def _size_program(self) -> Callable[[Any], WaveSize] | None:
         if self._rows is None:

@@ -79,6 +79,11 @@ class UpdateStage:
         return joined(state, frozen), {}, self._named(_merge(metrics))
 
     @property
+    def name(self) -> str:
+        """The id of its node."""
+        return self._context.node.id
+
+    @property
     def network(self) -> Network:
         """The model that it trains."""
         return self._objective.model

@@ -22,6 +22,8 @@ from asynchronous import budgets  # noqa: E402
 from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine  # noqa: E402
 from asynchronous.lanes import Lane  # noqa: E402
 
+WORKLOADS = (*streaming_model.WORKLOADS, streaming_model.SLOW_REWARDS)
+OTHERS = [w for w in WORKLOADS if w.name not in ("heavy-2", "fixed-2")]
 COSTS = DecodeCosts(step=1e-5, slot=1e-6)
 TOKEN, STOP = 7, 3
 
@@ -49,11 +51,14 @@ def requests_of(prompts, samples, limit=40):
     ]
 
 
-@pytest.mark.parametrize("workload", ["heavy-2", "fixed-2"])
+@pytest.mark.parametrize(
+    "workload",
+    [*("heavy-2", "fixed-2"), *(pytest.param(w.name, marks=pytest.mark.slow) for w in OTHERS)],
+)
 def test_the_model_gives_the_figures_of_the_script(workload):
-    (of_model,) = (w for w in streaming_model.WORKLOADS if w.name == workload)
+    (of_model,) = (w for w in WORKLOADS if w.name == workload)
     for (name, schedule, lag), (figure, split) in streaming.FIGURES.items():
-        if name == workload:
+        if name == workload and schedule != "stagger":  # which the model does not know
             speed, devices = streaming_model.predict(of_model, schedule, lag)
             assert speed == pytest.approx(figure, abs=0.015)
             assert devices == split
@@ -62,7 +67,7 @@ def test_the_model_gives_the_figures_of_the_script(workload):
 def test_no_schedule_of_the_model_is_above_its_bound():
     for workload in streaming_model.WORKLOADS[::2]:
         costs = streaming_model.Costs.of(workload, draws=40, seed=3)
-        for schedule, lag in (("boundary", 1), ("in_flight", 2), ("shared", 1)):
+        for schedule, lag in (("boundary", 1), ("in_flight", 2), ("waves", 2), ("shared", 1)):
             shared = schedule == "shared"
             bound = streaming_model.synchronous(workload, costs, 10)
             bound /= streaming_model.least_seconds(costs, costs.tokens, shared_devices=shared)
@@ -78,6 +83,64 @@ def test_a_budget_steadies_the_rollouts_of_the_model():
     varies = [streaming_model.variation([r.seconds for r in made]) for made in (without, budget)]
     assert varies[0] > budgets.LEAST_GAIN * varies[1]
     assert 0.8 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
+
+
+def test_waves_of_the_model_train_every_token_once():
+    """Whatever a wave's least tokens are, and sooner than the step at once does."""
+    workload, steps = streaming_model.WORKLOADS[0], 4
+    costs = streaming_model.Costs.of(workload, draws=3)
+    spent = []
+
+    class Counted:
+        """Costs that note what is trained."""
+
+        swap, reward = costs.swap, costs.reward
+
+        def training(self, tokens, devices):
+            spent[-1] += tokens
+            return costs.training(tokens, devices)
+
+    seconds = []
+    for least in (streaming_model.AT_ONCE, 8000, 0):
+        spent.append(0)
+        found = streaming_model.in_flight(workload, Counted(), 4, 1, steps, wave=least)
+        seconds.append(found)
+    assert spent[0] == spent[1] == spent[2] > 0
+    assert seconds[0] > seconds[1] and seconds[0] > seconds[2]
+
+
+def test_a_reward_that_takes_its_time_makes_the_synchronous_step_longer():
+    lengths = np.full(streaming_model.SLOTS, 10)
+    seconds = np.zeros(len(lengths))
+    seconds[7] = 5.0
+    plain = streaming_model.generation(lengths)
+    assert streaming_model.generation(lengths, seconds) == pytest.approx(plain + 5.0)
+    drawn = streaming_model.SLOW_REWARDS.rewards(np.random.default_rng(0), 100_000, 2.0)
+    assert drawn.mean() == pytest.approx(2.0, rel=0.03) and drawn.min() > 0
+    workers, count = streaming_model.Workers(), 4 * streaming_model.REWARD_WORKERS
+    assert workers.last(np.zeros(count), np.full(count, 0.5)) == 4 * 0.5  # one after the other
+
+
+def test_goals_are_those_of_all_workloads_at_a_small_lag(capsys):
+    def cell(workload, schedule, lag, speed, seconds=1.0):
+        names = ("workload", "schedule", "lag", "speed", "seconds")
+        return dict(zip(names, (workload, schedule, lag, speed, seconds), strict=True))
+
+    names = [w.name for w in streaming_model.WORKLOADS]
+    slow = [cell(name, "waves", 1, 1.2) for name in names]
+    assert streaming.reaches_goals(slow[1:])  # of some workloads there is nothing to say
+    assert not streaming.reaches_goals(slow)
+    late = [cell(name, "waves", 4, 3.0) for name in names]
+    assert not streaming.reaches_goals(slow + late)
+    fast = [cell(name, "waves", 2, 1.6) for name in names[1:]] + [cell(names[0], "waves", 2, 2.1)]
+    assert streaming.reaches_goals(slow + fast)
+    assert "mean 1.68x (goal 1.59), best 2.10x (goal 2.03)" in capsys.readouterr().out
+    rewards = [cell("heavy-2", "waves", 2, 2.0), cell("rewards-2", "waves", 2, 2.0, 1.04)]
+    assert streaming.hides_rewards(rewards)
+    assert not streaming.hides_rewards([rewards[0], rewards[1] | {"seconds": 1.06}])
+    streaming.print_ablation([*slow, *fast], names)
+    table = capsys.readouterr().out
+    assert "| + waves |" in table and "| + lag 2 | 2.10 |" in table
 
 
 def test_responses_end_at_lengths_of_their_uids():
@@ -130,7 +193,8 @@ def test_a_suspended_response_goes_on_where_it_was():
 def test_every_part_runs_on_this_machine(tmp_path):
     """Two processes, of which each step takes groups of bounded age; the numbers mean nothing."""
     command = [sys.executable, "benchmarks/streaming.py", "--quick", "--beside-others"]
-    flags = ["--cells=fixed-2,heavy-2", "--schedules=boundary-1,in_flight-2,shared-1"]
+    flags = ["--cells=fixed-2,heavy-2,rewards-2"]
+    flags += ["--schedules=boundary-1,in_flight-2,shared-1,waves-2"]
     done = subprocess.run(
         [*command, *flags, f"--json={tmp_path / 'found.json'}"],
         cwd=ROOT,
@@ -145,9 +209,12 @@ def test_every_part_runs_on_this_machine(tmp_path):
     assert cells == [
         ("fixed-2", "boundary", 1),
         ("fixed-2", "in_flight", 2),
+        ("fixed-2", "waves", 2),
         ("heavy-2", "boundary", 1),
         ("heavy-2", "in_flight", 2),
+        ("heavy-2", "waves", 2),
         ("heavy-2", "shared", 1),
+        ("rewards-2", "waves", 2),
     ]
     for x in found:
         assert x["age_max"] <= x["lag"] and 0 < x["exposed_swap"] < x["seconds"]

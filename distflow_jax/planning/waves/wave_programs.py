@@ -17,6 +17,7 @@ from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.unit_programs import Program, trace_plan
+from distflow_jax.programs.launch_log import launched
 from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.stages.update_model import UpdateStage
 from distflow_jax.training.state import TrainState, divided, joined
@@ -30,7 +31,7 @@ class WaveUpdate:
     """
 
     def __init__(self, stage: UpdateStage, state: TrainState, sums: WaveSums, mesh: Mesh):
-        self._network, self.mesh = stage.network, mesh
+        self._network, self.mesh, self._name = stage.network, mesh, stage.name
         self.state = with_sums(state, sums)  # specs, while the step lasts
         trained, _ = divided(stage.network, state)
 
@@ -56,6 +57,7 @@ class WaveUpdate:
 
     def begin(self, state: TrainState) -> StreamedState:
         """The state with empty accumulators; its arrays stay where they are."""
+        launched(f"{self._name}: begin")
         return with_sums(state, self.programs[0]())
 
     def finish(self, state: StreamedState) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -66,6 +68,7 @@ class WaveUpdate:
         """
         whole = TrainState(state.params, state.opt_state, state.count)
         trained, frozen = divided(self._network, whole)
+        launched(f"{self._name}: finish")
         trained, metrics = self.programs[1](trained, state.sums)
         return joined(trained, frozen), metrics
 

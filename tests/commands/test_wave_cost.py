@@ -1,0 +1,38 @@
+"""benchmarks/wave_cost.py on this machine: all parts run; the numbers mean nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+
+def measured(tmp_path, *flags):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/wave_cost.py", *flags, f"--json={tmp_path / 'found.json'}"],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_parts_of_a_wave_on_two_processes(tmp_path):
+    found = measured(tmp_path, "--processes=2", "--steps=3")
+    assert found["processes"] == 2 and 0 < found["seconds"] <= found["late"]
+    assert all(seconds > 0 for seconds in found["parts"].values())
+
+
+@pytest.mark.slow
+def test_a_step_in_waves_beside_the_step_at_once(tmp_path):
+    found = measured(tmp_path, "--models=tiny", "--steps=2", "--rounds=1")
+    assert 0 < found["rows"] <= found["wave_rows"]
+    assert found["once"] > 0 and found["waves"] > 0
