@@ -18,7 +18,12 @@ _MESSAGE = struct.Struct("<IQ")  # kind, number
 
 
 class Peers:
-    """The numbers of one process, one of each kind (a number below 2**32); they begin at 0."""
+    """The numbers of one process, one of each kind (a number below 2**32); they begin at 0.
+
+    Attributes:
+      index: number of this process.
+      count: of processes.
+    """
 
     def __init__(
         self, exchange: HostExchange | None, index: int, count: int, heard: Callable[[], object]
@@ -26,6 +31,7 @@ class Peers:
         """Collective. `exchange`: connections that nothing else uses, between `count` processes;
         None in a run of one. `heard()` is called in a thread when a number has risen, or a peer has
         ended."""
+        self.index, self.count = index, count
         self._exchange, self._heard = exchange, heard
         self._numbers: dict[int, int] = {}  # those above 0
         self._lock = threading.Lock()

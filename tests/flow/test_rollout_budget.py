@@ -58,9 +58,7 @@ class Process:
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.admission = job.rule_of_a_process()
         self.groups, self.tokens, self.seen = {}, 0, set()
-        self.budget = RolloutBudget(
-            *(self, self.admission, gather, peers), tokens=job.tokens, processes=job.processes
-        )
+        self.budget = RolloutBudget(*(self, self.admission, gather, peers), tokens=job.tokens)
         self.steps, self.sampled = [], []
 
     def counts(self):
@@ -107,7 +105,11 @@ class Modelled(Process):
     def __init__(self, job, index, gathers, raised):
         self.heard = 0
         peers = types.SimpleNamespace(
-            raise_to=raised, seen=lambda kind: self.heard, check=lambda: None
+            raise_to=raised,
+            seen=lambda kind: self.heard,
+            check=lambda: None,
+            index=index,
+            count=job.processes,
         )
         super().__init__(job, index, gathers.of(index), peers)
         self.running, self.until = None, lambda: True

@@ -81,12 +81,14 @@ class Modelled:
         self.admission = Admission(job.rule, judged=job.judged)  # of the sampler
         self.groups, self.begun, self.heard = {}, 0, 0
         peers = types.SimpleNamespace(
-            raise_to=raised, seen=lambda kind: self.heard, check=lambda: None
+            raise_to=raised,
+            seen=lambda kind: self.heard,
+            check=lambda: None,
+            index=index,
+            count=job.processes,
         )
         self.source = WaveSource(
             *(job.planner(), self, gathers.of(index), peers),
-            process=index,
-            processes=job.processes,
             judges=True,
             publications=self.publications,
             facts=lambda group, process: job.facts(group.counter),
@@ -210,8 +212,6 @@ class Threaded(Modelled):
         peers = Peers(exchanges[1], index, job.processes, self.wake)
         self.source = WaveSource(
             *(job.planner(), self, gather, peers),
-            process=index,
-            processes=job.processes,
             judges=True,
             facts=lambda group, process: job.facts(group.counter),
         )

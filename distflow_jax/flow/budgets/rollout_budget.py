@@ -28,13 +28,12 @@ class RolloutBudget:
         peers: Peers,
         *,
         tokens: int,
-        processes: int,
     ):
         """`admission`: the producer's. `gather`, `peers`: nothing else uses them. `tokens`: of a
         rollout, over all processes."""
         self._producer, self._admission = producer, admission
         self._gather, self._peers = gather, peers
-        self._budget, self._processes = tokens, processes
+        self._budget = tokens
         self._told: set[int] = set()  # counters of complete groups that the others know
         self._gathers = 0
         self._start = 0  # tokens of this process before the rollout
@@ -107,7 +106,7 @@ class RolloutBudget:
             return bool(news or tokens)
         missing = self._budget - self._known
         if missing > 0:
-            return tokens * self._processes >= missing
+            return tokens * self._peers.count >= missing
         awaited = self._admission.awaited()
         return awaited is not None and any(counter < awaited for counter in news)
 

@@ -46,8 +46,6 @@ class WaveSource:
         gather: BackgroundGather,
         peers: Peers,
         *,
-        process: int,
-        processes: int,
         judges: bool,
         publications: Publications | None = None,
         facts: Callable[[Group, int], GroupFacts] = facts_of,
@@ -57,8 +55,7 @@ class WaveSource:
         `facts(group, process)`: of a group that is done."""
         self.planner, self._producer = planner, producer
         self._gather, self._peers = gather, peers
-        self._process, self._processes, self._facts = process, processes, facts
-        self._judges, self._publications = judges, publications
+        self._judges, self._publications, self._facts = judges, publications, facts
         self._told: set[int] = set()  # counters of groups whose facts the others know
         self._gathers = 0
 
@@ -131,10 +128,10 @@ class WaveSource:
             whole = self._producer.begun_up_to(end) and all(group.done for group in mine)
         if whole or not news:
             return bool(news)
-        tokens, sequences = self.planner.size([self._facts(g, self._process) for g in news])
+        tokens, sequences = self.planner.size([self._facts(g, self._peers.index) for g in news])
         missing = self.planner.missing()
         return any(
-            n * self._processes >= most
+            n * self._peers.count >= most
             for n, most in zip((tokens, sequences), missing, strict=True)
         )
 
@@ -151,7 +148,7 @@ class WaveSource:
             groups = [g for g in self._producer.groups.values() if g.done]
         news = [group for group in groups if group.counter not in self._told]
         self._told |= {group.counter for group in news}
-        return [self._facts(group, self._process).to_json() for group in news]
+        return [self._facts(group, self._peers.index).to_json() for group in news]
 
     def _wake(self) -> None:
         with self._producer.lock:

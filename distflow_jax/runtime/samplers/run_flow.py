@@ -152,8 +152,6 @@ def make_waves(
         producer,
         BackgroundGather(processes.second_exchange()),
         Peers(processes.second_exchange() if ready else None, index, count, heard),
-        process=index,
-        processes=count,
         # with swaps at boundaries rounds bring verdicts to the samplers' rule
         judges=region and config.flow.swap != "boundary",
         publications=flow.publications,
@@ -178,7 +176,6 @@ def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:
         BackgroundGather(processes.second_exchange()),
         Peers(processes.second_exchange(), processes.process_index(), count, heard),
         tokens=tokens,
-        processes=count,
     )
     return RolloutTaker(flow, budget, tokens=tokens)
 
