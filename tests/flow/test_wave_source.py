@@ -117,8 +117,7 @@ class Modelled:
         )
         self.source = WaveSource(
             *(job.planner(), self, gathers.of(index), peers),
-            process=index,
-            processes=job.processes,
+            place=(index, job.processes),
             judges=True,
             publications=self.publications,
             facts=lambda group, process: job.facts(group.counter),
@@ -242,8 +241,7 @@ class Threaded(Modelled):
         peers = Peers(exchanges[1], index, job.processes, self.wake)
         self.source = WaveSource(
             *(job.planner(), self, gather, peers),
-            process=index,
-            processes=job.processes,
+            place=(index, job.processes),
             judges=True,
             facts=lambda group, process: job.facts(group.counter),
         )

@@ -46,18 +46,18 @@ class WaveSource:
         gather: BackgroundGather,
         peers: Peers,
         *,
-        process: int,
-        processes: int,
+        place: tuple[int, int],
         judges: bool,
         publications: Publications | None = None,
         facts: Callable[[Group, int], GroupFacts] = facts_of,
     ):
-        """`gather`, `peers`: nothing else uses them. `judges`: whether verdicts reach the rule of
-        the samplers by waves alone. `publications`: of weights; None: none while a step waits.
-        `facts(group, process)`: of a group that is done."""
+        """`gather`, `peers`: nothing else uses them. `place`: the number of this process, and how
+        many there are. `judges`: whether verdicts reach the rule of the samplers by waves alone.
+        `publications`: of weights; None: none while a step waits. `facts(group, process)`: of a
+        group that is done."""
         self.planner, self._producer = planner, producer
         self._gather, self._peers = gather, peers
-        self._process, self._processes, self._facts = process, processes, facts
+        (self._process, self._processes), self._facts = place, facts
         self._judges, self._publications = judges, publications
         self._told: set[int] = set()  # counters of groups whose facts the others know
         self._gathers = 0

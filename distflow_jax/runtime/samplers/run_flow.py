@@ -131,8 +131,7 @@ def make_waves(prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path) -
         producer,
         BackgroundGather(processes.second_exchange()),
         Peers(processes.second_exchange() if ready else None, index, count, heard),
-        process=index,
-        processes=count,
+        place=(index, count),
         # with swaps at boundaries rounds bring verdicts to the samplers' rule
         judges=region and config.flow.swap != "boundary",
         publications=flow.publications,
