@@ -141,7 +141,7 @@ def check_ends(world, job):
         tokens, beyond = (metrics[f"training/rollout_tokens{end}"] for end in ("", "_beyond"))
         assert beyond == max(0, tokens - job.tokens)
         sampled += tokens
-        if not beyond and tokens < job.tokens:  # there was nothing left to sample
+        if tokens < job.tokens and len(cut.kept) < job.rule.groups:  # nothing was left to sample
             waiting = [counter for counter, _ in rule.begun["waiting"]]
             assert sampled == trained + sum(map(job.length, waiting))
         trained += sum(map(job.length, cut.kept))
