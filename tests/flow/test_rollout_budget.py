@@ -54,14 +54,15 @@ class Job:
 class Process:
     """A process of a model: what a RolloutBudget uses of a producer, and the training."""
 
-    def __init__(self, job, index, gather, peers):
+    def __init__(self, job, index, make_parts):
+        """`make_parts()`: the gather and the peers, which may call `wake` at once."""
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.admission = job.rule_of_a_process()
         self.groups, self.tokens, self.seen = {}, 0, set()
-        self.budget = RolloutBudget(
-            *(self, self.admission, gather, peers), tokens=job.tokens, processes=job.processes
-        )
         self.steps, self.sampled = [], []
+        self.budget = RolloutBudget(
+            *(self, self.admission, *make_parts()), tokens=job.tokens, processes=job.processes
+        )
 
     def counts(self):
         return Counts(tokens=self.tokens)
@@ -109,7 +110,7 @@ class Modelled(Process):
         peers = types.SimpleNamespace(
             raise_to=raised, seen=lambda kind: self.heard, check=lambda: None
         )
-        super().__init__(job, index, gathers.of(index), peers)
+        super().__init__(job, index, lambda: (gathers.of(index), peers))
         self.running, self.until = None, lambda: True
 
     def go_on(self):
@@ -199,9 +200,13 @@ class Threaded(Process):
 
     def __init__(self, job, index, exchanges, seed):
         self.draw = random.Random(f"{seed}{index}")
-        gather = BackgroundGather(exchanges[0])
-        peers = Peers(exchanges[1], index, job.processes, self.wake)
-        super().__init__(job, index, gather, peers)
+        super().__init__(
+            *(job, index),
+            lambda: (
+                BackgroundGather(exchanges[0]),
+                Peers(exchanges[1], index, job.processes, self.wake),
+            ),
+        )
 
     def wake(self):
         with self.lock:
