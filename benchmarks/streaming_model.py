@@ -31,7 +31,7 @@ SLOT_STEP = STEP / 64  # and of each slot that is active
 SWAP = 0.1  # seconds of a swap of weights, per second of synchronous generation
 EXPOSED = 0.2  # of a swap, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
-BUDGET = 0.9  # tokens of a rollout with a budget, over those of a synchronous step
+BUDGET = 1.0  # tokens of a rollout with a budget, over those of a synchronous step
 AT_ONCE = float("inf")  # least tokens of a wave: a step is trained once all of its groups are there
 REWARD_SIGMA = 1.0  # of the logarithm of a slow reward's seconds
 REWARD_WORKERS = 16  # that score responses, one at a time each
@@ -396,7 +396,7 @@ def rollouts(
         for counter, _ in rule.begun["waiting"]:
             if not queue.left[counter]:
                 rule.complete(counter)
-        return rule.awaited() is None and (tokens >= budget or rule.all_complete)
+        return rule.awaited() is None and (tokens >= budget or not rule.lacking)
 
     for step in range(steps):
         queue.admit(rule.end(step) if budget else (step + 1 + lag) * PROMPTS)

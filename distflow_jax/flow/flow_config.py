@@ -39,8 +39,8 @@ class FlowConfig:
     # informative, those whose last scores differed most. Never changes what a step trains on
     order: str = "longest"
     # on the trainer's devices: a rollout ends once that many tokens were sampled in it, over all
-    # processes, and the groups that the step must train are complete; steps then differ in size.
-    # 0: it ends when the step's prompts_per_step groups are complete
+    # processes, or prompts_per_step groups are complete, whichever these are, and those that the
+    # step must train are among them; steps then differ in size. 0: it ends with its step's groups
     round_tokens: int = 0
     # keep the groups of each wave in the run's folder, with which train --replay=FOLDER repeats the
     # training without a sampler

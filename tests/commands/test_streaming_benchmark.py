@@ -79,10 +79,10 @@ def test_a_budget_steadies_the_rollouts_of_the_model():
     """By the 3x that the script asks of a run, with the groups that the budget has tokens for."""
     workload = streaming_model.WORKLOADS[0]
     tokens = round(streaming_model.BUDGET * streaming_model.Costs.of(workload).tokens)
-    without, budget = (streaming_model.rollouts(workload, 2, 30, budget=n)[4:] for n in (0, tokens))
+    without, budget = (streaming_model.rollouts(workload, 2, 40, budget=n)[4:] for n in (0, tokens))
     varies = [streaming_model.variation([r.seconds for r in made]) for made in (without, budget)]
     assert varies[0] > budgets.LEAST_GAIN * varies[1]
-    assert 0.8 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
+    assert 0.9 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
 
 
 def test_waves_of_the_model_train_every_token_once():

@@ -24,6 +24,7 @@ def test_a_step_waits_for_what_later_steps_cannot_train_in_time():
     assert rule.awaited() == 4  # one group, whichever
     rule.complete(3)
     assert rule.awaited() is None
+    assert rule.lacking == 1
     cut = rule.finish(1)
     assert (cut.kept, cut.end, cut.final) == ((3,), 0, True)
     assert list(cut.counters) == [3]
@@ -57,7 +58,7 @@ def test_the_end_of_a_run_leaves_nothing_untrained():
     assert rule.end(1) == 4
     for counter in (1, 2):
         rule.complete(counter)
-    assert rule.all_complete
+    assert not rule.lacking
     assert rule.finish(2).kept == (1, 2)
     assert not rule.has_step(3)
 
@@ -238,8 +239,9 @@ class World:
         assert len(ready) == 1, "processes disagree"
         if not ready.pop():
             return False
-        complete = {process.admission.all_complete for process in self.processes}
-        if not (complete == {True} or self.draw.random() < self.hasty):
+        lacking = {process.admission.lacking for process in self.processes}
+        assert len(lacking) == 1, "processes disagree"
+        if lacking.pop() and self.draw.random() >= self.hasty:
             return False  # the budget of the rollout is not spent
         self.step += 1
         cuts = {process.admission.finish(self.step) for process in self.processes}

@@ -54,12 +54,13 @@ class Job:
 class Process:
     """A process of a model: what a RolloutBudget uses of a producer, and the training."""
 
-    def __init__(self, job, index, gather, peers):
+    def __init__(self, job, index, make_parts):
+        """`make_parts()`: the gather and the peers, which may call `wake` at once."""
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.admission = job.rule_of_a_process()
         self.groups, self.tokens, self.seen = {}, 0, set()
-        self.budget = RolloutBudget(*(self, self.admission, gather, peers), tokens=job.tokens)
         self.steps, self.sampled = [], []
+        self.budget = RolloutBudget(*(self, self.admission, *make_parts()), tokens=job.tokens)
 
     def counts(self):
         return Counts(tokens=self.tokens)
@@ -111,7 +112,7 @@ class Modelled(Process):
             index=index,
             count=job.processes,
         )
-        super().__init__(job, index, gathers.of(index), peers)
+        super().__init__(job, index, lambda: (gathers.of(index), peers))
         self.running, self.until = None, lambda: True
 
     def go_on(self):
@@ -143,7 +144,7 @@ def check_ends(world, job):
         tokens, beyond = (metrics[f"training/rollout_tokens{end}"] for end in ("", "_beyond"))
         assert beyond == max(0, tokens - job.tokens)
         sampled += tokens
-        if not beyond and tokens < job.tokens:  # there was nothing left to sample
+        if tokens < job.tokens and len(cut.kept) < job.rule.groups:  # nothing was left to sample
             waiting = [counter for counter, _ in rule.begun["waiting"]]
             assert sampled == trained + sum(map(job.length, waiting))
         trained += sum(map(job.length, cut.kept))
@@ -201,9 +202,13 @@ class Threaded(Process):
 
     def __init__(self, job, index, exchanges, seed):
         self.draw = random.Random(f"{seed}{index}")
-        gather = BackgroundGather(exchanges[0])
-        peers = Peers(exchanges[1], index, job.processes, self.wake)
-        super().__init__(job, index, gather, peers)
+        super().__init__(
+            *(job, index),
+            lambda: (
+                BackgroundGather(exchanges[0]),
+                Peers(exchanges[1], index, job.processes, self.wake),
+            ),
+        )
 
     def wake(self):
         with self.lock:

@@ -91,9 +91,9 @@ class Deadlines(Admission):
             self._complete.add(counter)
 
     @property
-    def all_complete(self) -> bool:
-        """Whether all groups that may begin are complete: there is nothing to sample."""
-        return len(self._complete) == len(self._versions)
+    def lacking(self) -> int:
+        """Complete groups that a full step lacks: it has B, or all that may begin."""
+        return max(0, min(self.rule.groups, len(self._versions)) - len(self._complete))
 
     def awaited(self) -> int | None:
         """The first counter after those of which another group has to be complete before the next

@@ -1,10 +1,10 @@
 """The end of a rollout by a budget of tokens, which all processes see at the same point.
 
-A rollout ends once that many tokens were sampled in it, over all processes, and the groups that its
-step must train are complete; or once there is nothing left to sample. Each process counts its own
-tokens and groups, and all gather these numbers: first when one of P processes has a P-th of the
-tokens that are missing, then whenever a group ends that the step waits for. A number that spreads
-(parallel/peers.py) has the others join. Samplers decode meanwhile.
+A rollout ends once that many tokens were sampled in it, over all processes, or its step is full;
+and once the groups that the step must train are complete. Each process counts its own tokens and
+groups, and all gather these numbers: first when one of P processes has a P-th of the tokens that
+are missing, or of the groups that fill the step; then whenever a group ends that the step waits
+for. A number that spreads (parallel/peers.py) has the others join. Samplers decode meanwhile.
 """
 
 from collections.abc import Generator
@@ -88,7 +88,7 @@ class RolloutBudget:
         admission = self._admission
         if admission.awaited() is not None:
             return False
-        return self._known >= self._budget or admission.all_complete
+        return self._known >= self._budget or not admission.lacking
 
     def _due(self) -> bool:
         """Whether it is time for the next gather."""
@@ -104,9 +104,10 @@ class RolloutBudget:
             return True
         if len(done) == len(groups):  # nothing is under way here
             return bool(news or tokens)
-        missing = self._budget - self._known
-        if missing > 0:
-            return tokens * self._peers.count >= missing
+        missing, lacking = self._budget - self._known, self._admission.lacking
+        if missing > 0 and lacking:
+            shares = (tokens, missing), (len(news), lacking)
+            return any(mine * self._peers.count >= all_of_it for mine, all_of_it in shares)
         awaited = self._admission.awaited()
         return awaited is not None and any(counter < awaited for counter in news)
 
