@@ -51,12 +51,13 @@ def short(state, fields, options):
 
 def on_mesh(state, fields, options):
     rows = fields["rows"]
-    return state, {"mine": per_token(fields["score"], rows.segment) * rows.response_mask}, {}
+    scores = per_token(fields["score"], rows.segment)
+    return state, {"mine": jnp.where(rows.response_mask, scores, 0.0)}, {}
 
 def on_mesh_whitened(state, fields, options):
     rows, score = fields["rows"], fields["score"]
-    mean = jnp.sum(score * rows.valid) / jnp.maximum(1, jnp.sum(rows.valid))
-    return state, {"mine": jnp.where(rows.valid, score - mean, 0)}, {}
+    mean = score.mean(where=rows.valid)
+    return state, {"mine": jnp.where(rows.valid, score - mean, 0.0)}, {}
 """
 NODE = """
 name: mine
