@@ -8,7 +8,8 @@ A wave: from the moment that all of its groups are complete, until its programs 
 sampler is a stand-in that takes no time (asynchronous/), all else is real, on processes of a job
 that share this machine. Parts, of the process that is slowest in each wave:
 
-    gather   processes exchange the facts of their groups, and the lengths of their sequences
+    gather   processes exchange the facts of their groups, and the lengths of their sequences; of
+             the process that waits least, for which the others wait
     plan     which groups, which rows, which ranks
     pack     tokens and fields go to the processes of their rows, and into arrays: a step at once
              does the same, for all of its groups together
@@ -88,8 +89,12 @@ def cost_of_a_wave(args: argparse.Namespace, processes: int) -> dict[str, Any]:
             for of_one in marks
         ]
     )
-    overhead = spent[:, :, : len(OVERHEAD)].sum(axis=2).max(axis=0)
-    found = {part: float(np.median(spent[:, :, i].max(axis=0))) for i, part in enumerate(SHOWN)}
+    by_wave = {  # [waves]
+        part: spent[:, :, i].min(axis=0) if part == "gather" else spent[:, :, i].max(axis=0)
+        for i, part in enumerate(SHOWN)
+    }
+    overhead = sum(by_wave[part] for part in OVERHEAD)
+    found = {part: float(np.median(seconds)) for part, seconds in by_wave.items()}
     median, late = (float(np.percentile(overhead, share)) for share in (50, 90))
     return {"processes": processes, "seconds": median, "late": late, "parts": found}
 

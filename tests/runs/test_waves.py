@@ -130,7 +130,13 @@ def check_equal(ours, theirs):
         ("actor_train", ("training.epochs=2", "algorithm.kl_coef=0.1")),
         ("", ("lora.rank=4",)),
         ("", MIXTURE),
-        ("", (*MIXTURE, "lora.rank=4", "training.mini_batches=2", "algorithm.proximal=rollout")),
+        (
+            "",
+            (
+                *(*MIXTURE, "lora.rank=4", "lora.targets=query,value"),
+                *("training.mini_batches=2", "algorithm.proximal=rollout"),
+            ),
+        ),
         ("", ("mesh.pipeline=2",)),
         ("", ("mesh.context=2",)),
     ],
