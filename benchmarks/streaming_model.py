@@ -251,6 +251,9 @@ class _Queue:
     that the training has not taken.
 
     `lengths` and `rewards`: tokens, and seconds of the reward, of each response [groups, samples].
+
+    Attributes:
+      left: responses of each group that are not complete, int [groups].
     """
 
     def __init__(self, lengths: np.ndarray, rewards: np.ndarray, samplers: int, slots: int):
@@ -259,7 +262,7 @@ class _Queue:
         self._waiting: collections.deque[tuple[int, tuple[int, int]]] = collections.deque()
         self._scoring: list[tuple[float, int]] = []  # (time, group) of rewards to come
         self._workers = Workers()
-        self._left = np.full(len(lengths), lengths.shape[1])  # responses of each group
+        self.left = np.full(len(lengths), lengths.shape[1])
         self._taken = np.zeros(len(lengths), bool)
 
     def admit(self, end: int) -> None:
@@ -287,18 +290,18 @@ class _Queue:
                 scored = self._workers.scored(to, self._rewards[group, sample])
                 heapq.heappush(self._scoring, (scored, group))
         while self._scoring and self._scoring[0][0] <= to:
-            self._left[heapq.heappop(self._scoring)[1]] -= 1
+            self.left[heapq.heappop(self._scoring)[1]] -= 1
 
     def has(self, step: int) -> bool:
         """Whether a step's groups are complete."""
-        return not self._left[_of(step)].any()
+        return not self.left[_of(step)].any()
 
     def take(self, step: int, least: float) -> int:
         """Tokens of the next wave of a step, all of its groups that are complete; 0: none.
 
         A wave has at least `least` tokens, unless it is the step's last.
         """
-        groups = (self._left == 0) & ~self._taken
+        groups = (self.left == 0) & ~self._taken
         groups[: _of(step).start] = groups[_of(step).stop :] = False
         tokens = int(self._lengths[groups].sum())
         if tokens < least and not self.has(step):
@@ -387,7 +390,8 @@ def rollouts(
 ) -> list[Rollout]:
     """Rollouts on shared devices; `budget`: tokens after which they may end, 0: each ends with B
     groups of its step."""
-    queue = _Queue(_groups(workload, steps + lag + 1, seed), DEVICES, SLOTS // DEVICES)
+    groups = _groups(workload, Costs.of(workload), steps + lag + 1, seed)
+    queue = _Queue(*groups, DEVICES, SLOTS // DEVICES)
     rule, found = Deadlines(Rule(PROMPTS, lag)), []
 
     def over(step: int, tokens: float) -> bool:
