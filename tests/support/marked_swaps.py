@@ -3,8 +3,9 @@
     SWAPS=FOLDER python tests/support/marked_swaps.py --config=configs/tiny.py --workdir=DIR
 
 FOLDER/PID.jsonl has a line for each swap: the version, its beginning and end on the clock that all
-processes of the machine share, and whether the sampler was interrupted in its work for it. No class
-is passed over, however busy the machine is.
+processes of the machine share, and whether the sampler was interrupted in its work for it. Samplers
+are slower than the training, so that they always have work. No class is passed over, however busy
+the machine is.
 """
 
 import json
@@ -13,10 +14,18 @@ import pathlib
 import time
 
 from distflow_jax.commands.main import run_script
+from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing import swap_turns
 from distflow_jax.flow.sampling_thread import SamplingThread
 
-whole = SamplingThread._take
+ROUND_SECONDS = 0.2
+whole, quick = SamplingThread._take, Producer.round
+
+
+def late(self):
+    """A round of the sampler that takes its time."""
+    time.sleep(ROUND_SECONDS)
+    return quick(self)
 
 
 def marked(self, version):
@@ -33,5 +42,5 @@ def marked(self, version):
 
 if __name__ == "__main__":
     swap_turns.FIRST_SECONDS = swap_turns.LEAST_SECONDS = 600.0
-    SamplingThread._take = marked
+    SamplingThread._take, Producer.round = marked, late
     run_script("train")
