@@ -97,6 +97,12 @@ class FlowConfig:
                 f"flow.divergence must be finite and not negative, got {self.divergence}; 0: "
                 "weights go to the samplers after every step"
             )
+        if self.divergence and self.round_tokens:
+            raise ValueError(
+                f"flow.divergence={self.divergence:g} keeps older weights in the samplers, and "
+                f"flow.round_tokens={self.round_tokens} gives groups a deadline by the newest; use "
+                "divergence=0 or round_tokens=0"
+            )
         fixed = {"stagger": self.stagger > 1, "divergence": self.divergence > 0}
         for name, chosen in fixed.items():
             if chosen and self.swap == "boundary":

@@ -243,6 +243,10 @@ SIZES = [
         "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.round_tokens=4096 ; dag=dapo",
         "flow.round_tokens=4096 trains what is complete, and the region of dag 'dapo' cuts steps",
     ),
+    (
+        "flow.max_lag=1 ; flow.round_tokens=4096 ; flow.divergence=0.5",
+        "flow.divergence=0.5 keeps older weights in the samplers, and flow.round_tokens=4096 gives",
+    ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
