@@ -29,7 +29,9 @@ class Nowhere:
     def check(self) -> None:
         """Raises nothing: no save can fail."""
 
-    def save(self, step: int, trained: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, trained: Any, info: Mapping[str, Any], *, added_to: bool = False
+    ) -> None:
         """Saves nothing."""
 
 

@@ -4,6 +4,7 @@ N sequences, L tokens and S sequences per row at most.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -51,6 +52,14 @@ class LengthTable:
         self.response: list[int] = lengths.response.tolist()
         self.group: list[int] = lengths.group.tolist()
 
+    def tokens(self, row: Sequence[int]) -> int:
+        """Tokens in a row of these sequences."""
+        if self.shared:
+            prompts = {self.group[i]: self.prompt[i] for i in row}.values()
+        else:
+            prompts = [self.prompt[i] for i in row]
+        return sum(prompts) + sum([self.response[i] for i in row])
+
 
 def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]:
     """Packs sequences into as few rows as first-fit finds, largest groups first.
@@ -88,9 +97,10 @@ def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]
 
     def place(row: int, members: list[int], tokens: int) -> None:
         rows[row].extend(members)
-        free[row] -= tokens
-        start = row // BLOCK * BLOCK
-        most_free[row // BLOCK] = max(free[start : start + BLOCK])
+        block, before = row // BLOCK, free[row]
+        free[row] = before - tokens
+        if before >= most_free[block]:  # else another row has the most
+            most_free[block] = max(free[block * BLOCK : (block + 1) * BLOCK])
 
     for key in sorted(order, key=lambda g: (-cost[g], g)):
         members = order[key]
@@ -101,9 +111,11 @@ def first_fit_decreasing(lengths: Lengths, limits: RowLimits) -> list[list[int]]
         holding: list[int] = []  # rows that have this prompt
         for i in members:
             alone = table.response[i]
-            row = next(
-                (r for r in holding if free[r] >= alone and len(rows[r]) < limits.sequences), None
-            )
+            for row in holding:
+                if free[row] >= alone and len(rows[row]) < limits.sequences:
+                    break
+            else:
+                row = None
             if row is not None:
                 place(row, [i], alone)
                 continue

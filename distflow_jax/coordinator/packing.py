@@ -186,11 +186,12 @@ class _Row:
 
     def __init__(self, table: "LengthTable", members: Sequence[int] = ()):
         self._table = table
-        self.members: list[int] = []
-        self.tokens = 0
+        self.members = list(members)
         self.of_group: dict[int, int] = {}  # group -> how many of it are here
         for member in members:
-            self.add(member)
+            group = table.group[member]
+            self.of_group[group] = self.of_group.get(group, 0) + 1
+        self.tokens = table.tokens(members)
 
     def relief(self, member: int) -> int:
         """Tokens that removing a sequence would free."""
@@ -230,14 +231,13 @@ class _Packing:
         self._table = LengthTable(lengths, limits.shared)
         self._rows: list[list[_Row]] = [[] for _ in range(ranks)]
         self._load = [0] * ranks  # tokens
+        self._full = lengths.prompt + lengths.response  # tokens of each with a prompt of its own
+        # candidates of each rank whose rows are as they were
+        self._known: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def tokens(self, row: Sequence[int]) -> int:
         """Tokens in a row of these members."""
-        n, members = self._lengths, np.asarray(row)
-        total = int(n.response[members].sum())
-        if self._limits.shared:
-            members = members[np.unique(n.group[members], return_index=True)[1]]
-        return total + int(n.prompt[members].sum())
+        return self._table.tokens(row)
 
     def deal(
         self, rows: Sequence[Sequence[int]], ranks: Sequence[int], room: int | None = None
@@ -255,6 +255,7 @@ class _Packing:
                 rank = min(open_ranks, key=lambda q: (self._load[q], q))
             self._rows[rank].append(row)
             self._load[rank] += row.tokens
+        self._known.clear()
 
     def busiest_rows(self) -> int:
         """Rows of the rank that has the most."""
@@ -303,6 +304,7 @@ class _Packing:
         if best is None:
             return self._swap(heavy, light, gap)
         _, place, r = best
+        self._forget(heavy, light)
         source, member = self._rows[heavy][int(rows_at[place])], int(members[place])
         self._load[heavy] -= source.remove(member)
         if not source.members:
@@ -314,13 +316,12 @@ class _Packing:
 
     def _swap(self, heavy: int, light: int, gap: int) -> bool:
         """Swaps two sequences, if that helps."""
-        n = self._lengths
         if not self._rows[light]:
             return False
         (i, row_i, size_i), (j, row_j, size_j) = self._candidates(heavy), self._candidates(light)
         free_i = np.array([self._limits.tokens - row.tokens for row in self._rows[heavy]])
         free_j = np.array([self._limits.tokens - row.tokens for row in self._rows[light]])
-        full_i, full_j = (n.prompt + n.response)[i], (n.prompt + n.response)[j]
+        full_i, full_j = self._full[i], self._full[j]
         # counted as if each moved with its prompt: an upper bound
         leaves = size_i[:, None] - full_j[None]  # the heavy rank gets lighter by at least this
         enters = full_i[:, None] - size_j[None]  # the light one heavier by at most this
@@ -331,25 +332,34 @@ class _Packing:
             return False
         ours, theirs = self._rows[heavy][int(row_i[a])], self._rows[light][int(row_j[b])]
         mine, other = int(i[a]), int(j[b])
+        self._forget(heavy, light)
         self._load[heavy] += -ours.remove(mine) + ours.add(other)
         self._load[light] += -theirs.remove(other) + theirs.add(mine)
         return True
 
     def _candidates(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(sequence, row, tokens that removing it would free) of a rank, as three int64 arrays."""
-        found = [
-            (i, r, row.relief(i)) for r, row in enumerate(self._rows[rank]) for i in row.members
-        ]
-        members, rows, relief = np.array(found, np.int64).reshape(-1, 3).T
-        return members, rows, relief
+        if rank not in self._known:
+            rows = self._rows[rank]
+            members = [i for row in rows for i in row.members]
+            relief = [row.relief(i) for row in rows for i in row.members]
+            at = [r for r, row in enumerate(rows) for _ in row.members]
+            columns = (np.array(column, np.int64) for column in (members, at, relief))
+            self._known[rank] = tuple(columns)
+        return self._known[rank]
+
+    def _forget(self, *ranks: int) -> None:
+        """Forgets the candidates of ranks whose rows change."""
+        for rank in ranks:
+            self._known.pop(rank, None)
 
     def _prices(self, row: _Row, members: np.ndarray) -> np.ndarray:
         """Tokens that each of `members` would add to a row."""
-        n = self._lengths
-        cost = n.response[members] + n.prompt[members]
+        cost = self._full[members]
         if self._limits.shared and row.members:
-            held = np.isin(n.group[members], list(row.of_group))
-            cost = cost - np.where(held, n.prompt[members], 0)
+            groups = self._lengths.group[members]
+            held = (groups[:, None] == np.array(list(row.of_group))).any(1)
+            cost = cost - np.where(held, self._lengths.prompt[members], 0)
         return cost
 
     def result(self) -> Assignment:

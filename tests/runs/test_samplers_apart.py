@@ -108,5 +108,6 @@ def test_no_bit_depends_on_what_is_late(tmp_path, processes, flags):
         train(tmp_path / name, processes, flags, delays)
     found = list(compare_checkouts.differences(tmp_path / "first", tmp_path / "second", 0))
     assert not found
-    assert len(compare_checkouts.metrics(tmp_path / "first", 1)) == 5
+    rows = compare_checkouts.metrics(tmp_path / "first", 1)
+    assert sorted({row["step"] for row in rows}) == [1, 2, 3, 4, 5]
     assert compare_checkouts.responses(tmp_path / "first", 1)
