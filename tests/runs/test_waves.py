@@ -133,7 +133,7 @@ def check_equal(ours, theirs):
         (
             "",
             (
-                *(*MIXTURE, "lora.rank=4", "lora.targets=query,value"),
+                *(*MIXTURE, "lora.rank=4", "lora.targets=('query','value')"),
                 *("training.mini_batches=2", "algorithm.proximal=rollout"),
             ),
         ),
