@@ -54,6 +54,7 @@ INNER_FLOORS = {
     ],
     "training": [{"objectives"}, {"."}],
     "rollout": [
+        {"foreign"},
         {"sampler"},
         {"scheduling"},
         {"engine"},

@@ -71,19 +71,22 @@ class EpisodeSampler:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine | None,
         state: SamplerState,
         environments: Environments | None = None,
         on_response: Callable[[Response], None] | None = None,
+        start: Callable[[SamplerState], Any] | None = None,
     ):
-        """`state`: donated. `on_response` is called as soon as a response has ended."""
+        """`state`: donated. `on_response` is called as soon as a response has ended. `start`: makes
+        a scheduler with this state, over another engine; None: a Scheduler over `engine`."""
+        self._start = start or functools.partial(_start_own, engine)
         self._engine, self._environments, self._on_response = engine, environments, on_response
         self.in_turns = environments is not None
         self._state = state
         self._open: dict[Key, _Request] = {}
         self._pending: collections.deque[_Request] = collections.deque()  # for slots of their own
         self._ended: list[_Request] = []
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
         self._past = (0, 0)  # decode calls and tokens of earlier schedulers
 
@@ -204,10 +207,7 @@ class EpisodeSampler:
 
     def _started(self) -> Scheduler:
         if self._scheduler is None:
-            state = self._state
-            self._scheduler = Scheduler(
-                self._engine, state.params, version=state.version, state=state.decode
-            )
+            self._scheduler = self._start(self._state)
         return self._scheduler
 
     def _stop(self) -> None:
@@ -279,3 +279,7 @@ class EpisodeSampler:
             entry.episodes[sample] = episode
             del driver.done[key, sample]
             self._end_if_complete(entry)
+
+
+def _start_own(engine: RolloutEngine, state: SamplerState) -> Scheduler:
+    return Scheduler(engine, state.params, version=state.version, state=state.decode)
