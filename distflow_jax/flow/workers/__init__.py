@@ -1,0 +1,1 @@
+"""Samplers as jobs of their own: what trainers and workers send each other."""
