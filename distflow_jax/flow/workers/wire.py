@@ -150,6 +150,7 @@ class Door:
 
     async def _answer(self, method: str, context: grpc.aio.ServicerContext) -> bytes:
         head = dict(context.invocation_metadata() or ()).get(_HEAD, b"")
+        peer = context.peer()  # now: a call that has ended has none
         try:
             if method == _HELLO:
                 return self._sessions.challenge(head)
@@ -163,7 +164,7 @@ class Door:
         except NoSession:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, _ENDED)
         except Stranger as stranger:
-            self._log.refused(context.peer(), str(stranger))
+            self._log.refused(peer, str(stranger))
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(stranger))
         context.set_trailing_metadata(((_HEAD, answer_head(frame, answer, refused=refused)),))
         return answer
