@@ -43,6 +43,7 @@ from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.homes.home_thread import Starved
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
@@ -58,7 +59,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
+from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
 from distflow_jax.runtime.run_state import (
@@ -82,6 +83,8 @@ from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
+
+SAVING_SECONDS = 10.0  # for the samples of a checkpoint where no worker goes on with them
 
 log = logging.getLogger("distflow_jax")
 
@@ -250,6 +253,8 @@ class Run:
                 try:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
+                except Starved:
+                    return self._end_starved()
                 except EndOfData as end:
                     return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
@@ -314,7 +319,7 @@ class Run:
         if self.flow is None:
             sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
             return
-        policy, models = self.prepared.samplers[self._sampler], self.state.models
+        (policy, *_), models = self.prepared.sampled.values(), self.state.models
         with (
             self.phases.span("update_weights"),
             self.runtime.offload.staying(UPDATE_WEIGHTS, models),
@@ -463,6 +468,18 @@ class Run:
             with self.phases.span("wait_for_samples"):
                 end_saving(self.flow, self.checkpointer, step, stop.deadline())
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)
+        return EXIT_PREEMPTED
+
+    def _end_starved(self) -> int:
+        """Ends the run for want of workers, with a checkpoint of the last step. Collective."""
+        self.state.step -= 1
+        step = self.state.step
+        self.recorder.stop_reason = STARVED
+        if step and self._saved_step != step:
+            self.save()
+            end_saving(self.flow, self.checkpointer, step, time.monotonic() + SAVING_SECONDS)
+        waited = f"no worker was there for {self.config.flow.starved_seconds:g} s"
+        log.warning("%s: stopped after step %d; start again, with workers, to go on", waited, step)
         return EXIT_PREEMPTED
 
     def _end_early(self, why: str) -> int:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +150,17 @@ class EpisodeSampler:
         if self._scheduler is not None and not self.busy:
             self._stop()
         return [(e.key, [e.episodes[i] for i in sorted(e.episodes)]) for e in ended]
+
+    def drop(self, keys: Collection[Key]) -> None:
+        """Drops requests that were not returned; the tokens of the others are read again.
+
+        Not with environments.
+        """
+        gone = {id(self._open.pop(key).request) for key in keys if key in self._open}
+        self._ended = [entry for entry in self._ended if entry.key not in keys]
+        if gone and self._scheduler is not None:
+            state, partials = self.suspend()
+            self.resume(state, [p for p in partials if id(p.request) not in gone])
 
     def drain(self) -> None:
         """Waits for the decode call in flight: no program uses the weights until `round`."""
