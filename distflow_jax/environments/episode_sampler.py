@@ -168,9 +168,10 @@ class EpisodeSampler:
             self._scheduler.drain()
 
     def free_weights(self) -> None:
-        """Frees the weights, for others that `load` brings."""
+        """Frees the weights, for others that `load` brings, if an engine of ours holds them."""
         self.drain()
-        jax.tree.map(lambda x: x.delete(), self._state.params)
+        if self._engine is not None:
+            jax.tree.map(lambda x: x.delete(), self._state.params)
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two decode calls, see Scheduler.load."""

@@ -21,6 +21,7 @@ from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
+from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
 from distflow_jax.rollout.requests import GroupRequest
 
 IDLE_SECONDS = 0.02  # between two looks at what other threads have done
@@ -131,7 +132,11 @@ class Worker:
         for key, request, progress in came:
             self._submit(key, request, progress)
         self._take_weights()
-        ended = sampler.round() if sampler.busy else []
+        try:
+            ended = sampler.round() if sampler.busy else []
+        except TriesEnded as error:
+            self._give_up(error)
+            return True
         for key, episodes in ended:
             del self._open[key]
             self.groups += 1
@@ -160,6 +165,15 @@ class Worker:
         except ValueError as error:
             with self._shared.lock:
                 self._shared.failed[key] = str(error)
+
+    def _give_up(self, error: TriesEnded) -> None:
+        """Returns a group that the engine does not answer; the others go on."""
+        keys = [key for key, request in self._open.items() if request is error.request]
+        self._sampler.drop(keys)
+        for key in keys:
+            del self._open[key]
+        with self._shared.lock:
+            self._shared.failed |= dict.fromkeys(keys, str(error))
 
     def _take_weights(self) -> None:
         """Takes weights that were pulled, or begins to pull those that are wanted."""

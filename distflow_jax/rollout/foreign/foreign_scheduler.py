@@ -35,9 +35,9 @@ _RESTARTED = "the engine was away; its weights may be others"
 class TriesEnded(RuntimeError):
     """A response failed too often; the message names it, the engine and the last reason."""
 
-    def __init__(self, message: str, group: int, sample: int):
+    def __init__(self, message: str, group: Group, sample: int):
         super().__init__(message)
-        self.group, self.sample = group, sample  # id of the request, number of the response
+        self.group, self.request, self.sample = group.id, group.request, sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,14 @@ class _Try:
     held: int  # version that the engine had
     tokens: int  # that the response had already
 
+    def asks_for(self, partial: Partial) -> bool:
+        """Whether it samples the rest of this response."""
+        return (
+            self.group.request is partial.request
+            and self.partial.sample == partial.sample
+            and self.tokens == len(partial.tokens)
+        )
+
 
 class ForeignScheduler:
     """Drives one foreign engine: submit requests, call `step` until nothing is `busy`.
@@ -81,6 +89,7 @@ class ForeignScheduler:
         self._waiting = WaitingQueue()
         self._later: list[tuple[float, Group, Partial]] = []  # to be repeated, by time
         self._running: dict[int, _Try] = {}
+        self._adrift: dict[int, _Try] = {}  # run on, and nobody waits for them (any more)
         self._failed: dict[tuple[int, int], int] = {}  # tries by (request's id, sample)
         self._groups: dict[int, Group] = {}
         self._ended: list[tuple[Group, Response]] = []
@@ -97,7 +106,7 @@ class ForeignScheduler:
     @property
     def free_slots(self) -> int:
         """Responses that the engine could sample beside those that run."""
-        return max(0, self.engine.slots - len(self._running))
+        return max(0, self.engine.slots - len(self._running) - len(self._adrift))
 
     @property
     def idle_slots(self) -> int:
@@ -124,8 +133,14 @@ class ForeignScheduler:
         """
         check_request(self.engine, request)
         group = self._new_group(request, on_response, len(request.samples))
-        group.waiting = list(reversed(request.samples))
-        self._waiting.push(group)
+        samples = list(reversed(request.samples))
+        group.waiting = [
+            sample
+            for sample in samples
+            if not _adopt(self._adrift, self._running, group, _unbegun(group, sample))
+        ]
+        if group.waiting:
+            self._waiting.push(group)
         return group.id
 
     def step(self) -> list[Response]:
@@ -156,7 +171,8 @@ class ForeignScheduler:
             self._waiting.remove_resumed(group)
             self._waiting.remove_group(group)
             self._later = [entry for entry in self._later if entry[1] is not group]
-            self._running = {n: t for n, t in self._running.items() if t.group is not group}
+            for number in [n for n, t in self._running.items() if t.group is group]:
+                self._adrift[number] = self._running.pop(number)
             self._failed = {key: n for key, n in self._failed.items() if key[0] != group_id}
             self._given_up = [error for error in self._given_up if error.group != group_id]
         return cut
@@ -164,7 +180,8 @@ class ForeignScheduler:
     def export(self) -> list[Partial]:
         """All responses that are waiting or running, with the tokens that they had before.
 
-        The scheduler is empty then, but for responses that `step` has still to return.
+        The scheduler is empty then, but for responses that `step` has still to return. The engine
+        goes on with what runs, which counts if it is submitted or restored again.
         """
         partials = [entry.partial for entry in self._running.values()]
         partials += [partial for _, _, partial in self._later]
@@ -190,7 +207,8 @@ class ForeignScheduler:
             group = self._new_group(partial.request, on_response, 1)
             if longest and len(partial.request.prompt.tokens) + had > longest:
                 partial = Partial(partial.request, partial.sample, np.zeros(0, np.int32))
-            self._waiting.push_resumed(group, partial)
+            if not _adopt(self._adrift, self._running, group, partial):
+                self._waiting.push_resumed(group, partial)
 
     def drain(self) -> None:
         """Nothing: no program of this process uses the weights."""
@@ -203,13 +221,13 @@ class ForeignScheduler:
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
-        while self._running and not self.engine.swaps_in_flight:
+        while (self._running or self._adrift) and not self.engine.swaps_in_flight:
             self._collect()
         self._params, self.version = params, version
         self._lost.load(params, version, cache)
 
     def close(self) -> None:
-        """Drops everything that is under way."""
+        """Drops everything that is under way, as `export` does."""
         for group_id in list(self._groups):
             self.abort(group_id)
         self._ended.clear()
@@ -232,9 +250,9 @@ class ForeignScheduler:
             self._waiting.push_resumed(*entry[1:])
         if not self._waiting or not self.free_slots:
             return
-        if not self._running and not self._lost.is_same():
+        if not self._running and not self._adrift and not self._lost.is_same():
             self._lost.bring_back(self._params, self.version)
-        while self.free_slots and self._waiting:
+        while self._waiting and self.free_slots:
             self._send(self._next_tries())
 
     def _next_tries(self) -> list[_Try]:
@@ -269,7 +287,7 @@ class ForeignScheduler:
 
     def _collect(self) -> None:
         """Takes what the engine has answered; waits shortly for the first one."""
-        if not self._running:
+        if not self._running and not self._adrift:
             time.sleep(STEP_SECONDS)  # until the next try
             return
         found = self.engine.results(STEP_SECONDS)
@@ -277,9 +295,11 @@ class ForeignScheduler:
         # answers beside a lost connection may be those of an engine with other weights
         if any(entry.lost for entry in failures.values()) and not self._lost.is_same(fault=True):
             self._put_back([failures.get(n, Failure(n, _RESTARTED)) for n in self._running], 0)
+            self._adrift.clear()
             self._lost.bring_back(self._params, self.version)
             return
         for entry in found:
+            self._adrift.pop(entry.id, None)
             if isinstance(entry, Answer):
                 self._take(entry)
         self._put_back(list(failures.values()))
@@ -332,7 +352,7 @@ class ForeignScheduler:
                     f"{self.engine.name} failed {tries} times at response {uid[1]} of prompt "
                     f"{uid[0]}: {failure.reason}"
                 )
-                self._given_up.append(TriesEnded(text, *key))
+                self._given_up.append(TriesEnded(text, entry.group, entry.partial.sample))
 
 
 def check_request(engine: ForeignEngine, request: GroupRequest) -> None:
@@ -347,6 +367,21 @@ def check_request(engine: ForeignEngine, request: GroupRequest) -> None:
         raise ValueError("a prompt must have at least 1 token")
     if longest and length > longest:
         raise ValueError(f"{engine.name} reads prompts of up to {longest} tokens, got {length}")
+
+
+def _adopt(
+    adrift: dict[int, _Try], running: dict[int, _Try], group: Group, partial: Partial
+) -> bool:
+    """Waits again for a response that the engine samples since before an `export`, if there is one.
+
+    Returns whether there is.
+    """
+    for number, entry in adrift.items():
+        if entry.asks_for(partial):
+            running[number] = dataclasses.replace(entry, group=group, partial=partial)
+            del adrift[number]
+            return True
+    return False
 
 
 def _unbegun(group: Group, sample: int) -> Partial:

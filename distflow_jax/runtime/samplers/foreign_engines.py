@@ -44,7 +44,7 @@ class EngineSettings:
     # calls that load weights: [["POST", "/path", body], ...]; $folder and $version are replaced
     load_steps: Any = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of each request
-    folder: str = ""  # where weights are written; "": in the worker's folder
+    folder: str = ""  # where weights are written; "": a temporary folder
     seen_as: str = ""  # the path of that folder on the engine's machine; "": the same
     dtype: str = "float32"  # of the written weights
     key_file: str = ""  # file with the server's API key or token

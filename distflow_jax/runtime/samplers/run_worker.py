@@ -2,23 +2,27 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import pathlib
 import secrets
 import socket
+import tempfile
 from collections.abc import Collection
 from typing import Any
 
 import jax
 
 from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.weight_pull import WeightPull
-from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.flow.workers.worker import Pace, Pull, Worker
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.models.weights.source import open_model
+from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.mesh import MeshConfig
@@ -26,7 +30,9 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal
@@ -41,11 +47,13 @@ def run_worker(
     *,
     chosen: Collection[str] = (),
     orphan_seconds: float,
+    foreign: EngineChoice | None = None,
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
-    `chosen` are the config keys that the command line gives. Raises ValueError for user errors,
-    and if trainers do not answer for `orphan_seconds`.
+    `chosen` are the config keys that the command line gives. `foreign`: an engine of another
+    program that samples; None: one of ours. Raises ValueError for user errors, and if trainers do
+    not answer for `orphan_seconds`.
     """
     config, graph = settle(config, chosen)
     if not config.flow.workers:
@@ -65,38 +73,86 @@ def run_worker(
         return EXIT_DONE
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
-        # this machine's devices are all the sampler's, whatever the trainers' mesh
-        own = dataclasses.replace(
-            config,
-            mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
-            training=dataclasses.replace(config.training, micro_batch_rows=0),
-        )
-        sizes = derive_sizes(own, source.config, Machine.current(), graph)
-        engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
-        mesh = mesh_lib.replica_mesh(sizes.rollout_tensor)
-        shardings = param_shardings(source.config, mesh)
-
-        def pull(links: Links, version: int) -> Any:
-            pulled = WeightPull(links.callers, links.incarnation).pull(version, shardings)
-            return jax.block_until_ready(sync(pulled))
-
-        weights = pull(links, links.first_version)
-        engine.compile(weights)
-        state = SamplerState(weights, links.first_version, engine.init_decode_state())
+        open_sampler = _own_sampler if foreign is None else functools.partial(_foreign, foreign)
+        sampler, slots, pull = open_sampler(config, graph, source, links, files)
         worker = Worker(
-            EpisodeSampler(engine, state),
+            sampler,
             links,
             joining,
             pull,
             Pace(config.flow.save_seconds, orphan_seconds),
-            slots=sizes.engine.slots,
+            slots=slots,
             cache=config.flow.cache,
         )
         print(
-            f"ready: {sizes.engine.slots} slots, version {links.first_version}, for "
+            f"ready: {slots} slots, version {links.first_version}, for "
             f"{len(links.callers)} trainers",
             flush=True,
         )
         worker.serve(stop.is_set)
     print(f"ended after {worker.groups} groups", flush=True)
     return EXIT_DONE
+
+
+def _own_sampler(
+    config: Config, graph: Graph, source: ModelSource, links: Links, files: contextlib.ExitStack
+) -> tuple[EpisodeSampler, int, Pull]:
+    """A sampler on this machine's devices, its slots, and the pull of its weights."""
+    # the devices are all the sampler's, whatever the trainers' mesh
+    own = dataclasses.replace(
+        config,
+        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
+        training=dataclasses.replace(config.training, micro_batch_rows=0),
+    )
+    sizes = derive_sizes(own, source.config, Machine.current(), graph)
+    engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
+    shardings = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
+
+    def pull(links: Links, version: int) -> Any:
+        pulled = WeightPull(links.callers, links.incarnation).pull(version, shardings)
+        return jax.block_until_ready(sync(pulled))
+
+    weights = pull(links, links.first_version)
+    engine.compile(weights)
+    state = SamplerState(weights, links.first_version, engine.init_decode_state())
+    return EpisodeSampler(engine, state), sizes.engine.slots, pull
+
+
+def _foreign(
+    choice: EngineChoice,
+    config: Config,
+    graph: Graph,
+    source: ModelSource,
+    links: Links,
+    files: contextlib.ExitStack,
+) -> tuple[EpisodeSampler, int, Pull]:
+    """A sampler over an engine of another program, its slots, and the pull of its weights.
+
+    Weights pass through the memory of this machine's first device.
+    """
+    if config.training.router_replay:
+        raise ValueError(
+            f"{choice.address} does not say which experts its tokens went to: set "
+            "training.router_replay=False, or sample with --engine=own"
+        )
+    choice.check(config.rollout.sampling_params())
+    place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))
+    try:
+        engine = choice.open(source, place, config.seed)
+    except EngineError as error:
+        raise ValueError(f"{error}; start it, or name another --engine") from error
+    files.enter_context(contextlib.closing(engine))
+    mesh = mesh_lib.replica_mesh(1, jax.local_devices()[:1])
+    shardings = param_shardings(source.config, mesh)
+
+    def pull(links: Links, version: int) -> Any:
+        return WeightPull(links.callers, links.incarnation).pull(version, shardings)
+
+    version = links.first_version
+    state = SamplerState(pull(links, version), version, None)
+    start = choice.start(engine, source)
+    try:
+        start(state)
+    except EngineError as error:
+        raise ValueError(f"{error}; see docs/foreign_engines.md") from error
+    return EpisodeSampler(None, state, start=start), engine.slots, pull
