@@ -130,7 +130,7 @@ def test_rewards_rise(tmp_path, kind):
     for row in rows:
         assert row["training/off_policy/trajectory_staleness/max"] <= 1
     # step 1 is trained on by the weights that sampled it
-    assert rows[0]["rollout_corr/log_ratio_abs/max"] <= 1e-4
+    assert rows[0]["rollout_corr/log_ratio_abs_max"] <= 1e-4
     tries = re.findall(r"response \d+ of prompt \d+, try (\d) of 5", log.read_text())
     assert len(tries) == (sum(map(bool, FAULTS)) if "faults" in kind else 0), log.read_text()
 
