@@ -1,4 +1,4 @@
-"""A worker's side of a run: an engine on this machine's devices that answers the trainers' groups."""
+"""A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.home_links import Joining, Links
-from distflow_jax.flow.workers.weight_pull import WeightPull
+from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.worker import Pace, Worker
-from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
@@ -30,6 +30,8 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal
+
+PULL_SECONDS = 600.0  # for a version of the weights to come
 
 log = logging.getLogger("distflow_jax")
 
@@ -74,10 +76,14 @@ def run_worker(
         sizes = derive_sizes(own, source.config, Machine.current(), graph)
         engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
         mesh = mesh_lib.replica_mesh(sizes.rollout_tensor)
-        shardings = param_shardings(source.config, mesh)
+        target = pull_target(
+            abstract_params(source.config), param_shardings(source.config, mesh), sizes.engine.dtype
+        )
 
         def pull(links: Links, version: int) -> Any:
-            pulled = WeightPull(links.callers, links.incarnation).pull(version, shardings)
+            pulled = WeightPull(links.callers).pull(
+                version, target, PULL_SECONDS, links.incarnation
+            )
             return jax.block_until_ready(sync(pulled))
 
         weights = pull(links, links.first_version)
