@@ -254,7 +254,7 @@ class Run:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
                 except Starved:
-                    return self._end_starved()
+                    return _end_starved(self)
                 except EndOfData as end:
                     return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
@@ -470,18 +470,6 @@ class Run:
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)
         return EXIT_PREEMPTED
 
-    def _end_starved(self) -> int:
-        """Ends the run for want of workers, with a checkpoint of the last step. Collective."""
-        self.state.step -= 1
-        step = self.state.step
-        self.recorder.stop_reason = STARVED
-        if step and self._saved_step != step:
-            self.save()
-            end_saving(self.flow, self.checkpointer, step, time.monotonic() + SAVING_SECONDS)
-        waited = f"no worker was there for {self.config.flow.starved_seconds:g} s"
-        log.warning("%s: stopped after step %d; start again, with workers, to go on", waited, step)
-        return EXIT_PREEMPTED
-
     def _end_early(self, why: str) -> int:
         """Ends the run with the data: a region took more than a batch for some steps."""
         self.state.step -= 1
@@ -532,6 +520,21 @@ def _take_groups(run: Run) -> dict[str, Any]:
     coordinator.use(store)
     _give_step(run.prepared.plan, store, state.step)
     return coordinator.merged(measured) | flow.counts()
+
+
+def _end_starved(run: Run) -> int:
+    """Ends a run for want of workers, with a checkpoint of its last step. Collective."""
+    run.state.step -= 1
+    step = run.state.step
+    run.recorder.stop_reason = STARVED
+    if step and run._saved_step != step:
+        run.save()
+        end_saving(run.flow, run.checkpointer, step, time.monotonic() + SAVING_SECONDS)
+    log.warning(
+        "no worker was there for %g s: stopped after step %d; start again, with workers, to go on",
+        *(run.config.flow.starved_seconds, step),
+    )
+    return EXIT_PREEMPTED
 
 
 def _run_waves(

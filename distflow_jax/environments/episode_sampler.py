@@ -151,17 +151,6 @@ class EpisodeSampler:
             self._stop()
         return [(e.key, [e.episodes[i] for i in sorted(e.episodes)]) for e in ended]
 
-    def drop(self, keys: Collection[Key]) -> None:
-        """Drops requests that were not returned; the tokens of the others are read again.
-
-        Not with environments.
-        """
-        gone = {id(self._open.pop(key).request) for key in keys if key in self._open}
-        self._ended = [entry for entry in self._ended if entry.key not in keys]
-        if gone and self._scheduler is not None:
-            state, partials = self.suspend()
-            self.resume(state, [p for p in partials if id(p.request) not in gone])
-
     def drain(self) -> None:
         """Waits for the decode call in flight: no program uses the weights until `round`."""
         if self._scheduler is not None:
@@ -179,8 +168,9 @@ class EpisodeSampler:
         if self._scheduler is not None:
             self._scheduler.load(params, version, cache=cache)
 
-    def suspend(self) -> tuple[SamplerState, list[Partial]]:
-        """Suspends what is under way; the state is free until `resume`.
+    def suspend(self, dropping: Collection[Key] = ()) -> tuple[SamplerState, list[Partial]]:
+        """Suspends what is under way; the state is free until `resume`. Of requests that `dropping`
+        names nothing goes on.
 
         ValueError with environments at work, which cannot be suspended.
         """
@@ -188,7 +178,8 @@ class EpisodeSampler:
             raise ValueError("responses in turns cannot be suspended: wait until none is under way")
         partials = [] if self._scheduler is None else self._scheduler.export()
         self._stop()
-        return self._state, partials
+        gone = {id(self._open.pop(key).request) for key in dropping if key in self._open}
+        return self._state, [p for p in partials if id(p.request) not in gone]
 
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""

@@ -32,8 +32,8 @@ class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
     `state` is read for the number of the step. `stop_reason` is what the record says at the end:
-    DONE, DATA_ENDED, PREEMPTED or STARVED, unless an error ends the run. The record survives a resume:
-    steps after the checkpoint's are dropped, events are kept.
+    DONE, DATA_ENDED, PREEMPTED or STARVED, unless an error ends the run. The record survives a
+    resume: steps after the checkpoint's are dropped, events are kept.
     """
 
     def __init__(

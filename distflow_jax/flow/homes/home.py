@@ -10,7 +10,7 @@ Nothing here communicates, reads a clock, or looks into a token.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distflow_jax.flow.lag_rule import Rule
@@ -20,7 +20,7 @@ Key = tuple[int, str]  # counter of the prompt, id of the node
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What is known of one response."""
+    """Tokens of one response, as far as they are known."""
 
     tokens: int  # that were sampled
     lowest: int  # version of them, 0 without tokens
@@ -52,8 +52,13 @@ class _Open:
     until: float = 0.0  # end of the lease
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
 
+    def free(self) -> None:
+        """Ends the lease."""
+        self.worker, self.until = "", 0.0
+
     @property
     def tokens(self) -> int:
+        """Tokens of all responses."""
         known = (*self.ended.values(), *self.under_way.values())
         return sum(piece.tokens for piece in known)
 
@@ -88,6 +93,12 @@ class Home:
       lease_seconds: after which a group without news of its worker is given to another one.
       max_tries: failures of a group after which it is given up.
       differs: whether two results of one response differ where they should not.
+
+    Attributes:
+      newest: version of the newest weights that workers can get.
+      given_up: prompts that no worker can answer, with the last failure of each; the caller takes
+        them out.
+      workers: those that were heard of within a lease's time, and when.
     """
 
     def __init__(
@@ -107,8 +118,8 @@ class Home:
         self._differs = differs
         self._open: dict[Key, _Open] = {}
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
-        self._given_up: dict[int, str] = {}
-        self._workers: dict[str, float] = {}  # when each was heard of last
+        self.given_up: dict[int, str] = {}
+        self.workers: dict[str, float] = {}
 
     # -- the trainer's side -----------------------------------------------------------------------
 
@@ -139,13 +150,8 @@ class Home:
         taken, self._complete = self._complete, []
         return taken
 
-    def take_given_up(self) -> dict[int, str]:
-        """Prompts that were given up and not taken, with the last failure of each."""
-        taken, self._given_up = self._given_up, {}
-        return taken
-
     def pieces(self) -> dict[Key, dict[int, Piece]]:
-        """What is known of the responses of each group that was not taken."""
+        """Responses of each group that was not taken, as far as they are known."""
         found = {group.key: dict(pieces) for group, pieces in self._complete}
         return found | {key: {**one.under_way, **one.ended} for key, one in self._open.items()}
 
@@ -169,7 +175,7 @@ class Home:
     @property
     def has_news(self) -> bool:
         """Whether a group is complete, or given up, and not taken."""
-        return bool(self._complete or self._given_up)
+        return bool(self._complete or self.given_up)
 
     # -- the workers' side ------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class Home:
         if one.worker not in ("", worker):
             return False
         if not goes_on:
-            self._free(one)
+            one.free()
             return False
         one.worker, one.until = worker, now + self._lease_seconds
         return True
@@ -234,40 +240,35 @@ class Home:
         one = self._open.get(key)
         if one is None or one.worker != worker:
             return
-        self._free(one)
+        one.free()
         one.failures[worker] = one.failures.get(worker, 0) + 1
         if sum(one.failures.values()) >= self._max_tries:
             counter = key[0]
-            self._given_up[counter] = why
+            self.given_up[counter] = why
             for other in [k for k in self._open if k[0] == counter]:
                 del self._open[other]
             self._complete = [c for c in self._complete if c[0].key[0] != counter]
 
     def heard(self, worker: str, now: float) -> None:
         """Notes that a worker lives."""
-        self._workers[worker] = now
+        self.workers[worker] = now
 
     def leave(self, worker: str) -> None:
         """Notes that a worker has gone: its groups are for others at once."""
-        self._workers.pop(worker, None)
+        self.workers.pop(worker, None)
         for one in self._open.values():
             if one.worker == worker:
-                self._free(one)
+                one.free()
 
     def expire(self, now: float) -> None:
         """Ends the leases whose time is over."""
         for one in self._open.values():
             if one.worker and now >= one.until:
                 self.counts.expired += 1
-                self._free(one)
-        for worker, heard in list(self._workers.items()):
+                one.free()
+        for worker, heard in list(self.workers.items()):
             if now >= heard + self._lease_seconds:
-                del self._workers[worker]
-
-    @property
-    def workers(self) -> Collection[str]:
-        """Workers that were heard of within a lease's time."""
-        return self._workers.keys()
+                del self.workers[worker]
 
     # -- one group --------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class Home:
         version = self.version_of(one.group.step)
         if held > self.newest or (held != version if self._exact else held < version):
             return False
-        others = self._workers.keys() - one.failures.keys()
+        others = self.workers.keys() - one.failures.keys()
         return worker not in one.failures or not others
 
     def _learn(self, one: _Open, sample: int, piece: Piece) -> None:
@@ -307,9 +308,6 @@ class Home:
         del self._open[one.group.key]
         self._complete.append((one.group, one.ended))
         return True
-
-    def _free(self, one: _Open) -> None:
-        one.worker, one.until = "", 0.0
 
 
 def _priority(one: _Open) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What workers may call at a home: the methods of its door.
+"""Calls of workers at a home: the methods of its door.
 
 `hello` compares configs and tells what a worker needs to know; `ask` gives groups; `bring` takes
 samples, whole or under way; `fail` and `leave` put groups back. Every answer has the incarnation of
@@ -123,7 +123,7 @@ class HomeDoor:
         return frame.facts.get("incarnation") != self._facts["incarnation"]
 
     def _state(self, worker: str) -> dict[str, Any]:
-        """What every answer has; under the lock."""
+        """Values that every answer has; under the lock."""
         if self.ended:
             self._told.add(worker)
             self._lock.notify_all()

@@ -85,7 +85,7 @@ class HomeSampler:
 
     def give_up(self) -> dict[int, str]:
         """Prompts that no worker can answer, with the reason; their requests are gone."""
-        found = self.home.take_given_up()
+        found, self.home.given_up = self.home.given_up, {}
         for key in [key for key in self._requests if key[0] in found]:
             del self._requests[key]
         return found

@@ -1,4 +1,4 @@
-"""What a worker must have alike with the trainers: config, code and tokenizer."""
+"""Agreement of a worker with the trainers: on config, code and tokenizer."""
 
 import hashlib
 from collections.abc import Mapping
@@ -41,10 +41,11 @@ _PROBE = "What is 12 + 35? \u00e9\u4e2d\n\t<|im_end|>"
 def shared_tables(
     config: Mapping[str, str], code: Mapping[str, str], tokenizer: Tokenizer
 ) -> dict[str, dict[str, str]]:
-    """What must be alike, by name and key. `config`: all keys as JSON; `code`: digests of files."""
-    shared = {
-        k: v for k, v in config.items() if k not in OWN_KEYS and _section(k) not in OWN_SECTIONS
-    }
+    """Tables that must be alike, by name and key.
+
+    `config`: all keys as JSON; `code`: digests of files.
+    """
+    shared = {key: value for key, value in config.items() if not _is_own(key)}
     _, tokens = tokenizer.encode_prompt([{"role": "user", "content": _PROBE}])
     digest = hashlib.sha256(bytes(str((sorted(tokenizer.stop_ids), tokens.tolist())), "utf-8"))
     return {
@@ -54,5 +55,5 @@ def shared_tables(
     }
 
 
-def _section(key: str) -> str:
-    return key.partition(".")[0]
+def _is_own(key: str) -> bool:
+    return key in OWN_KEYS or key.partition(".")[0] in OWN_SECTIONS

@@ -47,7 +47,7 @@ class Frame:
 
 
 def checked(read: Callable[[], _T]) -> _T:
-    """What `read` returns; a ValueError in place of what broken frames lead to."""
+    """The result of `read`; a ValueError in place of what broken frames lead to."""
     try:
         return read()
     except _BROKEN as error:

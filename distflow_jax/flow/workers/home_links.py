@@ -106,20 +106,24 @@ class Joining:
         """Links to all homes, whose addresses that of `address` names."""
         token = find_run_token(None if self._given else self._join)
         end = time.monotonic() + seconds
-        callers = [Caller(address, token, self._name)]
-        try:
-            facts = self._hello(callers[0], end)
-            for home in checked(lambda: [str(one) for one in facts["homes"]]):
-                callers.append(Caller(home, token, self._name))
-            told = [self._hello(caller, end) for caller in callers[1:]]
-            newest = min(int(one["newest"]) for one in told)
-            first = min(int(one["wanted"][0]) for one in told)
-        except BaseException:
-            for caller in callers:
-                caller.close()
-            raise
-        callers[0].close()
-        return Links(str(facts["incarnation"]), bool(facts["exact"]), newest, first, callers[1:])
+        with contextlib.ExitStack() as on_failure:
+
+            def caller(home: str) -> Caller:
+                return on_failure.enter_context(contextlib.closing(Caller(home, token, self._name)))
+
+            with contextlib.closing(Caller(address, token, self._name)) as first:
+                facts = self._hello(first, end)
+            homes = checked(lambda: [str(one) for one in facts["homes"]])
+            callers = [caller(home) for home in homes]
+            told = [self._hello(one, end) for one in callers]
+            on_failure.pop_all()
+        return Links(
+            str(facts["incarnation"]),
+            bool(facts["exact"]),
+            min(int(one["newest"]) for one in told),
+            min(int(one["wanted"][0]) for one in told),
+            callers,
+        )
 
     def _hello(self, caller: Caller, end: float) -> Mapping[str, Any]:
         sent = Frame(self._tables).to_bytes()

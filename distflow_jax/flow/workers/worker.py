@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
@@ -25,6 +25,7 @@ from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
 from distflow_jax.rollout.requests import GroupRequest
 
 IDLE_SECONDS = 0.02  # between two looks at what other threads have done
+LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
 ASK_SECONDS = 0.1  # between two questions that were answered by nothing
 
 log = logging.getLogger("distflow_jax")
@@ -42,7 +43,7 @@ class Pace:
 
 @dataclasses.dataclass
 class _Shared:
-    """What the threads of a worker share, under `lock`."""
+    """State that the threads of a worker share, under `lock`."""
 
     lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     room: int = 0  # responses that the sampler has room for
@@ -61,7 +62,6 @@ class _Shared:
     calls: int = 0  # decode calls that no home knows of
     rejoined: bool = False  # the run was started again
     over: bool = False  # the run has ended, or the worker shall end
-    error: BaseException | None = None
 
 
 class Worker:
@@ -94,9 +94,10 @@ class Worker:
 
         Raises ValueError if trainers do not answer for too long.
         """
-        talk = threading.Thread(target=self._talk, name="homes", daemon=True)
-        talk.start()
         shared, sampler = self._shared, self._sampler
+        talks = ThreadPoolExecutor(1, thread_name_prefix="homes")
+        talk = talks.submit(self._talk)
+        talk.add_done_callback(lambda _: self._end())
         try:
             while not (shared.over or stopped()):
                 if not self._round():
@@ -107,12 +108,13 @@ class Worker:
                 shared.goes = under_way | shared.goes
         finally:
             shared.over = True
-            talk.join(2 * self._pace.save + 5)
+            wait([talk], LEAVE_SECONDS)
+            talks.shutdown(wait=False)
             self._puller.shutdown(wait=False, cancel_futures=True)
             leave(self._links)
             self._links.close()
-        if shared.error is not None:
-            raise shared.error
+        if talk.done():
+            talk.result()
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -125,19 +127,21 @@ class Worker:
             came, shared.came = shared.came, collections.deque()
         if rejoined:
             self._begin_anew()
-        if dropped & self._open.keys():
-            sampler.drop(dropped)
-            for key in dropped & self._open.keys():
-                del self._open[key]
+        self._drop(dropped & self._open.keys())
         for key, request, progress in came:
             self._submit(key, request, progress)
         self._take_weights()
+<<<<<<< HEAD
         try:
             ended = sampler.round() if sampler.busy else []
         except TriesEnded as error:
             self._give_up(error)
             return True
         for key, episodes in ended:
+=======
+        ended = sampler.round() if sampler.busy else []
+        for key, _ in ended:
+>>>>>>> wk
             del self._open[key]
             self.groups += 1
         calls = sampler.counts.generate_calls
@@ -166,6 +170,7 @@ class Worker:
             with self._shared.lock:
                 self._shared.failed[key] = str(error)
 
+<<<<<<< HEAD
     def _give_up(self, error: TriesEnded) -> None:
         """Returns a group that the engine does not answer; the others go on."""
         keys = [key for key, request in self._open.items() if request is error.request]
@@ -174,6 +179,14 @@ class Worker:
             del self._open[key]
         with self._shared.lock:
             self._shared.failed |= dict.fromkeys(keys, str(error))
+=======
+    def _drop(self, keys: set[Key]) -> None:
+        """Answers some requests no longer; the tokens of others are read again."""
+        if keys:
+            self._sampler.resume(*self._sampler.suspend(keys))
+            for key in keys:
+                del self._open[key]
+>>>>>>> wk
 
     def _take_weights(self) -> None:
         """Takes weights that were pulled, or begins to pull those that are wanted."""
@@ -223,8 +236,7 @@ class Worker:
         """Goes on for a run that was started again: what later weights have sampled is dropped."""
         newest = self._links.newest
         left = {k: p for k, p in self._sampler.progress().items() if k in self._open}
-        self._sampler.drop(list(self._open))
-        self._open.clear()
+        self._drop(set(self._open))
         with self._shared.lock:
             goes = {**left, **self._shared.goes}
             self._shared.goes = {k: p for k, p in goes.items() if _up_to(p, newest)}
@@ -242,23 +254,24 @@ class Worker:
 
     def _talk(self) -> None:
         shared = self._shared
-        try:
-            while not shared.over:
-                try:
-                    quiet = not self._exchange()
-                except Unreachable as error:
-                    log.warning("%s; waiting for the trainers", error)
-                    self._rejoin()
-                    continue
-                if quiet:
-                    with shared.lock:
-                        shared.lock.wait(ASK_SECONDS)
-            with contextlib.suppress(Unreachable, Refused):
-                self._exchange()
-        except (Exception, SystemExit) as error:
-            shared.error = error
-            shared.over = True
-            self._wake()
+        while not shared.over:
+            try:
+                quiet = not self._exchange()
+            except Unreachable as error:
+                log.warning("%s; waiting for the trainers", error)
+                self._rejoin()
+                continue
+            if quiet:
+                with shared.lock:
+                    shared.lock.wait(ASK_SECONDS)
+        with contextlib.suppress(Unreachable, Refused):
+            self._exchange()
+
+    def _end(self) -> None:
+        """Has `serve` end."""
+        with self._shared.lock:
+            self._shared.over = True
+            self._shared.lock.notify_all()
 
     def _exchange(self) -> bool:
         """Brings samples, and asks for work; whether anything was brought or came."""
@@ -334,8 +347,7 @@ class Worker:
             self._rejoin()
             return None
         if answer.facts["ended"]:
-            self._shared.over = True
-            self._wake()
+            self._end()
         return answer
 
     def _rejoin(self) -> None:
@@ -343,8 +355,7 @@ class Worker:
         before = self._links.incarnation
         links = self._joining.again(self._pace.orphan, lambda: self._shared.over)
         if links is None:
-            self._shared.over = True
-            self._wake()
+            self._end()
             return
         self._links.close()
         with self._shared.lock:

@@ -22,8 +22,8 @@ def check_workers(
         return
     if sampler_part:
         raise ValueError(
-            "flow.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT gives them "
-            "devices: take that out, or use workers=False"
+            "flow.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT gives "
+            "samplers devices: take that out, or use workers=False"
         )
     if environment:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A worker's side of a run: an engine on this machine's devices that answers the trainers' groups."""
+"""A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
 
 import contextlib
 import dataclasses
@@ -13,22 +13,23 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.home_links import Joining, Links
-from distflow_jax.flow.workers.weight_pull import WeightPull
+from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
-from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
-from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.sampler import SamplerState
@@ -36,6 +37,8 @@ from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal
+
+PULL_SECONDS = 600.0  # for a version of the weights to come
 
 log = logging.getLogger("distflow_jax")
 
@@ -89,7 +92,10 @@ def run_worker(
             f"{len(links.callers)} trainers",
             flush=True,
         )
-        worker.serve(stop.is_set)
+        try:
+            worker.serve(stop.is_set)
+        except EngineError as error:
+            raise ValueError(f"{error}; its groups are for other workers now") from error
     print(f"ended after {worker.groups} groups", flush=True)
     return EXIT_DONE
 
@@ -98,19 +104,12 @@ def _own_sampler(
     config: Config, graph: Graph, source: ModelSource, links: Links, files: contextlib.ExitStack
 ) -> tuple[EpisodeSampler, int, Pull]:
     """A sampler on this machine's devices, its slots, and the pull of its weights."""
-    # the devices are all the sampler's, whatever the trainers' mesh
-    own = dataclasses.replace(
-        config,
-        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
-        training=dataclasses.replace(config.training, micro_batch_rows=0),
-    )
-    sizes = derive_sizes(own, source.config, Machine.current(), graph)
+    own, sizes = _own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
-    shardings = param_shardings(source.config, mesh_lib.replica_mesh(sizes.rollout_tensor))
+    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
 
     def pull(links: Links, version: int) -> Any:
-        pulled = WeightPull(links.callers, links.incarnation).pull(version, shardings)
-        return jax.block_until_ready(sync(pulled))
+        return jax.block_until_ready(sync(pull_trained(links, version)))
 
     weights = pull(links, links.first_version)
     engine.compile(weights)
@@ -142,12 +141,8 @@ def _foreign(
     except EngineError as error:
         raise ValueError(f"{error}; start it, or name another --engine") from error
     files.enter_context(contextlib.closing(engine))
-    mesh = mesh_lib.replica_mesh(1, jax.local_devices()[:1])
-    shardings = param_shardings(source.config, mesh)
-
-    def pull(links: Links, version: int) -> Any:
-        return WeightPull(links.callers, links.incarnation).pull(version, shardings)
-
+    _, sizes = _own_sizes(config, graph, source)
+    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
     version = links.first_version
     state = SamplerState(pull(links, version), version, None)
     start = choice.start(engine, source)
@@ -156,3 +151,25 @@ def _foreign(
     except EngineError as error:
         raise ValueError(f"{error}; see docs/foreign_engines.md") from error
     return EpisodeSampler(None, state, start=start), engine.slots, pull
+
+
+def _own_sizes(config: Config, graph: Graph, source: ModelSource) -> tuple[Config, Sizes]:
+    """Config and sizes of a sampler that has all of this machine's devices, whatever the trainers'
+    mesh."""
+    own = dataclasses.replace(
+        config,
+        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
+        training=dataclasses.replace(config.training, micro_batch_rows=0),
+    )
+    return own, derive_sizes(own, source.config, Machine.current(), graph)
+
+
+def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
+    """Pulls weights in the form of training, in the samplers' dtype, to `mesh`."""
+    shardings = param_shardings(source.config, mesh)
+    target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
+
+    def pull(links: Links, version: int) -> Any:
+        return WeightPull(links.callers).pull(version, target, PULL_SECONDS, links.incarnation)
+
+    return pull
