@@ -38,6 +38,7 @@ from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
@@ -129,14 +130,17 @@ def train_here(
     *,
     chosen: Collection[str] = (),
     replay: str | os.PathLike = "",
+    dataset: Dataset | None = None,
 ) -> int:
     """Runs `train` as one process in an interpreter that lives on: a notebook's, a test's.
 
-    There is no watchdog: it would end the interpreter some seconds after any error.
+    `dataset`: in the place of that of data.train. There is no watchdog: it would end the
+    interpreter some seconds after any error.
     """
     watchdog = Watchdog(config.health, 1)  # never started
     with stop_on_sigterm() as stop:
-        return _train(config, run_folder(workdir), watchdog, stop, chosen, replay=replay)
+        folder = run_folder(workdir)
+        return _train(config, folder, watchdog, stop, chosen, replay=replay, dataset=dataset)
 
 
 def _train(
@@ -148,6 +152,7 @@ def _train(
     *,
     argv: Sequence[str] = (),
     replay: str | os.PathLike = "",
+    dataset: Dataset | None = None,
 ) -> int:
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
@@ -169,7 +174,7 @@ def _train(
         launches = folder / "launches" / f"{processes.process_index()}.txt"
         files.enter_context(launch_log(launches if config.observe.launches else None))
         recording = open_recording(replay, folder, done or 0) if replay else None
-        prepared = prepare(config, chosen, terminal.activity, recording)
+        prepared = prepare(config, chosen, terminal.activity, recording, dataset)
         files.enter_context(contextlib.closing(prepared.rewards))
         run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)

@@ -27,6 +27,7 @@ from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
@@ -306,11 +307,13 @@ def prepare(
     chosen: Collection[str] = (),
     shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     recording: Recording | None = None,
+    dataset: Dataset | None = None,
 ) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`. `shown(phase)`: a block
     in which a terminal shows what a run waits for. `recording`: whose training the run repeats.
+    `dataset`: in the place of that of data.train.
     """
     machine = Machine.current()
     with shown("open_model"):
@@ -323,7 +326,7 @@ def prepare(
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     with shown("open_data"):
-        loader = open_loader(run)
+        loader = open_loader(run, dataset)
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
         environments = open_environments(config, source, loader.prompt(0))
@@ -351,13 +354,13 @@ def prepare(
     )
 
 
-def open_loader(run: RunPlan) -> Loader:
-    """The loader of a run's training data, all rows checked.
+def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
+    """The loader of a run's training data, all rows checked; of `dataset` where it is given.
 
     Raises ValueError or FileNotFoundError.
     """
     config, source = run.config, run.source
-    dataset = open_dataset(
+    dataset = dataset or open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,

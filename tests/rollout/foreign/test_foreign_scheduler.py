@@ -1,5 +1,6 @@
 """Schedulers over engines that are not ours: answers, swaps, and everything that goes wrong."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -50,7 +51,7 @@ def fill(scheduler, requests=PLAIN):
 def assert_ours(found, params=FIRST, version=0):
     """All log-probs are those of the trainer's forward pass by these weights."""
     assert found.keys() == UIDS
-    responses = list(found.values())
+    responses = [found[uid] for uid in sorted(found)]
     for mine, ours in zip(responses, forward_logp(TINY, params, responses), strict=True):
         np.testing.assert_allclose(mine.logp, ours, atol=1e-4)
         assert (mine.version == version).all()
@@ -79,7 +80,6 @@ def test_distflow_sampler(tmp_path):
     """The same tokens as this process samples: the server has the seed of the run."""
     own = served_engine()
     with Serving(load=lambda path: (served_or_folder(own, path), 0)) as serving:
-        serving.server.config.access  # noqa: B018
         with sampler_scheduler(serving.address, own, FIRST, tmp_path) as scheduler:
             found = drive(fill(scheduler), most=10_000)
     state, wanted, _ = run_requests(own, own.load_params(FIRST), own.init_decode_state(), PLAIN)
@@ -105,7 +105,7 @@ def test_engine_is_drained_before_a_swap(server, tmp_path):
     assert all(len(version) == 1 for version in versions.values())
     assert {7} in versions.values() and {0} in versions.values()
     for version, params in ((0, FIRST), (7, OTHER)):
-        of = [r for uid, r in found.items() if versions[uid] == {version}]
+        of = [found[uid] for uid in sorted(found) if versions[uid] == {version}]
         for mine, ours in zip(of, forward_logp(TINY, params, of), strict=True):
             np.testing.assert_allclose(mine.logp, ours, atol=1e-4)
     assert [path.partition("?")[0] for path, _ in server.calls] == 2 * [
@@ -133,7 +133,8 @@ def test_partial_responses_go_on(server, tmp_path):
         found = drive(scheduler)
     np.testing.assert_array_equal(found[uid].tokens[:3], response.tokens[:3])
     assert len(found[uid].tokens) <= PLAIN[0].sampling.limit
-    (ours,) = forward_logp(TINY, FIRST, [found[uid]])
+    zero = dataclasses.replace(found[uid], prompt=prompt_of(0, found[uid].prompt.tokens))
+    (ours,) = forward_logp(TINY, FIRST, [zero])
     np.testing.assert_allclose(found[uid].logp, ours, atol=1e-4)
 
 
