@@ -116,7 +116,7 @@ def cut(
     if 0 in shape:
         return
     step = list(shape)
-    while math.prod(step) * itemsize > most and max(step) > 1:
+    while math.prod(step) * itemsize > most and math.prod(step) > 1:
         longest = step.index(max(step))
         step[longest] = -(-step[longest] // 2)
     begins = [range(0, n, s) for n, s in zip(shape, step, strict=True)]
