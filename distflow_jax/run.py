@@ -43,6 +43,7 @@ from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.homes.home_thread import Starved
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
@@ -58,7 +59,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
+from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
 from distflow_jax.runtime.run_state import (
@@ -82,6 +83,8 @@ from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
+
+SAVING_SECONDS = 10.0  # for the samples of a checkpoint where no worker goes on with them
 
 log = logging.getLogger("distflow_jax")
 
@@ -250,6 +253,8 @@ class Run:
                 try:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
+                except Starved:
+                    return _end_starved(self)
                 except EndOfData as end:
                     return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
@@ -314,7 +319,7 @@ class Run:
         if self.flow is None:
             sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
             return
-        policy, models = self.prepared.samplers[self._sampler], self.state.models
+        (policy, *_), models = self.prepared.sampled.values(), self.state.models
         with (
             self.phases.span("update_weights"),
             self.runtime.offload.staying(UPDATE_WEIGHTS, models),
@@ -515,6 +520,21 @@ def _take_groups(run: Run) -> dict[str, Any]:
     coordinator.use(store)
     _give_step(run.prepared.plan, store, state.step)
     return coordinator.merged(measured) | flow.counts()
+
+
+def _end_starved(run: Run) -> int:
+    """Ends a run for want of workers, with a checkpoint of its last step. Collective."""
+    run.state.step -= 1
+    step = run.state.step
+    run.recorder.stop_reason = STARVED
+    if step and run._saved_step != step:
+        run.save()
+        end_saving(run.flow, run.checkpointer, step, time.monotonic() + SAVING_SECONDS)
+    log.warning(
+        "no worker was there for %g s: stopped after step %d; start again, with workers, to go on",
+        *(run.config.flow.starved_seconds, step),
+    )
+    return EXIT_PREEMPTED
 
 
 def _run_waves(

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,8 +164,9 @@ class EpisodeSampler:
         if self._scheduler is not None:
             self._scheduler.load(params, version, cache=cache)
 
-    def suspend(self) -> tuple[SamplerState, list[Partial]]:
-        """Suspends what is under way; the state is free until `resume`.
+    def suspend(self, dropping: Collection[Key] = ()) -> tuple[SamplerState, list[Partial]]:
+        """Suspends what is under way; the state is free until `resume`. Of requests that `dropping`
+        names nothing goes on.
 
         ValueError with environments at work, which cannot be suspended.
         """
@@ -173,7 +174,8 @@ class EpisodeSampler:
             raise ValueError("responses in turns cannot be suspended: wait until none is under way")
         partials = [] if self._scheduler is None else self._scheduler.export()
         self._stop()
-        return self._state, partials
+        gone = {id(self._open.pop(key).request) for key in dropping if key in self._open}
+        return self._state, [p for p in partials if id(p.request) not in gone]
 
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""

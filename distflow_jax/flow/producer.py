@@ -147,6 +147,17 @@ class Producer:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
 
+    def given_up(self) -> list[int]:
+        """Prompts that no sampler can answer, of which not all processes have heard; under
+        `lock`."""
+        return []
+
+    def judge(self, counter: int, keep: bool) -> bool:
+        """Notes the verdict of any process on a group; whether another group takes the place of one
+        that was given up. Under `lock`."""
+        self.admission.judge(counter, keep)
+        return False
+
     def forget(self, counters: Sequence[int]) -> list[Group]:
         """Takes groups out, those of a finished step; under `lock`."""
         return [self.groups.pop(counter) for counter in counters if counter in self.groups]

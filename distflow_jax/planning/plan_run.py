@@ -43,11 +43,13 @@ from distflow_jax.flow.waves.streamed_nodes import (
     streamed_units,
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
+from distflow_jax.flow.workers.worker_checks import check_workers
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.run_models import (
     ModelOfRun,
     models_of,
@@ -188,10 +190,16 @@ class RunPlan:
 
     @property
     def samplers(self) -> dict[str, str]:
-        """State key of each sampler -> that of the policy whose weights it has.
+        """State key of each sampler -> that of the policy whose weights it has; none where workers
+        sample.
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
+        return {} if self.config.flow.workers else self.sampled
+
+    @property
+    def sampled(self) -> dict[str, str]:
+        """As `samplers`, whoever samples."""
         keys, policies = samplers_of(self.plan), self.policies
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
@@ -212,7 +220,7 @@ class RunPlan:
     @property
     def samples_apart(self) -> bool:
         """Whether samplers run ahead on devices of their own."""
-        return self.config.flow.ahead and self.sizes.samplers_have_own_devices
+        return self.config.flow.ahead and _apart(self.config, self.sizes)
 
 
 @dataclasses.dataclass
@@ -252,12 +260,21 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
+    check_workers(
+        config.flow,
+        made,
+        sampler_part=SAMPLERS in config.mesh.roles,
+        environment=config.rollout.environment,
+        eval_dataset=config.eval.dataset,
+        stuck_seconds=config.health.stuck_seconds,
+    )
+    own_devices = _apart(config, sizes)
     check_flow(
         config.flow,
         made,
         config.algorithm,
         sampler_hosts=sizes.sampler_hosts,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
         environment=config.rollout.environment,
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
@@ -266,12 +283,12 @@ def plan_run(
         config.flow,
         made,
         samplers=machine.processes // sizes.sampler_hosts,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
     )
     check_waves(
         config.flow,
         made,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
         offload=config.training.offload,
         aggregation=config.algorithm.loss_aggregation,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
@@ -351,7 +368,7 @@ def open_loader(run: RunPlan) -> Loader:
         source.tokenizer,
         config.data,
         seed=config.seed,
-        share=sampler_share(run.sizes, run.machine),
+        share=sampler_share(run.sizes, run.machine, in_turn=config.flow.workers),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
         observed_lag=_observed_lag(config, run.plan),
@@ -433,10 +450,15 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
     return environments
 
 
-def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
-    """The sampler that this process belongs to."""
-    hosts = sizes.sampler_hosts
-    return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
+def sampler_share(sizes: Sizes, machine: Machine, *, in_turn: bool = False) -> SamplerShare:
+    """The sampler that this process belongs to; `in_turn`: as of SamplerShare."""
+    index, hosts = processes.process_index(), sizes.sampler_hosts
+    return SamplerShare(index // hosts, machine.processes // hosts, hosts, in_turn)
+
+
+def _apart(config: Config, sizes: Sizes) -> bool:
+    """Whether what samples has devices that no trainer uses."""
+    return config.flow.workers or sizes.samplers_have_own_devices
 
 
 def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:

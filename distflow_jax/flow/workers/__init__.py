@@ -1,1 +1,1 @@
-"""Samplers as jobs of their own: what trainers and workers send each other."""
+"""Samplers as jobs of their own: workers, the wire between them and the trainers, and weights."""

@@ -1,0 +1,48 @@
+"""The sampling side of a process whose groups workers answer."""
+
+import logging
+from typing import Any
+
+from distflow_jax.environments.episode_sampler import Counts
+from distflow_jax.flow.host_nodes import Group
+from distflow_jax.flow.producer import Producer
+
+log = logging.getLogger("distflow_jax")
+
+
+class HomeProducer(Producer):
+    """The groups of one process, which workers answer by way of its home.
+
+    A prompt that they cannot answer is given up once all processes have heard of it, by the gather
+    that ends the wait for a step. Until then its group is there and never done.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """As Producer, with a HomeSampler."""
+        super().__init__(*args, **kwargs)
+        self._given_up: set[int] = set()  # not known to all processes
+
+    def round(self) -> list[Group]:
+        """One look at the home; returns groups whose samples are complete now."""
+        with self.lock:
+            for counter, why in self.sampler.give_up().items():
+                log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
+                self._given_up.add(counter)
+        return super().round()
+
+    def counts(self) -> Counts:
+        """Numbers of all that workers have sampled so far; under `lock`."""
+        self._counts = self.sampler.counts
+        return super().counts()
+
+    def given_up(self) -> list[int]:
+        """Prompts that were given up here, of which not all processes have heard; under `lock`."""
+        return sorted(self._given_up)
+
+    def judge(self, counter: int, keep: bool) -> bool:
+        """Notes a verdict of any process; whether the next prompt takes its place. Under `lock`."""
+        super().judge(counter, keep)
+        if counter in self._given_up:
+            self._given_up.remove(counter)
+            del self.groups[counter]
+        return not keep
