@@ -142,7 +142,7 @@ class Sampler:
 
     def __init__(self, version, ended, seconds=0.0):
         self.version, self._ended, self._seconds = version, ended, seconds
-        self._open, self._calls = {}, 0
+        self._open, self._calls, self.refuses = {}, 0, ()
 
     @property
     def busy(self):
@@ -153,7 +153,7 @@ class Sampler:
         return Counts(self._calls)
 
     def submit(self, key, request, progress):
-        if request.prompt.counter == 5 and request.prompt.row < 0:
+        if key[0] in self.refuses:
             raise ValueError("too long")
         versions = {s: [] for s in request.samples}
         for sample, episode in progress.episodes.items():
@@ -299,12 +299,14 @@ class Trainers:
 
 
 @contextlib.contextmanager
-def working(folder, *, seconds=0.0, orphan=20.0, name="w"):
+def working(folder, *, seconds=0.0, orphan=20.0, refuses=()):
     """A worker in a thread; yields (worker, its end, what stops it)."""
-    joining = Joining(str(folder), f"{name}{random.random()}", TABLES)
+    joining = Joining(str(folder), f"w{random.random()}", TABLES)
     links, ended = joining.first(), collections.deque()
+    sampler = Sampler(links.first_version, ended, seconds)
+    sampler.refuses = refuses
     worker = Worker(
-        Sampler(links.first_version, ended, seconds),
+        sampler,
         links,
         joining,
         lambda links, version: f"weights {version}",
@@ -374,6 +376,15 @@ def test_a_worker_without_trainers_ends_after_some_time(tmp_path):
         trainers.close(ended=False)
         error = end.exception(30)
     assert "no trainer answers at" in str(error) and "--orphan_seconds" in str(error)
+
+
+def test_a_prompt_on_which_workers_fail_is_given_up_and_the_next_takes_its_place(tmp_path):
+    trainers = Trainers(tmp_path, exact=False)
+    with working(tmp_path, refuses=(5,)), working(tmp_path, refuses=(5,)):
+        trainers.train(4)
+        trainers.close()
+    assert trainers.given_up == {5}
+    assert trainers.trained[2] == (4, 6, 7, 8) and trainers.trained[3] == (9, 10, 11, 12)
 
 
 @pytest.mark.slow

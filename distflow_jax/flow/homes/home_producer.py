@@ -35,6 +35,13 @@ class HomeProducer(Producer):
         self._counts = self.sampler.counts
         return super().counts()
 
+    def measured(self) -> dict[str, float]:
+        """Workers of this home, and what became of their results since it began; under `lock`."""
+        home = self.sampler.home
+        counts = home.counts
+        found = {"alive": len(home.workers), "expired": counts.expired, "second": counts.second}
+        return {f"perf/workers/{name}": float(n) for name, n in found.items()}
+
     def given_up(self) -> list[int]:
         """Prompts that were given up here, of which not all processes have heard; under `lock`."""
         return sorted(self._given_up)
