@@ -179,7 +179,7 @@ class Talk:
             if links.incarnation != before:
                 self._shared.came.clear()
                 self._shared.rejoined = True
-                log.info("the run was started again after step %d", links.newest)
+                log.warning("the run was started again after step %d", links.newest)
                 self._shared.lock.notify_all()
                 while self._shared.rejoined and not self._shared.over:
                     self._shared.lock.wait(WAIT_SECONDS)
