@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
 
@@ -29,11 +28,6 @@ class HomeProducer(Producer):
                 log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
                 self._given_up.add(counter)
         return super().round()
-
-    def counts(self) -> Counts:
-        """Numbers of all that workers have sampled so far; under `lock`."""
-        self._counts = self.sampler.counts
-        return super().counts()
 
     def measured(self) -> dict[str, float]:
         """Workers of this home, and what became of their results since it began; under `lock`."""
