@@ -22,6 +22,7 @@ from distflow_jax.flow.workers.worker_talk import Came, Shared, Talk
 from distflow_jax.rollout.requests import GroupRequest, Response
 
 IDLE_SECONDS = 0.02  # between two looks at what other threads have done
+MOST_LOST = 20  # pulls in a row that trainers may refuse
 LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
 
 log = logging.getLogger("distflow_jax")
@@ -62,6 +63,7 @@ class Worker:
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next_save, self._calls = 0.0, 0
+        self._lost = 0  # pulls in a row that failed
         self.groups = 0  # that were answered whole
 
     def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -174,7 +176,7 @@ class Worker:
             if links is not self._talk.links or future.exception() is not None:
                 self._pulling = None  # of the run before, or too old by now
                 if (error := future.exception()) is not None:
-                    _raise_unless_lost(error)
+                    self._note_lost(error)
                 return
             if self._talk.links.exact and (self._open or version != pulled):
                 if version is not None and version != pulled:
@@ -183,12 +185,23 @@ class Worker:
             self._pulling = None
             self._sampler.free_weights()
             self._sampler.load(future.result(), pulled, cache=self._cache)
+            self._lost = 0
             with self._shared.lock:
                 self._shared.version, self._shared.asked = pulled, 0
         elif version is not None:
             future = self._puller.submit(self._pull, self._talk.links, version)
             future.add_done_callback(lambda _: self._shared.wake())
             self._pulling = version, self._talk.links, future
+
+    def _note_lost(self, error: BaseException) -> None:
+        """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
+        self._lost += 1
+        if not isinstance(error, (Unreachable, Refused)):
+            raise error
+        if isinstance(error, Refused) and self._lost >= MOST_LOST:
+            raise ValueError(f"the weights did not come: {error}") from error
+        log.warning("weights did not come: %s", error)
+        time.sleep(IDLE_SECONDS)
 
     def _version_to_hold(self) -> int | None:
         """The version that is to be pulled now; None: that which is held is right."""
@@ -216,13 +229,6 @@ class Worker:
             self._shared.dropped.clear()
             if self._sampler.version > newest:
                 self._shared.version = -1
-
-
-def _raise_unless_lost(error: BaseException) -> None:
-    """Raises what is neither a lost connection nor a version that is not there any more."""
-    if not isinstance(error, (Unreachable, Refused, LookupError)):
-        raise error
-    log.info("weights did not come: %s", error)
 
 
 def _up_to(progress: Progress, newest: int) -> bool:

@@ -17,7 +17,8 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.flow.workers.wire import Refused, Unreachable
+from distflow_jax.flow.workers.worker import Pace, Pull, Worker
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import mesh as mesh_lib
@@ -88,7 +89,10 @@ def run_worker(
             )
             return jax.block_until_ready(sync(pulled))
 
-        weights = pull(links, links.first_version)
+        first = _first_weights(joining, links, pull)
+        if first is None:
+            return EXIT_DONE
+        links, weights = first
         engine.compile(weights)
         state = SamplerState(weights, links.first_version, engine.init_decode_state())
         ended: collections.deque[Response] = collections.deque()
@@ -110,3 +114,23 @@ def run_worker(
         worker.serve(stop.is_set)
     print(f"ended after {worker.groups} groups", flush=True)
     return EXIT_DONE
+
+
+def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, Any] | None:
+    """(links, weights of their first version); None if the run has ended.
+
+    Trainers that go on meanwhile have newer ones. ValueError for weights that do not come.
+    """
+    while True:
+        try:
+            return links, pull(links, links.first_version)
+        except (Refused, Unreachable) as error:
+            links.close()
+            again = joining.first()
+            if again is None:
+                return None
+            before = (links.incarnation, links.first_version)
+            if (again.incarnation, again.first_version) == before:
+                again.close()
+                raise ValueError(f"the weights did not come: {error}") from error
+            links = again
