@@ -41,10 +41,11 @@ _PROBE = "What is 12 + 35? \u00e9\u4e2d\n\t<|im_end|>"
 def shared_tables(
     config: Mapping[str, str], code: Mapping[str, str], tokenizer: Tokenizer
 ) -> dict[str, dict[str, str]]:
-    """Tables that must be alike, by name and key. `config`: all keys as JSON; `code`: digests of files."""
-    shared = {
-        k: v for k, v in config.items() if k not in OWN_KEYS and _section(k) not in OWN_SECTIONS
-    }
+    """Tables that must be alike, by name and key.
+
+    `config`: all keys as JSON; `code`: digests of files.
+    """
+    shared = {key: value for key, value in config.items() if not _is_own(key)}
     _, tokens = tokenizer.encode_prompt([{"role": "user", "content": _PROBE}])
     digest = hashlib.sha256(bytes(str((sorted(tokenizer.stop_ids), tokens.tolist())), "utf-8"))
     return {

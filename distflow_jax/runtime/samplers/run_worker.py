@@ -1,5 +1,6 @@
 """A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -26,6 +27,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
@@ -89,14 +91,16 @@ def run_worker(
         weights = pull(links, links.first_version)
         engine.compile(weights)
         state = SamplerState(weights, links.first_version, engine.init_decode_state())
+        ended: collections.deque[Response] = collections.deque()
         worker = Worker(
-            EpisodeSampler(engine, state),
+            EpisodeSampler(engine, state, on_response=ended.append),
             links,
             joining,
             pull,
             Pace(config.flow.save_seconds, orphan_seconds),
             slots=sizes.engine.slots,
             cache=config.flow.cache,
+            ended=ended,
         )
         print(
             f"ready: {sizes.engine.slots} slots, version {links.first_version}, for "
