@@ -212,10 +212,11 @@ class Flow:
         return self._evaluations.take(version)
 
     def counts(self) -> Metrics:
-        """Decode calls since the last call of this."""
+        """Decode calls since the last call of this, and what the producer has measured."""
         with self._lock:
             before, self._calls = self._calls, self.producer.counts().generate_calls
-        return {"perf/generate_calls": self._calls - before}
+            more = self.producer.measured()
+        return {"perf/generate_calls": self._calls - before} | more
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""

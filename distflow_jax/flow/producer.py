@@ -147,6 +147,10 @@ class Producer:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
 
+    def measured(self) -> dict[str, float]:
+        """Metrics of what samples for this process; under `lock`."""
+        return {}
+
     def given_up(self) -> list[int]:
         """Prompts that no sampler can answer, of which not all processes have heard; under
         `lock`."""

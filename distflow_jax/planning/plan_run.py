@@ -216,7 +216,8 @@ class RunPlan:
         """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        return plan_residency(self.plan, self.samplers, apart=self.samples_apart)
+        samplers = self.sampled if self.config.flow.workers else self.samplers
+        return plan_residency(self.plan, samplers, apart=self.samples_apart)
 
     @property
     def samples_apart(self) -> bool:

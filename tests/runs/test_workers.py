@@ -100,7 +100,7 @@ def trainers(started, folder, flags=(), processes=1):
     return started[-1]
 
 
-def worker(started, folder, flags=(), *, orphan=60, devices=1):
+def worker(started, folder, flags=(), *, orphan=200, devices=1):
     """A worker that joins once the trainers answer."""
     end = time.monotonic() + 200
     while not (folder / "doors.json").exists():

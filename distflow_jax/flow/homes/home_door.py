@@ -21,7 +21,7 @@ from distflow_jax.flow.workers.frames import (
 from distflow_jax.flow.workers.wire import Refused
 
 Table = Mapping[str, str]
-MEET_SECONDS = 5.0  # in which a worker that comes early waits for the other trainers
+MEET_SECONDS = 25.0  # in which a worker that comes early waits for the other trainers
 
 
 class HomeDoor:

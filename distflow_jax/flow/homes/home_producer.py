@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
 
@@ -30,10 +29,12 @@ class HomeProducer(Producer):
                 self._given_up.add(counter)
         return super().round()
 
-    def counts(self) -> Counts:
-        """Numbers of all that workers have sampled so far; under `lock`."""
-        self._counts = self.sampler.counts
-        return super().counts()
+    def measured(self) -> dict[str, float]:
+        """Workers of this home, and what became of their results since it began; under `lock`."""
+        home = self.sampler.home
+        counts = home.counts
+        found = {"alive": len(home.workers), "expired": counts.expired, "second": counts.second}
+        return {f"perf/workers/{name}": float(n) for name, n in found.items()}
 
     def given_up(self) -> list[int]:
         """Prompts that were given up here, of which not all processes have heard; under `lock`."""

@@ -43,7 +43,7 @@ class Frame:
         head, *arrays = checked(lambda: decode(data))
         found = checked(lambda: json.loads(np.asarray(head, np.uint8).tobytes()))
         names = checked(lambda: dict(zip(found["arrays"], arrays, strict=True)))
-        return cls(found["facts"], names)
+        return cls(checked(lambda: dict(found["facts"])), names)
 
 
 def checked(read: Callable[[], _T]) -> _T:
@@ -129,6 +129,8 @@ def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
         return {(g["counter"], g["node"]): request_of(i, g) for i, g in enumerate(groups)}
 
     requests = checked(read)
+    if not requests:
+        return []
     known = samples_of(frame, requests)
     return [(key, request, known.get(key, Progress())) for key, request in requests.items()]
 

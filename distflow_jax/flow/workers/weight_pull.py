@@ -241,7 +241,7 @@ class _Wanted:
         return sorted(self._chunks, key=lambda one: (-one[1].size, one[0], one[1].start))
 
     def tensors(self) -> dict[str, TensorSpec]:
-        """What is taken, as a manifest has it."""
+        """The chunks that are taken, as a manifest has them."""
         found: dict[str, list[ChunkSpec]] = {}
         for path, chunk, _ in self._chunks:
             found.setdefault(path, []).append(chunk)

@@ -51,7 +51,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a process has of one version of the weights.
+    """The chunks that a process has of one version of the weights.
 
     `relays` are addresses of workers that have, or soon will have, the whole version.
     """
@@ -116,7 +116,7 @@ def cut(
     if 0 in shape:
         return
     step = list(shape)
-    while math.prod(step) * itemsize > most and max(step) > 1:
+    while math.prod(step) * itemsize > most and math.prod(step) > 1:
         longest = step.index(max(step))
         step[longest] = -(-step[longest] // 2)
     begins = [range(0, n, s) for n, s in zip(shape, step, strict=True)]
@@ -133,7 +133,7 @@ def checksum(data: bytes) -> int:
 def overlap(
     chunk: ChunkSpec, start: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What a chunk and a block have in common, as indices into both; None: nothing."""
+    """The overlap of a chunk and a block, as indices into both; None: there is none."""
     of_chunk, of_block = [], []
     for a, n, b, m in zip(chunk.start, chunk.shape, start, shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)

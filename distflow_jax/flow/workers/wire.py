@@ -27,7 +27,7 @@ from distflow_jax.flow.workers.wire_session import (
     Stranger,
     answer_head,
 )
-from distflow_jax.flow.workers.wire_tls import NO_TLS, WireTls
+from distflow_jax.flow.workers.wire_tls import WireTls, read_wire_tls
 from distflow_jax.parsing.one_line import one_line
 
 LIMIT_BYTES = 64 << 20  # of an answer, and by default of a frame
@@ -86,7 +86,7 @@ class Door:
       methods: (name of the caller, bytes) -> bytes, by name. They run in a few threads and should
         soon return. One that raises `Refused` sends its text to the caller.
       limit_bytes: of a frame; a larger one is refused before it is read.
-      tls: the certificate, if there is one.
+      tls: its certificate; None: that of the environment (wire_tls.py), if it names one.
 
     Attributes:
       port: where it listens.
@@ -100,16 +100,17 @@ class Door:
         methods: Mapping[str, Method],
         *,
         limit_bytes: int = LIMIT_BYTES,
-        tls: WireTls = NO_TLS,
+        tls: WireTls | None = None,
     ):
         self._address, self._methods, self._limit = address, dict(methods), limit_bytes
         self._sessions = Sessions(token)
+        self._tls = read_wire_tls() if tls is None else tls
         _check_free(address)
         with contextlib.ExitStack() as on_failure:
             self._pool = on_failure.enter_context(ThreadPoolExecutor(METHOD_THREADS, "door"))
             on_failure.callback(_shared_loop.give_back)
             self._loop = _shared_loop.take()
-            start = self._start(tls)
+            start = self._start()
             self.port = asyncio.run_coroutine_threadsafe(start, self._loop).result()
             on_failure.pop_all()
         self._log = _RefusalLog(f"{address.rpartition(':')[0]}:{self.port}")
@@ -128,11 +129,11 @@ class Door:
             self._pool.shutdown(cancel_futures=True)
             _shared_loop.give_back()
 
-    async def _start(self, tls: WireTls) -> int:
+    async def _start(self) -> int:
         limit = ("grpc.max_receive_message_length", self._limit)
         self._server = grpc.aio.server(options=[*_OPTIONS, *_DOOR_OPTIONS, limit])
         self._server.add_generic_rpc_handlers((_Handlers(self._answer),))
-        credentials = tls.server_credentials()
+        credentials = self._tls.server_credentials()
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(self._address)
@@ -215,7 +216,8 @@ class Caller:
       token: of the run.
       name: of this process, for the door's log.
       limit_bytes: of an answer.
-      tls: with the authorities that the door's certificate is checked by, if it has one.
+      tls: with the authorities that the door's certificate is checked by; None: those of the
+        environment, if it names some.
 
     Attributes:
       address: as given.
@@ -228,11 +230,11 @@ class Caller:
         name: str,
         *,
         limit_bytes: int = LIMIT_BYTES,
-        tls: WireTls = NO_TLS,
+        tls: WireTls | None = None,
     ):
         self.address, self._token, self._name = address, token, name
         options = [*_OPTIONS, *_CALLER_OPTIONS, ("grpc.max_receive_message_length", limit_bytes)]
-        credentials = tls.caller_credentials()
+        credentials = (read_wire_tls() if tls is None else tls).caller_credentials()
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options)
         else:

@@ -1,4 +1,8 @@
-"""TLS of the wire, where certificates are given: the door's own, and what callers check it by."""
+"""TLS of the wire, where certificates are given: the door's own, and what callers check it by.
+
+DISTFLOW_TLS_CERT and DISTFLOW_TLS_KEY name the files of a trainer, DISTFLOW_TLS_CA those of all who
+call it; all are in PEM format.
+"""
 
 import dataclasses
 import os
@@ -28,9 +32,6 @@ class WireTls:
     def caller_credentials(self) -> grpc.ChannelCredentials | None:
         """For a caller; None without authorities."""
         return grpc.ssl_channel_credentials(self.authorities) if self.authorities else None
-
-
-NO_TLS = WireTls()
 
 
 def read_wire_tls(environment: Mapping[str, str] = os.environ) -> WireTls:

@@ -95,7 +95,11 @@ def make_flow(
     sampled = frozenset(task.node.id for task in tasks)
     producer = _producer(prepared, runtime, state, tasks, SavedSamples(added))
     if config.flow.workers:
-        delivery = deliver_to_workers(prepared, state, producer, checkpointer.folder, publish)
+        delivery = deliver_to_workers(
+            *(prepared, state, producer, runtime.offload),
+            checkpointer.folder,
+            publish,
+        )
     else:
         delivery = make_delivery(
             *(config.flow, producer, runtime.sync, publish),

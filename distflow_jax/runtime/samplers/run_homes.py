@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
@@ -29,6 +30,7 @@ from distflow_jax.models import lora
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, config_table, flow_rule
 from distflow_jax.rollout.requests import Response
+from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 
 LIMIT_BYTES = 256 << 20  # of a worker's frame: the samples of all groups that it has
@@ -58,6 +60,7 @@ def deliver_to_workers(
     prepared: PreparedRun,
     state: RunState,
     producer: HomeProducer,
+    offload: Offload,
     checkpoints: pathlib.Path,
     publish: Callable[[int], None],
 ) -> Delivery:
@@ -78,7 +81,8 @@ def deliver_to_workers(
             shelf.forget(older)
 
     (policy, *_) = prepared.sampled.values()
-    shelve(sync.leave(state.policy_params(policy)), state.step)
+    with offload.staying(UPDATE_WEIGHTS, state.models):
+        shelve(sync.leave(state.policy_params(policy)), state.step)
     producer.admit()  # before workers bring what they had for an earlier start
     tables = shared_tables(config_table(config), processes.code_table(), prepared.source.tokenizer)
     facts = {"incarnation": incarnation, "exact": config.flow.swap == "boundary"}

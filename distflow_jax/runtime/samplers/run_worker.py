@@ -1,15 +1,15 @@
 """A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
 
+import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import pathlib
 import secrets
 import socket
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
+from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
@@ -32,6 +33,7 @@ from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
+from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
@@ -76,19 +78,27 @@ def run_worker(
         return EXIT_DONE
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
-        open_sampler = _own_sampler if foreign is None else functools.partial(_foreign, foreign)
-        sampler, slots, pull = open_sampler(config, graph, source, links, files)
+        if foreign is None:
+            opened = _own_engine(config, graph, source)
+        else:
+            opened = _foreign_engine(foreign, config, graph, source, files)
+        first = _first_weights(joining, links, opened.pull)
+        if first is None:
+            return EXIT_DONE
+        links, weights = first
+        ended: collections.deque[Response] = collections.deque()
         worker = Worker(
-            sampler,
+            opened.sampler(weights, links.first_version, ended.append),
             links,
             joining,
-            pull,
+            opened.pull,
             Pace(config.flow.save_seconds, orphan_seconds),
-            slots=slots,
+            slots=opened.slots,
             cache=config.flow.cache,
+            ended=ended,
         )
         print(
-            f"ready: {slots} slots, version {links.first_version}, for "
+            f"ready: {opened.slots} slots, version {links.first_version}, for "
             f"{len(links.callers)} trainers",
             flush=True,
         )
@@ -100,10 +110,38 @@ def run_worker(
     return EXIT_DONE
 
 
-def _own_sampler(
-    config: Config, graph: Graph, source: ModelSource, links: Links, files: contextlib.ExitStack
-) -> tuple[EpisodeSampler, int, Pull]:
-    """A sampler on this machine's devices, its slots, and the pull of its weights."""
+def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, Any] | None:
+    """(links, weights of their first version); None if the run has ended.
+
+    Trainers that go on meanwhile have newer ones. ValueError for weights that do not come.
+    """
+    while True:
+        try:
+            return links, pull(links, links.first_version)
+        except (Refused, Unreachable) as error:
+            links.close()
+            again = joining.first()
+            if again is None:
+                return None
+            before = (links.incarnation, links.first_version)
+            if (again.incarnation, again.first_version) == before:
+                again.close()
+                raise ValueError(f"the weights did not come: {error}") from error
+            links = again
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """An engine that waits for weights, and how these come."""
+
+    slots: int
+    pull: Pull
+    # (weights, their version, called as soon as a response has ended)
+    sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
+
+
+def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
+    """An engine on this machine's devices."""
     own, sizes = _own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
     pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
@@ -111,21 +149,24 @@ def _own_sampler(
     def pull(links: Links, version: int) -> Any:
         return jax.block_until_ready(sync(pull_trained(links, version)))
 
-    weights = pull(links, links.first_version)
-    engine.compile(weights)
-    state = SamplerState(weights, links.first_version, engine.init_decode_state())
-    return EpisodeSampler(engine, state), sizes.engine.slots, pull
+    def sampler(
+        weights: Any, version: int, on_response: Callable[[Response], None]
+    ) -> EpisodeSampler:
+        engine.compile(weights)
+        state = SamplerState(weights, version, engine.init_decode_state())
+        return EpisodeSampler(engine, state, on_response=on_response)
+
+    return _Opened(sizes.engine.slots, pull, sampler)
 
 
-def _foreign(
+def _foreign_engine(
     choice: EngineChoice,
     config: Config,
     graph: Graph,
     source: ModelSource,
-    links: Links,
     files: contextlib.ExitStack,
-) -> tuple[EpisodeSampler, int, Pull]:
-    """A sampler over an engine of another program, its slots, and the pull of its weights.
+) -> _Opened:
+    """An engine of another program; `files` closes it.
 
     Weights pass through the memory of this machine's first device.
     """
@@ -143,14 +184,18 @@ def _foreign(
     files.enter_context(contextlib.closing(engine))
     _, sizes = _own_sizes(config, graph, source)
     pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
-    version = links.first_version
-    state = SamplerState(pull(links, version), version, None)
-    start = choice.start(engine, source)
-    try:
-        start(state)
-    except EngineError as error:
-        raise ValueError(f"{error}; see docs/foreign_engines.md") from error
-    return EpisodeSampler(None, state, start=start), engine.slots, pull
+
+    def sampler(
+        weights: Any, version: int, on_response: Callable[[Response], None]
+    ) -> EpisodeSampler:
+        state, start = SamplerState(weights, version, None), choice.start(engine, source)
+        try:
+            start(state)
+        except EngineError as error:
+            raise ValueError(f"{error}; see docs/foreign_engines.md") from error
+        return EpisodeSampler(None, state, on_response=on_response, start=start)
+
+    return _Opened(engine.slots, pull, sampler)
 
 
 def _own_sizes(config: Config, graph: Graph, source: ModelSource) -> tuple[Config, Sizes]:
