@@ -15,9 +15,9 @@ import dataclasses
 import os
 import pathlib
 import secrets
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,9 +85,7 @@ class Trainer:
         # rounds of a region, and prompts in the place of those that nobody answered, need more
         count = 4 * self._settled.training.steps * data.prompts_per_step
         self._prompts = PromptStore(self._folder / PROMPTS, count)
-        self._thread: threading.Thread | None = None
-        self._code: int | None = None
-        self._error: BaseException | None = None
+        self._training: Future[int] | None = None
         self._sampler: OutsideSampler | None = None
         self._held = -1
 
@@ -98,12 +96,13 @@ class Trainer:
 
     def init_engines(self) -> None:
         """Starts the training in a thread; it begins when the prompts of a step are there."""
-        if self._thread is not None:
+        if self._training is not None:
             raise ValueError("init_engines was called already")
         doors = read_doors(self._folder)
         self._before = None if doors is None else doors.incarnation
-        self._thread = threading.Thread(target=self._train, name="training", daemon=True)
-        self._thread.start()
+        threads = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._training = threads.submit(self._train)
+        threads.shutdown(wait=False)
 
     def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
         """Appends prompts; returns their counters, the first halves of uids.
@@ -202,8 +201,8 @@ class Trainer:
         """Waits for the end of the training, which needs no more samples. Raises its error."""
         if self._sampler is not None:
             self._sampler.close()
-        if self._thread is not None:
-            self._thread.join()
+        if self._training is not None:
+            wait([self._training])
         self._check()
 
     def _response(
@@ -230,22 +229,18 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------------
 
-    def _train(self) -> None:
+    def _train(self) -> int:
         self._prompts.wait(self._settled.data.prompts_per_step)
-        # Broad on purpose: it is raised in the thread that calls.
-        try:
-            self._code = run_lib.train_here(
-                self._config, self._folder, chosen=self._chosen, dataset=self._prompts
-            )
-        except BaseException as error:
-            self._error = error
+        return run_lib.train_here(
+            self._config, self._folder, chosen=self._chosen, dataset=self._prompts
+        )
 
     def _joined(self, end: float) -> OutsideSampler | None:
         """The link to the run, which may have to start first; None after its end."""
-        if self._thread is None:
+        if self._training is None:
             raise ValueError("call init_engines before")
         while self._sampler is None:
-            if not self._thread.is_alive():
+            if self._training.done():
                 self._check()
                 return None
             doors = read_doors(self._folder)
@@ -275,7 +270,7 @@ class Trainer:
 
     def _check(self) -> None:
         """Raises what has ended the training."""
-        if self._error is not None:
-            raise self._error
-        if self._code not in (None, EXIT_DONE):
-            raise RuntimeError(f"the training ended with exit code {self._code}; see its log")
+        if self._training is None or not self._training.done():
+            return
+        if (code := self._training.result()) != EXIT_DONE:
+            raise RuntimeError(f"the training ended with exit code {code}; see its log")

@@ -23,6 +23,7 @@ from distflow_jax.rollout.foreign.foreign_scheduler import ForeignScheduler, Tri
 from distflow_jax.rollout.foreign.in_process_engine import InProcessEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.serving.access import Access
 
 OTHER = random_params(TINY, 5)
 FIRST = random_params(TINY, 2)
@@ -79,7 +80,8 @@ def test_openai_compatible_server(sampler, server, tmp_path):
 def test_distflow_sampler(tmp_path):
     """The same tokens as this process samples: the server has the seed of the run."""
     own = served_engine()
-    with Serving(load=lambda path: (served_or_folder(own, path), 0)) as serving:
+    access = Access(load_folders=(str(tmp_path),))
+    with Serving(load=lambda path: (served_or_folder(own, path), 0), access=access) as serving:
         with sampler_scheduler(serving.address, own, FIRST, tmp_path) as scheduler:
             found = drive(fill(scheduler), most=10_000)
     state, wanted, _ = run_requests(own, own.load_params(FIRST), own.init_decode_state(), PLAIN)
