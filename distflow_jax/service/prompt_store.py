@@ -1,6 +1,7 @@
 """Prompts that a program puts while a run trains, as the run's data set."""
 
 import json
+import os
 import pathlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,12 @@ class PromptStore:
         self._path, self._count, self._news = path, count, threading.Condition()
         self._rows: list[Example] = []
         if path.exists():
-            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-                if line.endswith(b"\n"):  # the last one may have been cut by a kill
-                    place = f"{path}, line {number}"
-                    self._rows.append(_example(parse_json(line, place), place))
+            whole, _, _ = path.read_bytes().rpartition(b"\n")  # a kill may have cut the last one
+            lines = whole.split(b"\n") if whole else []
+            for number, line in enumerate(lines, 1):
+                place = f"{path}, line {number}"
+                self._rows.append(_example(parse_json(line, place), place))
+            os.truncate(path, len(whole) + bool(lines))
 
     def __len__(self) -> int:
         return self._count
