@@ -91,7 +91,7 @@ class OutsideSampler:
         self._bring(whole, goes_on=False, calls=1)
 
     def pull(self, version: int) -> Any:
-        """The weights of a version, in the form of training. LookupError where it is gone."""
+        """The weights of a version, in the form of training. Refused where it is gone."""
         pull = WeightPull(self._links.callers)
         return pull.pull(version, self._target, PULL_SECONDS, self._links.incarnation)
 

@@ -28,6 +28,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
@@ -43,6 +44,7 @@ from distflow_jax.watchdog.exit_codes import EXIT_DONE
 PROMPTS = "prompts.jsonl"  # in the run's folder
 READ = ("uid", "prompt")  # columns that a program may get
 WRITTEN = ("uid", "response", "rollout_logp")  # columns that it puts; "version" may come too
+END_SECONDS = 60.0  # for a training that does not answer to end
 LOOK_SECONDS = 0.05  # between two questions for what is not there yet
 
 
@@ -128,16 +130,18 @@ class Trainer:
         """
         end = time.monotonic() + seconds
         while (sampler := self._joined(end)) is not None:
-            newest = sampler.ask(held, 0)
-            if sampler.ended:
-                break
-            if newest > held:
-                try:
+            try:
+                newest = sampler.ask(held, 0)
+                if sampler.ended:
+                    break
+                if newest > held:
                     weights = Weights(newest, sampler.pull(newest))
-                except LookupError:  # newer ones have taken their place
-                    continue
-                self._held = newest
-                return weights
+                    self._held = newest
+                    return weights
+            except Refused:  # newer weights have taken their place
+                pass
+            except Unreachable as error:
+                return self._end(error)
             self._wait(end, f"weights after version {held}")
         return None
 
@@ -158,7 +162,10 @@ class Trainer:
         end = time.monotonic() + seconds
         while (sampler := self._joined(end)) is not None:
             before = set(sampler.missing())
-            newest = sampler.ask(self._held, count)
+            try:
+                newest = sampler.ask(self._held, count)
+            except Unreachable as error:
+                return self._end(error)
             if sampler.ended:
                 break
             found = {u: r for u, r in sampler.missing().items() if u not in before}
@@ -195,7 +202,10 @@ class Trainer:
             if key in missing:  # others are in already, or for another sampler by now
                 prompt = missing[key].prompt
                 responses.append(self._response(prompt, key, tokens, logp, version))
-        sampler.bring(responses)
+        try:
+            sampler.bring(responses)
+        except Unreachable as error:
+            self._end(error)
 
     def close(self) -> None:
         """Waits for the end of the training, which needs no more samples. Raises its error."""
@@ -249,7 +259,9 @@ class Trainer:
                 break
             self._wait(end, "the training to start; it needs the prompts of a step")
         self._check()
-        return None if self._sampler.ended else self._sampler
+        if self._training.done() or self._sampler is None or self._sampler.ended:
+            return None
+        return self._sampler
 
     def _join(self) -> OutsideSampler | None:
         config, source = self._settled, self._source
@@ -267,6 +279,13 @@ class Trainer:
         if time.monotonic() > end:
             raise TimeoutError(f"waited in vain for {what}")
         time.sleep(LOOK_SECONDS)
+
+    def _end(self, error: Unreachable) -> None:
+        """Waits for the end of a training that does not answer; raises `error` if it goes on."""
+        done, _ = wait([self._training], END_SECONDS)
+        if not done:
+            raise error
+        self._check()
 
     def _check(self) -> None:
         """Raises what has ended the training."""
