@@ -47,6 +47,7 @@ class CompletionsServer:
         self.most_running = 0
         self.loaded = []  # folders
         self.started = time.time()
+        self._handled = []
         self._numbers = itertools.count()
         self._work = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -93,6 +94,9 @@ class CompletionsServer:
         self._http.server_close()
         self._work.put(None)
         self._threads[1].join(timeout=30)
+        end = time.monotonic() + 10  # as of a process that dies, its connections break before
+        while self._handled and time.monotonic() < end:
+            time.sleep(0.01)
 
     # -- the thread that samples --------------------------------------------------------------
 
@@ -165,6 +169,13 @@ class CompletionsServer:
         return self._send(handler, {})
 
     def _completion(self, handler, body):
+        self._handled.append(handler)
+        try:
+            self._complete(handler, body)
+        finally:
+            self._handled.remove(handler)
+
+    def _complete(self, handler, body):
         try:
             fault = self.faults.popleft()
         except IndexError:
