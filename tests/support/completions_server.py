@@ -65,7 +65,10 @@ class CompletionsServer:
             def do_POST(self):
                 server.post(self)
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        class Http(ThreadingHTTPServer):
+            request_queue_size = 64  # above the slots of a client that fills them at once
+
+        self._http = Http(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self._threads = [
