@@ -144,7 +144,8 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
         ("--engine=openai:ftp://a", "is no address of an engine"),
         ("--engine_settings=x.json", "is of engines of other programs"),
     ):
-        flags = ("--config=configs/tiny.py", "--config.flow.workers=True", "--join=nowhere", flag)
+        ahead = ("--config.flow.workers=True", "--config.flow.max_lag=1", "--config.eval.dataset=")
+        flags = ("--config=configs/tiny.py", *ahead, "--join=nowhere", flag)
         done = subprocess.run(
             [sys.executable, "scripts/worker.py", *flags],
             cwd=ROOT,
