@@ -151,15 +151,17 @@ class Job:
         self.rule = Rule(GROUPS, LAG)
         self.now, self.names = 0.0, 0
         self.incarnation = 0
-        self.saved = [(0, 0, {}, {})]  # step, position, pieces by key, steps trained so far
+        # step, position, pieces by key, steps trained so far, counters given up
+        self.saved = [(0, 0, {}, {}, set())]
         self.trained = {}  # step -> counters
         self.seen = collections.Counter()
         self.workers = {}
         self.late = []
-        self.start(0, 0, {})
+        self.lost = set()
+        self.start(0, 0, {}, set())
         self.join()
 
-    def start(self, step, position, pieces):
+    def start(self, step, position, pieces, lost):
         self.incarnation += 1
         self.step = step
         self.homes = [
@@ -176,6 +178,10 @@ class Job:
         self.admissions = [
             Refills(self.rule, step=step, counter=position) for _ in range(self.processes)
         ]
+        self.lost = set(lost)  # given up, and known to all
+        for admission in self.admissions:
+            for counter in sorted(lost):
+                admission.judge(counter, False)
         self.next = [position] * self.processes  # first counter that has not begun
         self.complete = [{} for _ in range(self.processes)]
         self.news = set()  # given up, not known to all
@@ -187,7 +193,7 @@ class Job:
         home, admission = self.homes[place], self.admissions[place]
         end = max(admission.end(home.newest), 1 + max((c for c, _ in self.restored), default=-1))
         for counter in range(self.next[place], end):
-            if counter % self.processes == place:
+            if counter % self.processes == place and counter not in self.lost:
                 found = group(counter, admission.step_of(counter), SAMPLES)
                 home.begin(found, self.restored.get(found.key, {}))
         self.next[place] = max(self.next[place], end)
@@ -291,6 +297,7 @@ class Job:
         for counter in sorted(self.news):
             for admission in self.admissions:
                 admission.judge(counter, False)
+        self.lost |= self.news
         self.news.clear()
         cut = self.admissions[0].cut(step)
         assert all(admission.cut(step) == cut for admission in self.admissions)
@@ -320,27 +327,26 @@ class Job:
         if self.exact:
             self.owed.append((*first, self.admissions[0].end_of(self.step + LAG)))
         else:
-            self.saved.append((self.step, first[1], found, first[2]))
+            self.saved.append((self.step, first[1], found, first[2], set(self.lost)))
 
     def settle(self):
         """Completes checkpoints with whole groups of the next steps, where versions are exact."""
         for owed in list(self.owed):
             step, position, trained, end = owed
-            known = self.admissions[0]
-            kept = [c for c in range(position, end) if known._verdicts.get(c, True)]
+            kept = [c for c in range(position, end) if c not in self.lost]
             if all((c, "gen") in self.archive for c in kept):
                 self.owed.remove(owed)
                 found = {(c, "gen"): self.archive[c, "gen"] for c in kept}
-                self.saved.append((step, position, found, trained))
+                self.saved.append((step, position, found, trained, set(self.lost)))
 
     def restart(self):
         """From one of the last checkpoints; later ones are gone."""
         self.saved = self.saved[-5:]
         back = self.random.randrange(1, min(3, len(self.saved)) + 1)
         self.saved = self.saved[: len(self.saved) - back + 1]
-        step, position, pieces, trained = self.saved[-1]
+        step, position, pieces, trained, lost = self.saved[-1]
         self.trained = dict(trained)
-        self.start(step, position, pieces)
+        self.start(step, position, pieces, lost)
 
     def tick(self, *, faults=True):
         chance = self.random.random

@@ -216,7 +216,7 @@ class Trainers:
 
     def __init__(self, folder, *, exact, processes=2, step=0, position=0, incarnation="one"):
         self.rule, self.folder, self.exact = Rule(GROUPS, LAG), folder, exact
-        self.step, self.trained = step, {}
+        self.step, self.first, self.trained = step, step, {}
         self.locks = [threading.Condition() for _ in range(processes)]
         self.samplers, self.doors, self.answers = [], [], []
         self.admissions = [Refills(self.rule, step=step, counter=position) for _ in self.locks]
@@ -275,7 +275,7 @@ class Trainers:
                 assert len(version) == length_of(counter, sample)
                 assert step - 1 - LAG <= version.min() <= version.max() <= step - 1
                 if self.exact:
-                    assert set(version.tolist()) == {max(0, step - 1 - LAG)}
+                    assert set(version.tolist()) == {max(self.first, step - 1 - LAG)}
         for admission in self.admissions:
             admission.finish(step)
         self.step, self.trained[step] = step, cut.kept

@@ -1,8 +1,10 @@
 """The sampling side of a process whose groups workers answer."""
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
+from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
 
@@ -16,10 +18,14 @@ class HomeProducer(Producer):
     that ends the wait for a step. Until then its group is there and never done.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """As Producer, with a HomeSampler."""
+    def __init__(self, *args: Any, given_up: Collection[int] = (), **kwargs: Any):
+        """As Producer, with a HomeSampler. `given_up`: before the checkpoint that the run goes on
+        from. They stay so: otherwise groups that exist would belong to later steps."""
         super().__init__(*args, **kwargs)
         self._given_up: set[int] = set()  # not known to all processes
+        self._lost = set(given_up)  # known to all
+        for counter in sorted(self._lost):
+            self.admission.judge(counter, False)
 
     def round(self) -> list[Group]:
         """One look at the home; returns groups whose samples are complete now."""
@@ -28,6 +34,14 @@ class HomeProducer(Producer):
                 log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
                 self._given_up.add(counter)
         return super().round()
+
+    def wants(self, counter: int) -> bool:
+        """Whether the group of a prompt that is drawn is to begin; under `lock`."""
+        return super().wants(counter) and counter not in self._lost
+
+    def facts(self) -> dict[str, Any]:
+        """The prompts that were given up, for a checkpoint; under `lock`."""
+        return {"given_up": sorted(self._lost)}
 
     def measured(self) -> dict[str, float]:
         """Workers of this home, and what became of their results since it began; under `lock`."""
@@ -43,7 +57,10 @@ class HomeProducer(Producer):
     def judge(self, counter: int, keep: bool) -> bool:
         """Notes a verdict of any process; whether the next prompt takes its place. Under `lock`."""
         super().judge(counter, keep)
+        refills = isinstance(self.admission, Refills) and not keep
+        if refills:
+            self._lost.add(counter)
         if counter in self._given_up:
             self._given_up.remove(counter)
             del self.groups[counter]
-        return not keep
+        return refills

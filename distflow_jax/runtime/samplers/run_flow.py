@@ -93,7 +93,7 @@ def make_flow(
         return None
     tasks = sampling_tasks(plan)
     sampled = frozenset(task.node.id for task in tasks)
-    producer = _producer(prepared, runtime, state, tasks, SavedSamples(added))
+    producer = _producer(prepared, runtime, state, tasks, added)
     if config.flow.workers:
         delivery = deliver_to_workers(
             *(prepared, state, producer, runtime.offload),
@@ -230,8 +230,10 @@ def _producer(
     runtime: Runtime,
     state: RunState,
     tasks: Sequence[Task],
-    saved: SavedSamples,
+    added: Sequence[Addition],
 ) -> Producer:
+    saved = SavedSamples(added)
+    given_up = {counter for one in added for counter in one.facts.get("given_up", ())}
     config, plan, loader = prepared.config, prepared.plan, prepared.loader
     contexts = [runtime.contexts.of(task) for task in tasks]
     in_turns = prepared.environments is not None
@@ -259,7 +261,9 @@ def _producer(
     if config.flow.round_tokens:
         admission = _deadlines(prepared, state, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
-    kind = HomeProducer if config.flow.workers else Producer
+    kind: Callable[..., Producer] = Producer
+    if config.flow.workers:
+        kind = functools.partial(HomeProducer, given_up=given_up)
     return kind(
         sampler,
         admission,
