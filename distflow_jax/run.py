@@ -38,11 +38,13 @@ from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.homes.home_thread import Starved
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.observe.spans import Spans
@@ -58,7 +60,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, Recorder
+from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
 from distflow_jax.runtime.run_state import (
@@ -82,6 +84,8 @@ from distflow_jax.stages.evaluate import records, validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
+
+SAVING_SECONDS = 10.0  # for the samples of a checkpoint where no worker goes on with them
 
 log = logging.getLogger("distflow_jax")
 
@@ -126,14 +130,17 @@ def train_here(
     *,
     chosen: Collection[str] = (),
     replay: str | os.PathLike = "",
+    dataset: Dataset | None = None,
 ) -> int:
     """Runs `train` as one process in an interpreter that lives on: a notebook's, a test's.
 
-    There is no watchdog: it would end the interpreter some seconds after any error.
+    `dataset`: in the place of that of data.train. There is no watchdog: it would end the
+    interpreter some seconds after any error.
     """
     watchdog = Watchdog(config.health, 1)  # never started
     with stop_on_sigterm() as stop:
-        return _train(config, run_folder(workdir), watchdog, stop, chosen, replay=replay)
+        folder = run_folder(workdir)
+        return _train(config, folder, watchdog, stop, chosen, replay=replay, dataset=dataset)
 
 
 def _train(
@@ -145,6 +152,7 @@ def _train(
     *,
     argv: Sequence[str] = (),
     replay: str | os.PathLike = "",
+    dataset: Dataset | None = None,
 ) -> int:
     if processes.process_index() == 0:  # the others have no use for their packages
         check_trackers(config.observe.trackers)
@@ -166,7 +174,7 @@ def _train(
         launches = folder / "launches" / f"{processes.process_index()}.txt"
         files.enter_context(launch_log(launches if config.observe.launches else None))
         recording = open_recording(replay, folder, done or 0) if replay else None
-        prepared = prepare(config, chosen, terminal.activity, recording)
+        prepared = prepare(config, chosen, terminal.activity, recording, dataset)
         files.enter_context(contextlib.closing(prepared.rewards))
         run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)
@@ -250,6 +258,8 @@ class Run:
                 try:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
+                except Starved:
+                    return _end_starved(self)
                 except EndOfData as end:
                     return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
@@ -314,7 +324,7 @@ class Run:
         if self.flow is None:
             sync_weights(self.prepared, self.runtime, self.state, version, self.phases)
             return
-        policy, models = self.prepared.samplers[self._sampler], self.state.models
+        (policy, *_), models = self.prepared.sampled.values(), self.state.models
         with (
             self.phases.span("update_weights"),
             self.runtime.offload.staying(UPDATE_WEIGHTS, models),
@@ -515,6 +525,21 @@ def _take_groups(run: Run) -> dict[str, Any]:
     coordinator.use(store)
     _give_step(run.prepared.plan, store, state.step)
     return coordinator.merged(measured) | flow.counts()
+
+
+def _end_starved(run: Run) -> int:
+    """Ends a run for want of workers, with a checkpoint of its last step. Collective."""
+    run.state.step -= 1
+    step = run.state.step
+    run.recorder.stop_reason = STARVED
+    if step and run._saved_step != step:
+        run.save()
+        end_saving(run.flow, run.checkpointer, step, time.monotonic() + SAVING_SECONDS)
+    log.warning(
+        "no worker was there for %g s: stopped after step %d; start again, with workers, to go on",
+        *(run.config.flow.starved_seconds, step),
+    )
+    return EXIT_PREEMPTED
 
 
 def _run_waves(

@@ -23,6 +23,7 @@ ROOT_MODULES = {"run", "notebook", "batch", "layout", "user_functions", "did_you
 # From the top. A room imports from the floors below its own, never from its neighbours.
 FLOORS = [
     {"notebook", "commands"},
+    {"service"},
     {"run", "pods"},
     {"runtime"},
     {"planning"},
@@ -54,6 +55,7 @@ INNER_FLOORS = {
     ],
     "training": [{"objectives"}, {"."}],
     "rollout": [
+        {"foreign"},
         {"sampler"},
         {"scheduling"},
         {"engine"},

@@ -276,8 +276,51 @@ only.""",
     "serve_command",
 )
 
+WORKER = Subcommand(
+    "worker",
+    "Samples for a run with flow.workers, on devices that the run does not have.",
+    (
+        CONFIG,
+        string(
+            "join",
+            None,
+            "The run's folder, or HOST:PORT of a trainer; further ones after commas.",
+            required=True,
+        ),
+        number(
+            "orphan_seconds",
+            600.0,
+            "Time for trainers that do not answer to come back, as after a restart.",
+            0.0,
+        ),
+        string(
+            "engine",
+            "own",
+            "What samples: own, openai:http://HOST:PORT or distflow:HOST:PORT.",
+        ),
+        string(
+            "engine_settings",
+            "",
+            "JSON file with settings of an engine that is not our own.",
+        ),
+    ),
+    (
+        "--config=tiny --join=runs/far --config.flow.workers=True --config.flow.max_lag=1",
+        "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100",
+        "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000",
+    ),
+    """\
+Config and code must be those of the trainers; sizes of the sampler, such as
+rollout.num_slots and mesh.rollout_tensor, may differ. With HOST:PORT the run's
+token comes from DISTFLOW_TOKEN. The worker ends with the run, and after SIGTERM
+once the trainers have what it sampled. See docs/workers.md; engines of other
+programs are in docs/foreign_engines.md.""",
+    "worker_command",
+)
+
 SUBCOMMANDS: dict[str, Subcommand] = {
-    command.name: command for command in (TRAIN, EVALUATE, GENERATE, PLAN, REPORT, EXPORT, SERVE)
+    command.name: command
+    for command in (TRAIN, EVALUATE, GENERATE, PLAN, REPORT, EXPORT, SERVE, WORKER)
 }
 
 # {launcher: its summary}; each is a module of commands/launch with flags of its own

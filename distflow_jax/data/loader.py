@@ -66,6 +66,7 @@ class SamplerShare:
     index: int = 0
     count: int = 1
     hosts: int = 1  # processes of each sampler, which read the same prompts
+    in_turn: bool = False  # each counter goes to sampler `counter % count`, whatever its length
 
 
 class Loader:
@@ -136,7 +137,13 @@ class Loader:
         step, rows = self.position // count + 1, np.array([self.row(c) for c in counters])
         expected = self.lengths.expected(step, rows)
         spread = self.spreads.expected(step, rows) - 1
-        share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
+        if self._share.in_turn:
+            samplers = range(self._share.count)
+            share = [
+                [i for i in range(count) if counters[i] % len(samplers) == s] for s in samplers
+            ]
+        else:
+            share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
         prompts = [
             dataclasses.replace(
                 self.prompt(counters[i], float(expected[i])), expected_spread=float(spread[i])

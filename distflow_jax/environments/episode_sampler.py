@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,19 +71,22 @@ class EpisodeSampler:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine | None,
         state: SamplerState,
         environments: Environments | None = None,
         on_response: Callable[[Response], None] | None = None,
+        start: Callable[[SamplerState], Any] | None = None,
     ):
-        """`state`: donated. `on_response` is called as soon as a response has ended."""
+        """`state`: donated. `on_response` is called as soon as a response has ended. `start`: makes
+        a scheduler with this state, over another engine; None: a Scheduler over `engine`."""
+        self._start = start or functools.partial(_start_own, engine)
         self._engine, self._environments, self._on_response = engine, environments, on_response
         self.in_turns = environments is not None
         self._state = state
         self._open: dict[Key, _Request] = {}
         self._pending: collections.deque[_Request] = collections.deque()  # for slots of their own
         self._ended: list[_Request] = []
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
         self._past = (0, 0)  # decode calls and tokens of earlier schedulers
 
@@ -154,9 +157,10 @@ class EpisodeSampler:
             self._scheduler.drain()
 
     def free_weights(self) -> None:
-        """Frees the weights, for others that `load` brings."""
+        """Frees the weights, for others that `load` brings, if an engine of ours holds them."""
         self.drain()
-        jax.tree.map(lambda x: x.delete(), self._state.params)
+        if self._engine is not None:
+            jax.tree.map(lambda x: x.delete(), self._state.params)
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two decode calls, see Scheduler.load."""
@@ -164,8 +168,9 @@ class EpisodeSampler:
         if self._scheduler is not None:
             self._scheduler.load(params, version, cache=cache)
 
-    def suspend(self) -> tuple[SamplerState, list[Partial]]:
-        """Suspends what is under way; the state is free until `resume`.
+    def suspend(self, dropping: Collection[Key] = ()) -> tuple[SamplerState, list[Partial]]:
+        """Suspends what is under way; the state is free until `resume`. Of requests that `dropping`
+        names nothing goes on.
 
         ValueError with environments at work, which cannot be suspended.
         """
@@ -173,7 +178,8 @@ class EpisodeSampler:
             raise ValueError("responses in turns cannot be suspended: wait until none is under way")
         partials = [] if self._scheduler is None else self._scheduler.export()
         self._stop()
-        return self._state, partials
+        gone = {id(self._open.pop(key).request) for key in dropping if key in self._open}
+        return self._state, [p for p in partials if id(p.request) not in gone]
 
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""
@@ -204,10 +210,7 @@ class EpisodeSampler:
 
     def _started(self) -> Scheduler:
         if self._scheduler is None:
-            state = self._state
-            self._scheduler = Scheduler(
-                self._engine, state.params, version=state.version, state=state.decode
-            )
+            self._scheduler = self._start(self._state)
         return self._scheduler
 
     def _stop(self) -> None:
@@ -279,3 +282,7 @@ class EpisodeSampler:
             entry.episodes[sample] = episode
             del driver.done[key, sample]
             self._end_if_complete(entry)
+
+
+def _start_own(engine: RolloutEngine, state: SamplerState) -> Scheduler:
+    return Scheduler(engine, state.params, version=state.version, state=state.decode)

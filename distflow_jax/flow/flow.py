@@ -20,6 +20,7 @@ from distflow_jax.coordinator.rounds import EndOfData
 from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.flow.homes.home_thread import HomeThread, Starved
 from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
@@ -92,10 +93,12 @@ class Flow:
             self._evaluations = Evaluations(
                 observer.evaluator, self._host.executor, held=self.publications.newest
             )
-        self._thread: SamplingThread | None = None
+        self._thread: SamplingThread | HomeThread | None = None
         # with these verdicts reach all processes after each round, without `take`
         self._rounds = config.swap == "boundary" and nodes.until is not None
-        if delivery.own_devices:
+        if delivery.thread is not None:
+            self._thread = delivery.thread(self._round)
+        elif delivery.own_devices:
             order = None
             if config.swap == "boundary":
                 verdicts = gather if self._rounds else None
@@ -132,8 +135,9 @@ class Flow:
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, complete, once all processes have theirs. Collective.
 
-        Raises EndOfData where the data have no group for the step, and what a sampler, an
-        environment or a node that ran ahead has raised for a group of the step.
+        Raises EndOfData where the data have no group for the step, Starved where no worker comes to
+        sample it, and what a sampler, an environment or a node that ran ahead has raised for a
+        group of the step.
         """
         with self.swaps.block("wait"):
             return self._take(step)
@@ -168,20 +172,29 @@ class Flow:
         are with all processes then. Collective."""
         producer, publications, version = self.producer, self.publications, cut.step - 1
 
+        def starved() -> bool:
+            return self._delivery.thread is not None and self._thread.starved
+
         def due() -> bool:
-            return _has(producer, cut) or publications.asked_for(version)
+            if _has(producer, cut) or publications.asked_for(version) or starved():
+                return True
+            with producer.lock:
+                return bool(producer.given_up())
 
         self.drive(due, needs=cut.end)
         asked = publications.asked_for(version)
-        told = self._gather.begin([_has(producer, cut), asked, self._news()])
+        told = self._gather.begin([_has(producer, cut), asked, self._news(), starved()])
         told.add_done_callback(lambda _: self._wake())
         self.drive(told.done)
-        whole, wanted, news = zip(*told.result(), strict=True)
+        whole, wanted, news, alone = zip(*told.result(), strict=True)
+        if any(alone):
+            raise Starved
         with self._lock:
-            for counter, keep in (one for theirs in news for one in theirs):
-                producer.admission.judge(counter, bool(keep))
+            refills = [
+                producer.judge(counter, bool(keep)) for theirs in news for counter, keep in theirs
+            ]
         publications.agree(version, wanted)
-        return all(whole)
+        return all(whole) and not any(refills)
 
     def finish(self, step: int) -> int:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
@@ -199,10 +212,11 @@ class Flow:
         return self._evaluations.take(version)
 
     def counts(self) -> Metrics:
-        """Decode calls since the last call of this."""
+        """Decode calls since the last call of this, and what the producer has measured."""
         with self._lock:
             before, self._calls = self._calls, self.producer.counts().generate_calls
-        return {"perf/generate_calls": self._calls - before}
+            more = self.producer.measured()
+        return {"perf/generate_calls": self._calls - before} | more
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
@@ -310,13 +324,15 @@ class Flow:
 
     def _news(self) -> list[tuple[int, bool]]:
         """Verdicts of this process that the others do not know."""
+        with self._lock:
+            given_up = [(counter, False) for counter in self.producer.given_up()]
         if self._nodes.until is None:
-            return []
+            return given_up
         with self._lock:
             groups = [g for g in self.producer.groups.values() if g.done]
         news = [(g.counter, g.keep) for g in groups if g.counter not in self._told]
         self._told |= {counter for counter, _ in news}
-        return news
+        return news + given_up
 
     def joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
         """The fields of this process's groups of a step, which is decided, and metrics of the nodes

@@ -45,6 +45,16 @@ class FlowConfig:
     # keep the groups of each wave in the run's folder, with which train --replay=FOLDER repeats the
     # training without a sampler
     record: bool = False
+    # whether workers sample, programs of their own that join the run (distflow worker): the
+    # trainers have no sampler then
+    workers: bool = False
+    listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
+    save_seconds: float = 5.0  # between two times that a worker sends tokens under way
+    # a group of which a worker sends nothing for so long is given to another one
+    lease_seconds: float = 60.0
+    # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
+    starved_seconds: float = 600.0
+    max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
 
     def __post_init__(self):
         if self.max_lag < 0:
@@ -84,6 +94,7 @@ class FlowConfig:
                 )
             )
         self._check_waves()
+        self._check_workers()
 
     def _check_publishing(self) -> None:
         """Raises ValueError for numbers that cannot be, and for what boundaries have no use of."""
@@ -131,12 +142,50 @@ class FlowConfig:
                 "another one, or take it out"
             )
 
+    def _check_workers(self) -> None:
+        """Raises ValueError for numbers that workers cannot have."""
+        for name in ("save_seconds", "lease_seconds", "starved_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"flow.{name} must be finite and above 0, got {value}")
+        if self.lease_seconds < 2 * self.save_seconds:
+            raise ValueError(
+                f"flow.lease_seconds={self.lease_seconds:g} would end between two words of a "
+                f"worker: use at least {2 * self.save_seconds:g}, twice flow.save_seconds"
+            )
+        if self.max_tries < 1:
+            raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")
+        host, _, port = self.listen.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ValueError(
+                f"flow.listen must be HOST:PORT, got {self.listen!r}; 127.0.0.1:0 is any free port "
+                "of this machine alone"
+            )
+        if not self.workers:
+            return
+        if not self.max_lag:
+            raise ValueError(
+                "flow.workers=True samples beside the training, and with flow.max_lag=0 neither "
+                "could begin before the other ends: use at least 1, or workers=False"
+            )
+        taken = {"stagger": self.stagger > 1, "divergence": self.divergence > 0}
+        taken |= {"waves": self.in_waves, "round_tokens": self.round_tokens > 0}
+        for name, chosen in taken.items():
+            if chosen:
+                raise ValueError(
+                    f"flow.{name}={getattr(self, name)!r} is for samplers of the trainers' own "
+                    "processes; take it out, or use flow.workers=False"
+                )
+
     @property
     def buffers(self) -> int:
         """Weights of the trainer that may lie in a host's memory on their way to its sampler.
 
-        With `boundary` a sampler at step s still has to take versions s - max_lag .. s - 1.
+        With `boundary` a sampler at step s still has to take versions s - max_lag .. s - 1. Workers
+        that join, or answer a group of one that has ended, take the version before these too.
         """
+        if self.workers and self.swap == "boundary":
+            return self.max_lag + 1
         return max(2, self.max_lag) if self.swap == "boundary" else 2
 
     @property

@@ -84,7 +84,7 @@ class Producer:
             if batch is None:
                 break
             with self.lock:
-                wanted = [p for p in batch if self.admission.untrained(p.counter)]
+                wanted = [p for p in batch if self.wants(p.counter)]
                 self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
                 self._drawn += self.admission.rule.groups
         # what an earlier run has begun goes on, even if this one's max_lag is smaller
@@ -146,6 +146,29 @@ class Producer:
     def begun_up_to(self, end: int) -> bool:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
+
+    def wants(self, counter: int) -> bool:
+        """Whether the group of a prompt that is drawn is to begin; under `lock`."""
+        return self.admission.untrained(counter)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON values for checkpoints, which this process's samples need; under `lock`."""
+        return {}
+
+    def measured(self) -> dict[str, float]:
+        """Metrics of what samples for this process; under `lock`."""
+        return {}
+
+    def given_up(self) -> list[int]:
+        """Prompts that no sampler can answer, of which not all processes have heard; under
+        `lock`."""
+        return []
+
+    def judge(self, counter: int, keep: bool) -> bool:
+        """Notes the verdict of any process on a group; whether another group takes the place of one
+        that was given up. Under `lock`."""
+        self.admission.judge(counter, keep)
+        return False
 
     def forget(self, counters: Sequence[int]) -> list[Group]:
         """Takes groups out, those of a finished step; under `lock`."""

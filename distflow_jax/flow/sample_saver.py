@@ -142,4 +142,6 @@ class SampleSaver:
         arrays, facts = to_arrays(progress)
         under_way = sum(found.num_sampled for found in progress.values())
         facts["max_lag"] = self._producer.admission.rule.max_lag
+        with self._producer.lock:
+            facts |= self._producer.facts()
         self._writer.add(step, arrays, facts | {"ledger": ledger.saved(under_way).to_dict()})

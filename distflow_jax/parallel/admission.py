@@ -15,8 +15,6 @@ and until the watchdogs have met it is how the others hear of that (parallel/rol
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import ipaddress
 import logging
 import os
@@ -29,9 +27,10 @@ from typing import NamedTuple
 
 from distflow_jax.parallel.greetings import Greetings, Guest
 from distflow_jax.parallel.roll_call import SAY_SECONDS, RollCall
+from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key, is_signed, sign
 
 _MAGIC = b"distflow job 1\n"
-_NONCE_BYTES, _MAC_BYTES, _TEXT_BYTES, _NAME_BYTES = 16, 32, 400, 80
+_NONCE_BYTES, _TEXT_BYTES, _NAME_BYTES = 16, 400, 80
 _APPLICATION = struct.Struct(f">II{_NAME_BYTES}s{_NONCE_BYTES}s")  # index, P, name, nonce
 _REPLY = struct.Struct(f">?{_TEXT_BYTES}s")  # admitted, text
 TRY_SECONDS = 0.25  # between two attempts to connect
@@ -72,10 +71,10 @@ class Gate:
 
     def __init__(self, listener: socket.socket, service: str, roll: RollCall, token: str):
         self._listener, self._service, self._roll = listener, service, roll
-        self._key, self._closed, self._strangers = _key(token), False, 0
+        self._key, self._closed, self._strangers = derive_key("job", token), False, 0
         self._greetings = Greetings(
             listener,
-            _APPLICATION.size + _MAC_BYTES,
+            _APPLICATION.size + MAC_BYTES,
             lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES),
         )
         threading.Thread(target=self._run, name="job's gate", daemon=True).start()
@@ -114,8 +113,8 @@ class Gate:
             connection.close()
 
     def _answer(self, guest: Guest) -> None:
-        application, mac = guest.greeting[:-_MAC_BYTES], guest.greeting[-_MAC_BYTES:]
-        if not hmac.compare_digest(_mac(self._key, guest.opening, application), mac):
+        application, mac = guest.greeting[:-MAC_BYTES], guest.greeting[-MAC_BYTES:]
+        if not is_signed(self._key, mac, guest.opening, application):
             self._strangers += 1
             if self._strangers <= NAMED_STRANGERS:
                 log.warning("a process with another token is refused: %s", _peer(guest.connection))
@@ -145,7 +144,7 @@ class Gate:
     def _reply(self, guest: Guest, application: bytes, admitted: bool, text: str) -> None:
         reply = _REPLY.pack(admitted, text.encode()[:_TEXT_BYTES])
         with contextlib.suppress(OSError):  # the process has ended
-            guest.connection.send(reply + _mac(self._key, guest.opening, application, reply))
+            guest.connection.send(reply + sign(self._key, guest.opening, application, reply))
         if not admitted:
             guest.connection.close()
 
@@ -189,11 +188,11 @@ def _apply_once(address: Address, index: int, count: int, token: str) -> tuple[s
             raise ConnectionError("another service has this port")
         name = _own_name().encode()[:_NAME_BYTES]
         application = _APPLICATION.pack(index, count, name, secrets.token_bytes(_NONCE_BYTES))
-        key = _key(token)
-        connection.sendall(application + _mac(key, opening, application))
+        key = derive_key("job", token)
+        connection.sendall(application + sign(key, opening, application))
         reply = _receive(connection, _REPLY.size)
-        mac = _receive(connection, _MAC_BYTES)
-        if not hmac.compare_digest(_mac(key, opening, application, reply), mac):
+        mac = _receive(connection, MAC_BYTES)
+        if not is_signed(key, mac, opening, application, reply):
             raise ValueError(
                 f"process {index} and process 0 at {address} have different tokens: another job "
                 "has this address, or DISTFLOW_JOB_TOKEN differs; set both alike on all processes"
@@ -281,11 +280,3 @@ def _peer(connection: socket.socket) -> str:
 
 def _own_name() -> str:
     return f"host {socket.gethostname()}, pid {os.getpid()}"
-
-
-def _key(token: str) -> bytes:
-    return hashlib.sha256(f"distflow job {token}".encode()).digest()
-
-
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), "sha256")

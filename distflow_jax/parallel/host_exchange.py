@@ -8,13 +8,13 @@ same calls in the same order, from one thread, and name the senders in advance.
 
 import contextlib
 import dataclasses
-import hmac
 import selectors
 import socket
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distflow_jax.parallel.greetings import Greetings
+from distflow_jax.parsing.token_proof import same_secret
 
 _SIZE = struct.Struct("<Q")  # before every message
 _HELLO = struct.Struct("<I16s")  # index of the connecting process, and the job's token
@@ -180,7 +180,7 @@ class HostExchange:
                 index, token = _HELLO.unpack(guest.greeting)
                 # only those of lower index connect, each once
                 expected = index < self._index and index not in self._sockets
-                if hmac.compare_digest(token, self._token) and expected:
+                if same_secret(token, self._token) and expected:
                     self._keep(index, guest.connection)
                 else:
                     guest.connection.close()

@@ -27,6 +27,7 @@ from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
@@ -43,11 +44,13 @@ from distflow_jax.flow.waves.streamed_nodes import (
     streamed_units,
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
+from distflow_jax.flow.workers.worker_checks import check_workers
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.run_models import (
     ModelOfRun,
     models_of,
@@ -188,10 +191,16 @@ class RunPlan:
 
     @property
     def samplers(self) -> dict[str, str]:
-        """State key of each sampler -> that of the policy whose weights it has.
+        """State key of each sampler -> that of the policy whose weights it has; none where workers
+        sample.
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
+        return {} if self.config.flow.workers else self.sampled
+
+    @property
+    def sampled(self) -> dict[str, str]:
+        """As `samplers`, whoever samples."""
         keys, policies = samplers_of(self.plan), self.policies
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]
@@ -207,12 +216,13 @@ class RunPlan:
         """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        return plan_residency(self.plan, self.samplers, apart=self.samples_apart)
+        samplers = self.sampled if self.config.flow.workers else self.samplers
+        return plan_residency(self.plan, samplers, apart=self.samples_apart)
 
     @property
     def samples_apart(self) -> bool:
         """Whether samplers run ahead on devices of their own."""
-        return self.config.flow.ahead and self.sizes.samplers_have_own_devices
+        return self.config.flow.ahead and _apart(self.config, self.sizes)
 
 
 @dataclasses.dataclass
@@ -252,12 +262,21 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
+    check_workers(
+        config.flow,
+        made,
+        sampler_part=SAMPLERS in config.mesh.roles,
+        environment=config.rollout.environment,
+        eval_dataset=config.eval.dataset,
+        stuck_seconds=config.health.stuck_seconds,
+    )
+    own_devices = _apart(config, sizes)
     check_flow(
         config.flow,
         made,
         config.algorithm,
         sampler_hosts=sizes.sampler_hosts,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
         environment=config.rollout.environment,
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
@@ -266,12 +285,12 @@ def plan_run(
         config.flow,
         made,
         samplers=machine.processes // sizes.sampler_hosts,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
     )
     check_waves(
         config.flow,
         made,
-        own_devices=sizes.samplers_have_own_devices,
+        own_devices=own_devices,
         offload=config.training.offload,
         aggregation=config.algorithm.loss_aggregation,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
@@ -289,11 +308,13 @@ def prepare(
     chosen: Collection[str] = (),
     shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     recording: Recording | None = None,
+    dataset: Dataset | None = None,
 ) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`. `shown(phase)`: a block
     in which a terminal shows what a run waits for. `recording`: whose training the run repeats.
+    `dataset`: in the place of that of data.train.
     """
     machine = Machine.current()
     with shown("open_model"):
@@ -306,7 +327,7 @@ def prepare(
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     with shown("open_data"):
-        loader = open_loader(run)
+        loader = open_loader(run, dataset)
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
         environments = open_environments(config, source, loader.prompt(0))
@@ -334,13 +355,13 @@ def prepare(
     )
 
 
-def open_loader(run: RunPlan) -> Loader:
-    """The loader of a run's training data, all rows checked.
+def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
+    """The loader of a run's training data, all rows checked; of `dataset` where it is given.
 
     Raises ValueError or FileNotFoundError.
     """
     config, source = run.config, run.source
-    dataset = open_dataset(
+    dataset = dataset or open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,
@@ -351,7 +372,7 @@ def open_loader(run: RunPlan) -> Loader:
         source.tokenizer,
         config.data,
         seed=config.seed,
-        share=sampler_share(run.sizes, run.machine),
+        share=sampler_share(run.sizes, run.machine, in_turn=config.flow.workers),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
         observed_lag=_observed_lag(config, run.plan),
@@ -433,10 +454,15 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
     return environments
 
 
-def sampler_share(sizes: Sizes, machine: Machine) -> SamplerShare:
-    """The sampler that this process belongs to."""
-    hosts = sizes.sampler_hosts
-    return SamplerShare(processes.process_index() // hosts, machine.processes // hosts, hosts)
+def sampler_share(sizes: Sizes, machine: Machine, *, in_turn: bool = False) -> SamplerShare:
+    """The sampler that this process belongs to; `in_turn`: as of SamplerShare."""
+    index, hosts = processes.process_index(), sizes.sampler_hosts
+    return SamplerShare(index // hosts, machine.processes // hosts, hosts, in_turn)
+
+
+def _apart(config: Config, sizes: Sizes) -> bool:
+    """Whether what samples has devices that no trainer uses."""
+    return config.flow.workers or sizes.samplers_have_own_devices
 
 
 def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:

@@ -118,7 +118,7 @@ def waiting_groups(
         return None
     ahead = nodes_ahead(plan)
     samplers = machine.processes // sizes.sampler_hosts
-    own = sizes.samplers_have_own_devices
+    own = sizes.samplers_have_own_devices or config.flow.workers
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     of_response = {"uid": 2 * _NUMBER}
     for node in ahead:

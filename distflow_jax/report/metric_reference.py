@@ -325,6 +325,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "--grace_seconds",
         ),
         Metric(
+            "perf/workers/{alive,expired,second}",
+            "with flow.workers, at the first trainer: workers heard of lately; leases that ended "
+            "without a result and second results of a response, since the trainers started",
+            "expired rises while workers live: raise flow.lease_seconds",
+        ),
+        Metric(
             "training/off_policy/in_flight_share/{steps}",
             "share of tokens after which weights were swapped so many times before their response "
             "ended; 0: the response has one version",

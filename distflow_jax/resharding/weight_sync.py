@@ -197,17 +197,7 @@ class WeightSync:
 
     def _cast(self, params: Any) -> Any:
         """Prepares some of the parameters and casts them before the move: fewer bytes move."""
-
-        def cast(x):
-            if x.dtype != self._dtype:
-                # reduce_precision stays: XLA may drop a cast that a cast back to float32 follows
-                to = jnp.finfo(self._dtype)
-                x = lax.reduce_precision(x, to.nexp, to.nmant).astype(self._dtype)
-            # a copy: with equal layout and dtype the output would be the trainer's own buffers,
-            # which the next update overwrites
-            return jnp.copy(x)
-
-        return jax.tree.map(cast, self._prepare(params))
+        return cast_weights(self._prepare(params), self._dtype)
 
     def _bytes(self, shapes: Any, shardings: Any) -> int:
         """Bytes per device in the samplers' dtype."""
@@ -271,6 +261,21 @@ def _on_host(chunks: Any) -> list[HostShards]:
 
 def _some(params: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     return {key: params[key] for key in keys}
+
+
+def cast_weights(params: Any, dtype: Any) -> Any:
+    """The parameters in a dtype (None: their own), in buffers of their own; traceable."""
+
+    def cast(x):
+        if dtype is not None and x.dtype != jnp.dtype(dtype):
+            # reduce_precision stays: XLA may drop a cast that a cast back to float32 follows
+            to = jnp.finfo(dtype)
+            x = lax.reduce_precision(x, to.nexp, to.nmant).astype(dtype)
+        # a copy: with equal layout and dtype the output would be the trainer's own buffers,
+        # which the next update overwrites
+        return jnp.copy(x)
+
+    return jax.tree.map(cast, params)
 
 
 def num_bytes(tree: Any) -> int:

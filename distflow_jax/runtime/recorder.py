@@ -25,14 +25,15 @@ from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import EVALUATED
 
 DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
+STARVED = "no worker was there"
 
 
 class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
     `state` is read for the number of the step. `stop_reason` is what the record says at the end:
-    DONE, DATA_ENDED or PREEMPTED, unless an error ends the run. The record survives a resume:
-    steps after the checkpoint's are dropped, events are kept.
+    DONE, DATA_ENDED, PREEMPTED or STARVED, unless an error ends the run. The record survives a
+    resume: steps after the checkpoint's are dropped, events are kept.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Recorder:
             self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
-        self._writer.close(failed=kind is not None or self.stop_reason == PREEMPTED)
+        self._writer.close(failed=kind is not None or self.stop_reason in (PREEMPTED, STARVED))
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""

@@ -1,7 +1,6 @@
 """Access to a server: its token, its certificate, and the folders that weights come from."""
 
 import dataclasses
-import hmac
 import ipaddress
 import logging
 import pathlib
@@ -9,6 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+
+from distflow_jax.parsing.pem_files import read_named, read_pair
+from distflow_jax.parsing.token_proof import same_secret
 
 HEADER = "authorization"
 WITHOUT = "this server needs a token; send it as the metadata 'authorization: Bearer TOKEN'"
@@ -67,11 +69,9 @@ def read_access(
 
     Files that cannot be read, and folders that are not there, are errors too.
     """
-    if bool(tls_cert) != bool(tls_key):
-        raise ValueError("--tls_cert and --tls_key belong together; give both or none")
     token = ""
     if token_file:
-        token = _read("--token_file", token_file).decode(errors="replace").strip()
+        token = read_named("--token_file", token_file).decode(errors="replace").strip()
         if not token.isascii() or not token.isprintable() or not token:
             raise ValueError(
                 f"--token_file={token_file} must hold one line of printable ASCII; write one with "
@@ -80,19 +80,8 @@ def read_access(
     for folder in load_folders:
         if not pathlib.Path(folder).is_dir():
             raise ValueError(f"--load_folders={folder} is no folder; create it or name another")
-    certificate = _read("--tls_cert", tls_cert) if tls_cert else b""
-    key = _read("--tls_key", tls_key) if tls_key else b""
-    for flag, path, text in (("--tls_cert", tls_cert, certificate), ("--tls_key", tls_key, key)):
-        if path and b"-----BEGIN " not in text:
-            raise ValueError(f"{flag}={path} is not in PEM format")
+    certificate, key = read_pair(("--tls_cert", tls_cert), ("--tls_key", tls_key))
     return Access(token, certificate, key, tuple(load_folders))
-
-
-def _read(flag: str, path: str) -> bytes:
-    try:
-        return pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{flag}={path} cannot be read: {error.strerror}") from error
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):
@@ -114,7 +103,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         """The method's handler for a call with the token, otherwise one that refuses it."""
         given = dict(handler_call_details.invocation_metadata).get(HEADER, "")
         given = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(given, self._expected):
+        if same_secret(given, self._expected):
             return await continuation(handler_call_details)
         return self._refuse
 

@@ -67,15 +67,19 @@ class SamplerClient:
         return sorted(events[1:], key=lambda event: event["sample"])
 
     def load_weights(
-        self, path: str, version: int | None = None, cache: str = "keep"
+        self,
+        path: str,
+        version: int | None = None,
+        cache: str = "keep",
+        timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Swaps the server's weights for those of a run's folder on its disk."""
+        """Swaps the server's weights for those of a run, or of an export, on its disk."""
         request = encode({"path": path, "version": version, "cache": cache})
-        return decode(self._load(request, metadata=self._metadata))
+        return decode(self._load(request, timeout=timeout, metadata=self._metadata))
 
-    def status(self) -> dict[str, Any]:
+    def status(self, timeout: float | None = None) -> dict[str, Any]:
         """The server's model, limits and load."""
-        return decode(self._status(encode({}), metadata=self._metadata))
+        return decode(self._status(encode({}), timeout=timeout, metadata=self._metadata))
 
     def close(self) -> None:
         """Ends the connection."""

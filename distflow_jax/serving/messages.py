@@ -103,7 +103,8 @@ def sample_request(
     message = decode(data)
     _known(
         message,
-        "prompt messages tokens num_samples max_tokens temperature top_k top_p stop uid stream",
+        "prompt messages tokens num_samples first_sample max_tokens temperature top_k top_p stop "
+        "uid stream",
     )
     text, tokens = _prompt(message, limits, prompts)
     samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
@@ -116,9 +117,10 @@ def sample_request(
         uid = new_uid()
     else:
         uid = _integer(message, "uid", 0, 0, MAX_UID)
+    first = _integer(message, "first_sample", 0, 0, MAX_UID - samples)
     prompt = Prompt(uid, uid, tokens, text, "", None, {})
     return SampleRequest(
-        GroupRequest(prompt, sampling),
+        GroupRequest(prompt, sampling, first_sample=first),
         _stop(message),
         _boolean(message, "stream", True),
     )

@@ -161,7 +161,7 @@ class SamplerService:
             wait = not self.scheduler.busy
 
     def _submit(self, call: Call) -> None:
-        for sample in range(call.request.group.sampling.num_samples):
+        for sample in call.request.group.samples:
             text = TextStream(self._tokenizer)
             call.samples[sample] = _Sample(text, StopText(call.request.stop))
         call.id = self.scheduler.submit(

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,7 @@ class Server:
         facts = {
             "model": config.model,
             "seed": config.seed,
+            "started": round(time.time(), 3),
             "slots": self.engine.max_concurrent_decodes,
             "max_text": self._prompts.max_text,
             **dataclasses.asdict(self._limits),

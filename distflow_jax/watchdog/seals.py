@@ -8,8 +8,9 @@ counts how many it has started.
 Standard library only, as in all of the watchdog process.
 """
 
-import hmac
 import struct
+
+from distflow_jax.parsing.token_proof import is_signed, sign
 
 _HEAD = struct.Struct(">IQ")  # index of the sender, counter
 _MAC_BYTES = 16
@@ -36,7 +37,7 @@ class Sealer:
         """A datagram of this body, SEAL_BYTES longer."""
         self._counter += 1
         sealed = _HEAD.pack(self._index, self._counter) + body
-        return sealed + _mac(self._key, sealed)
+        return sealed + sign(self._key, sealed)[:_MAC_BYTES]
 
 
 class Opener:
@@ -58,7 +59,7 @@ class Opener:
         if len(datagram) < SEAL_BYTES:
             return None
         sealed, mac = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
-        if not hmac.compare_digest(_mac(self._key, sealed), mac):
+        if not is_signed(self._key, mac, sealed, size=_MAC_BYTES):
             return None
         index, counter = _HEAD.unpack_from(sealed)
         if index == self._index or index >= len(self._seen) or not self._is_new(index, counter):
@@ -76,7 +77,3 @@ class Opener:
             return False
         self._seen[index] = newest, mask | 1 << age
         return True
-
-
-def _mac(key: bytes, sealed: bytes) -> bytes:
-    return hmac.digest(key, sealed, "sha256")[:_MAC_BYTES]

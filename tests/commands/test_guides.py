@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
@@ -33,6 +34,7 @@ FOLLOWED = {
     "docs/parallelism.md",
     "docs/report.md",
     "docs/tutorial.md",
+    "docs/workers.md",
 }
 # why no test runs a page's commands, or those commands of a page that have these words
 NOT_RUN = {
@@ -185,6 +187,24 @@ def test_report(tmp_path):
             assert "second" in answer.read().decode()
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0
+
+
+@pytest.mark.slow
+def test_workers(tmp_path):
+    """Trainers and a worker that joins them; then both by the launcher."""
+    place(tmp_path)
+    train, worker, launched = lines(page("workers.md"))
+    with subprocess.Popen(
+        [sys.executable, *train[1:]], cwd=tmp_path, env=environment(tmp_path)
+    ) as job:
+        while not (tmp_path / "runs/far/doors.json").exists():
+            assert job.poll() is None
+            time.sleep(0.1)
+        printed = run(tmp_path, worker)
+    assert job.returncode == 0 and "ready: " in printed
+    run(tmp_path, launched)
+    for name in ("far", "both"):
+        assert read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[-1]["step"] == 3
 
 
 @pytest.mark.slow

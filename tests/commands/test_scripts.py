@@ -304,6 +304,25 @@ def test_export_writes_a_folder_that_opens(place, first_run, command):
         assert finish(start(place, "scripts/generate.py", *generate))
 
 
+WORKER, *OTHER_WORKERS = [c for c in SHOWN if c[0] == "scripts/worker.py"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [WORKER, *(pytest.param(c, marks=pytest.mark.slow) for c in OTHER_WORKERS)],
+    ids=" ".join,
+)
+def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatch):
+    """tests/runs/test_workers.py has those that do."""
+    monkeypatch.setenv("DISTFLOW_TOKEN", "0123456789abcdef" * 2)
+    process = start(place, *command, *FLAGS, "--config.flow.workers=True")
+    error = process.stderr.read()
+    assert process.wait(60) == 2, error
+    (join,) = [word.removeprefix("--join=") for word in command if word.startswith("--join=")]
+    address = join.split(",")[-1]
+    assert f"no trainer answers at {address}" in error or f"{join!r} has no doors.json" in error
+
+
 # the one with most flags; the others start the same server
 SERVE, *FEWER_FLAGS = sorted((c for c in SHOWN if c[0] == "scripts/serve.py"), key=len)[::-1]
 
@@ -471,4 +490,5 @@ def test_every_shown_script_and_config_exists():
             for config in re.findall(r"^--config=(\w+)$", path):
                 assert config in shipped_configs()
     tested = {"train", "evaluate", "generate", "export", "serve", "plan", "report", "launch_local"}
+    tested.add("worker")
     assert {command[0] for command in SHOWN} == {f"scripts/{name}.py" for name in tested}

@@ -4,6 +4,7 @@ _OWN = (  # samplers that run ahead on devices of their own
     "flow.max_lag=1 ; algorithm.correction=token_tis ; mesh.devices=0:4 ; "
     "mesh.roles={'ROLLOUT':{'devices':'4:8'}}"
 )
+_WORKERS = "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.workers=True"
 
 KEYS_AND_TYPES = [
     ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
@@ -225,6 +226,31 @@ SIZES = [
     (
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=4 ; rollout.num_samples=16",
         "flow.wave_rows=4 are too few for the longest group, which takes up to",
+    ),
+    ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
+    ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; 127.0.0.1:0 is any free port"),
+    ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
+    (
+        "flow.lease_seconds=8",
+        "flow.lease_seconds=8 would end between two words of a worker: use at least 10, twice",
+    ),
+    ("flow.max_tries=0", "flow.max_tries must be at least 1, got 0"),
+    (
+        f"{_WORKERS} ; flow.waves=counter ; flow.wave_prompts=2",
+        "flow.waves='counter' is for samplers of the trainers' own processes; take it out",
+    ),
+    (
+        f"{_WORKERS} ; mesh.devices=0:4 ; mesh.roles={{'ROLLOUT': {{'devices': '4:5'}}}}",
+        "flow.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT gives",
+    ),
+    (_WORKERS, "flow.workers=True leaves no sampler to the trainers that could evaluate: set"),
+    (
+        f"{_WORKERS} ; eval.dataset= ; dag=dapo ; flow.swap=boundary",
+        "has rounds with flow.swap='boundary', which workers do not make: use swap='in_flight'",
+    ),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.starved_seconds=1800",
+        "flow.starved_seconds=1800 must be less than health.stuck_seconds=1800, after which a run",
     ),
     ("flow.round_tokens=-1", "flow.round_tokens=-1 must not be negative; 0: rollouts have no"),
     (

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 
 from distflow_jax.commands.launch import hosts
+from distflow_jax.commands.launch.local_workers import LocalWorkers, worker_command
 from distflow_jax.parallel import job
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -56,6 +57,15 @@ def make_parser(program: str = "distflow launch local") -> argparse.ArgumentPars
         default=10.0,
         help="a process that a signal stops for longer ends the job (default 10)",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="workers that sample, of a run with flow.workers (default 0)",
+    )
+    parser.add_argument(
+        "--devices_per_worker", type=int, default=1, help="CPU devices of each worker (default 1)"
+    )
     hosts.add_command(parser)
     return parser
 
@@ -68,7 +78,10 @@ def parse_arguments(
     options = parser.parse_args(arguments)
     if options.processes < 1 or options.devices_per_process < 1:
         parser.error("--processes and --devices_per_process must be at least 1")
+    if options.workers < 0 or options.devices_per_worker < 1:
+        parser.error("--workers must not be negative, and --devices_per_worker at least 1")
     options.command = hosts.python_command(options)
+    options.worker = worker_command(options.command) if options.workers else None
     return options
 
 
@@ -83,27 +96,31 @@ def child_environment(
     index: int, options: argparse.Namespace, port: int, token: str
 ) -> dict[str, str]:
     """This process's environment with the job's variables and the number of CPU devices."""
-    environment = dict(os.environ)
-    flags = environment.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith(DEVICE_COUNT_FLAG)]
-    environment["XLA_FLAGS"] = " ".join(
-        [*flags, f"{DEVICE_COUNT_FLAG}={options.devices_per_process}"]
-    )
-    # every process would claim the machine's accelerators; CPU devices are per process
-    environment.setdefault("JAX_PLATFORMS", "cpu")
+    environment = device_environment(options.devices_per_process)
     environment["DISTFLOW_COORDINATOR"] = f"127.0.0.1:{port}"
     environment["DISTFLOW_NUM_PROCESSES"] = str(options.processes)
     environment["DISTFLOW_PROCESS_ID"] = str(index)
     environment["DISTFLOW_JOB_TOKEN"] = token
     environment[job.GRACE] = f"{options.grace_seconds:g}"
+    return environment
+
+
+def device_environment(devices: int) -> dict[str, str]:
+    """This process's environment with a number of CPU devices."""
+    environment = dict(os.environ)
+    flags = environment.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if not flag.startswith(DEVICE_COUNT_FLAG)]
+    environment["XLA_FLAGS"] = " ".join([*flags, f"{DEVICE_COUNT_FLAG}={devices}"])
+    # every process would claim the machine's accelerators; CPU devices are per process
+    environment.setdefault("JAX_PLATFORMS", "cpu")
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
 
 
 def forward_lines(
-    process: subprocess.Popen, index: int, lock: threading.Lock, signals: queue.SimpleQueue
+    process: subprocess.Popen, label: str, lock: threading.Lock, signals: queue.SimpleQueue
 ) -> None:
-    """Copies one process's output to stdout, line by line, after the process's number.
+    """Copies one process's output to stdout, line by line, after a label such as p0.
 
     If stdout is closed (`| head`), requests a stop and goes on reading, since a process blocks when
     its output is not read.
@@ -111,7 +128,7 @@ def forward_lines(
     for line in process.stdout or ():
         with lock:
             try:
-                sys.stdout.write(f"[p{index}] {line.rstrip(chr(10))}\n")
+                sys.stdout.write(f"[{label}] {line.rstrip(chr(10))}\n")
                 sys.stdout.flush()
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -251,34 +268,46 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
     lock = threading.Lock()
     processes: list[subprocess.Popen] = []
     readers = []
+    workers: LocalWorkers | None = None
 
     def say(line: str) -> None:
         with lock:
             with contextlib.suppress(BrokenPipeError):  # as in forward_lines
                 print(f"launch: {line}", file=sys.stderr, flush=True)
 
+    def start(label: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # its own group: Ctrl-C reaches it only through this process, which can kill it all
+            start_new_session=True,
+        )
+        reader = threading.Thread(
+            target=forward_lines, args=(process, label, lock, signals), daemon=True
+        )
+        reader.start()
+        readers.append(reader)
+        return process
+
     try:
+        if options.worker is not None:
+            environment = device_environment(options.devices_per_worker)
+            workers = LocalWorkers(
+                options.worker, options.workers, lambda label, c: start(label, c, environment), say
+            )
         for index in range(options.processes):
-            process = subprocess.Popen(
-                [sys.executable, *options.command],
-                env=child_environment(index, options, port, token),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                # its own group: Ctrl-C reaches it only through this process, which can kill it all
-                start_new_session=True,
-            )
-            processes.append(process)
-            reader = threading.Thread(
-                target=forward_lines, args=(process, index, lock, signals), daemon=True
-            )
-            reader.start()
-            readers.append(reader)
+            environment_of = child_environment(index, options, port, token)
+            processes.append(start(f"p{index}", options.command, environment_of))
         children = Children(processes, options.grace_seconds, options.stopped_seconds, say)
         return children.wait(signals)
     finally:
+        if workers is not None:
+            workers.close(finished=all(process.poll() == 0 for process in processes))
         for process in processes:
             send(process, signal.SIGKILL, group=True)  # with its reward workers
             process.wait()

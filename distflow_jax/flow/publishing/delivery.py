@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.flow.homes.home_thread import HomeThread
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
@@ -24,6 +25,8 @@ class Delivery:
     publications: Publications
     swaps: InFlightSwaps
     news: SamplerNews | None
+    # makes the thread of a process whose groups workers sample, of a call that hands groups on
+    thread: Callable[[Callable[[], None]], HomeThread] | None = None
 
     def close(self) -> None:
         """Ends the connections."""

@@ -19,6 +19,8 @@ from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.group_records import GroupRecords
+from distflow_jax.flow.homes.home_producer import HomeProducer
+from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
 from distflow_jax.flow.lag_rule import Admission
 from distflow_jax.flow.ledger import Ledger
@@ -43,6 +45,7 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.samplers.replays import make_record_writer, make_replay
+from distflow_jax.runtime.samplers.run_homes import deliver_to_workers, make_home_sampler
 from distflow_jax.runtime.samplers.run_sampler import evaluation_of
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
@@ -90,14 +93,22 @@ def make_flow(
         return None
     tasks = sampling_tasks(plan)
     sampled = frozenset(task.node.id for task in tasks)
-    producer = _producer(prepared, runtime, state, tasks, SavedSamples(added))
+    producer = _producer(prepared, runtime, state, tasks, added)
+    if config.flow.workers:
+        delivery = deliver_to_workers(
+            *(prepared, state, producer, runtime.offload),
+            checkpointer.folder,
+            publish,
+        )
+    else:
+        delivery = make_delivery(
+            *(config.flow, producer, runtime.sync, publish),
+            own_devices=prepared.sizes.samplers_have_own_devices,
+        )
     return Flow(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
-        make_delivery(
-            *(config.flow, producer, runtime.sync, publish),
-            own_devices=prepared.sizes.samplers_have_own_devices,
-        ),
+        delivery,
         BackgroundGather(processes.second_exchange()),
         config.flow,
         observer=Observer(
@@ -219,8 +230,10 @@ def _producer(
     runtime: Runtime,
     state: RunState,
     tasks: Sequence[Task],
-    saved: SavedSamples,
+    added: Sequence[Addition],
 ) -> Producer:
+    saved = SavedSamples(added)
+    given_up = {counter for one in added for counter in one.facts.get("given_up", ())}
     config, plan, loader = prepared.config, prepared.plan, prepared.loader
     contexts = [runtime.contexts.of(task) for task in tasks]
     in_turns = prepared.environments is not None
@@ -233,25 +246,32 @@ def _producer(
         )
         for c in contexts
     ]
-    sampler = EpisodeSampler(
-        runtime.engine,
-        state.models[tasks[0].state_key],
-        prepared.environments,
-        contexts[0].on_response,
-    )
+    lock = threading.Condition()
+    if config.flow.workers:
+        sampler = make_home_sampler(prepared, state, lock, contexts[0].on_response)
+    else:
+        sampler = EpisodeSampler(
+            runtime.engine,
+            state.models[tasks[0].state_key],
+            prepared.environments,
+            contexts[0].on_response,
+        )
     position = state.position(config.data.prompts_per_step)
     admission = _admission(prepared, state.step, position)
     if config.flow.round_tokens:
         admission = _deadlines(prepared, state, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
-    return Producer(
+    kind: Callable[..., Producer] = Producer
+    if config.flow.workers:
+        kind = functools.partial(HomeProducer, given_up=given_up)
+    return kind(
         sampler,
         admission,
         nodes,
         functools.partial(next, loader, None),
         writers=writers | {None: sampler_layout(prepared.sizes)},
         num_samples=config.rollout.num_samples,
-        lock=threading.Condition(),
+        lock=lock,
         saved=saved,
     )
 
@@ -259,7 +279,9 @@ def _producer(
 def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
     """The rule of a run after `step` steps, which did not look at `counter`."""
     config, batches = prepared.config, prepared.loader.num_steps
-    return Admission(
+    refills = config.flow.workers and prepared.plan.region is None
+    kind = Refills if refills else Admission
+    return kind(
         flow_rule(config, prepared.plan),
         step=step,
         counter=counter,

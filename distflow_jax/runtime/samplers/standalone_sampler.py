@@ -10,8 +10,9 @@ import jax
 
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.run_config import Config
+from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.load_params import load_or_init_params
-from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes, derive_sizes
@@ -63,7 +64,8 @@ def read_weights(
 ) -> tuple[Any, int]:
     """(weights in the sampler's layout and dtype, training step) of `source`, or of `run`.
 
-    `run` is the folder of a run (its newest checkpoint) or RUN/checkpoints/STEP. `turn` is held
+    `run` is the folder of a run (its newest checkpoint), RUN/checkpoints/STEP, or a model folder as
+    scripts/export.py writes it, of step 0. `turn` is held
     around the program that reshards: where others run programs on these devices meanwhile, all
     devices must get them in one order. FileNotFoundError if there is no such checkpoint, ValueError
     if it is of another model.
@@ -71,10 +73,33 @@ def read_weights(
     sizes = derive_sizes(config, source.config, Machine.current())
     mesh = mesh_lib.role_mesh(sizes.mesh)
     step = 0
-    if run:
+    if run and is_export(pathlib.Path(run)):
+        params = load_or_init_params(_same_model(run, source), config.seed, mesh)
+    elif run:
         step, params = read_trained(pathlib.Path(run), "actor", source.config, mesh)
     else:
         params = load_or_init_params(source, config.seed, mesh)
     with turn or contextlib.nullcontext():
         weights = make_sync(source, config, sizes)(params)
         return jax.block_until_ready(weights), step
+
+
+def is_export(folder: pathlib.Path) -> bool:
+    """Whether a folder holds a model's files, rather than a run."""
+    return not (folder / "checkpoints").is_dir() and any(folder.glob("*.safetensors"))
+
+
+def _same_model(folder: str, source: ModelSource) -> ModelSource:
+    """The model of a folder. ValueError if its parameters have other shapes than `source`'s."""
+    found = open_model(folder)
+    shapes, wanted = (
+        {path: spec.shape for path, spec in param_specs(model.config).items()}
+        for model in (found, source)
+    )
+    wrong = sorted(p for p in shapes.keys() | wanted.keys() if shapes.get(p) != wanted.get(p))
+    if wrong:
+        raise ValueError(
+            f"{folder} holds another model than {source.spec}: {wrong[0]} has the shape "
+            f"{shapes.get(wrong[0])}, not {wanted.get(wrong[0])}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Homes: where the groups of a process lie that workers answer."""

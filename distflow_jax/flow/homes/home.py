@@ -1,0 +1,316 @@
+"""Homes: each process of the trainers is the home of the groups that it trains on.
+
+A worker asks a home for work and gets groups with a lease. It brings back responses, and the tokens
+of those under way. A lease that ends puts its group back, with the tokens that are known; with
+`exact` versions no token of an unfinished response is kept, so such a response begins anew. The
+first result of a response counts; a second one is dropped and counted. The rule of lag_rule.py says
+which group may begin, by the version that the asking worker holds.
+
+Nothing here communicates, reads a clock, or looks into a token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distflow_jax.flow.lag_rule import Rule
+
+Key = tuple[int, str]  # counter of the prompt, id of the node
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of one response, as far as they are known."""
+
+    tokens: int  # that were sampled
+    lowest: int  # version of them, 0 without tokens
+    highest: int  # version of them, 0 without tokens
+    whole: bool  # the response has ended
+    content: Any  # the response itself, or its tokens so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A group as a home holds it from its beginning on."""
+
+    key: Key
+    step: int  # that trains it, at the latest
+    samples: range
+    order: tuple[float, ...]  # of groups of one step, lowest first
+    content: Any  # what a worker needs to answer it
+
+
+@dataclasses.dataclass(eq=False)
+class _Open:
+    """A group whose responses have not all ended."""
+
+    group: Begun
+    floor: int  # lowest version that its tokens may have
+    ended: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    under_way: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    worker: str = ""  # that has a lease; "": none
+    until: float = 0.0  # end of the lease
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
+
+    def free(self) -> None:
+        """Ends the lease."""
+        self.worker, self.until = "", 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        known = (*self.ended.values(), *self.under_way.values())
+        return sum(piece.tokens for piece in known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A group that a worker answers, and what is known of its responses."""
+
+    group: Begun
+    pieces: Mapping[int, Piece]
+
+
+@dataclasses.dataclass
+class HomeCounts:
+    """Numbers since the home began."""
+
+    given: int = 0  # groups that workers got
+    expired: int = 0  # leases that ended without a result
+    second: int = 0  # responses that were there already
+    refused: int = 0  # responses by weights that may not answer their group
+    unknown: int = 0  # groups that nobody waits for (any more)
+    differing: int = 0  # second responses that differ, with exact versions
+
+
+class Home:
+    """The groups of one process, from their beginning until they are complete.
+
+    Args:
+      rule: says which versions may answer which step.
+      exact: whether one version answers each step.
+      version: of the newest weights; with `exact` it takes the place of older ones.
+      lease_seconds: after which a group without news of its worker is given to another one.
+      max_tries: failures of a group after which it is given up.
+      differs: whether two results of one response differ where they should not.
+
+    Attributes:
+      newest: version of the newest weights that workers can get.
+      given_up: prompts that no worker can answer, with the last failure of each; the caller takes
+        them out.
+      workers: those that were heard of within a lease's time, and when.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        exact: bool,
+        version: int,
+        lease_seconds: float,
+        max_tries: int,
+        differs: Callable[[Any, Any], bool] = lambda first, second: False,
+    ):
+        self.counts = HomeCounts()
+        self.newest = version
+        self._rule, self._exact, self._oldest = rule, exact, version
+        self._lease_seconds, self._max_tries = lease_seconds, max_tries
+        self._differs = differs
+        self._open: dict[Key, _Open] = {}
+        self._complete: list[tuple[Begun, dict[int, Piece]]] = []
+        self.given_up: dict[int, str] = {}
+        self.workers: dict[str, float] = {}
+
+    # -- the trainer's side -----------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Notes weights that workers can get, newer than all before."""
+        if version < self.newest:
+            raise ValueError(f"version {version} is older than {self.newest}, which is published")
+        self.newest = version
+
+    def begin(self, group: Begun, pieces: Mapping[int, Piece]) -> None:
+        """Takes a group that may begin; `pieces`: what an earlier run knew of its responses."""
+        if group.key in self._open:
+            raise ValueError(f"the group of prompt {group.key[0]} has begun already")
+        known = [piece.lowest for piece in pieces.values() if piece.tokens]
+        floor = min([self.version_of(group.step), *known])
+        held = _Open(group, floor)
+        held.ended = {s: p for s, p in pieces.items() if p.whole}
+        held.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
+        self._open[group.key] = held
+        self._end_if_complete(held)
+
+    def version_of(self, step: int) -> int:
+        """The version that answers a step with exact versions, otherwise the oldest that may."""
+        return max(self._oldest if self._exact else 0, self._rule.exact_version(step))
+
+    def take(self) -> list[tuple[Begun, dict[int, Piece]]]:
+        """Groups that are complete and were not taken, with their responses."""
+        taken, self._complete = self._complete, []
+        return taken
+
+    def pieces(self) -> dict[Key, dict[int, Piece]]:
+        """Responses of each group that was not taken, as far as they are known."""
+        found = {group.key: dict(pieces) for group, pieces in self._complete}
+        return found | {key: {**one.under_way, **one.ended} for key, one in self._open.items()}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all groups that were not taken."""
+        complete = sum(p.tokens for _, pieces in self._complete for p in pieces.values())
+        return complete + sum(one.tokens for one in self._open.values())
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are not complete."""
+        return len(self._open)
+
+    def ended(self, key: Key) -> set[int]:
+        """The responses of a group that have ended, by sample; none of one that was taken."""
+        found = self._open.get(key)
+        whole = [group for group, _ in self._complete if group.key == key]
+        return set(whole[0].samples) if whole else set(found.ended) if found else set()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a group is complete, or given up, and not taken."""
+        return bool(self._complete or self.given_up)
+
+    # -- the workers' side ------------------------------------------------------------------------
+
+    def ask(self, worker: str, held: int, room: int, now: float) -> list[Work]:
+        """Gives a worker that holds a version groups with room for their responses, at least one
+        where it has any room; a lease comes with each."""
+        self.heard(worker, now)
+        given: list[Work] = []
+        waiting = [o for o in self._open.values() if not o.worker and self._fits(o, worker, held)]
+        for one in sorted(waiting, key=_priority):
+            left = len(one.group.samples) - len(one.ended)
+            if room <= 0:
+                break
+            room -= left
+            one.worker, one.until = worker, now + self._lease_seconds
+            given.append(Work(one.group, {**one.under_way, **one.ended}))
+        self.counts.given += len(given)
+        return given
+
+    def wanted(self) -> list[int]:
+        """Versions that an idle worker should hold, the most urgent first; never empty."""
+        if not self._exact:
+            return [self.newest]
+        waiting = [one for one in self._open.values() if not one.worker]
+        versions = sorted({self.version_of(one.group.step) for one in waiting})
+        return [v for v in versions if v <= self.newest] or [self.newest]
+
+    def bring(
+        self,
+        worker: str,
+        key: Key,
+        pieces: Mapping[int, Piece],
+        now: float,
+        *,
+        goes_on: bool = True,
+    ) -> bool:
+        """Takes what a worker knows of a group's responses; whether it has the group from now on.
+
+        With `goes_on` it would work on: that prolongs its lease, and a worker that has lost it gets
+        it back if nobody else has. Otherwise the group is for others.
+        """
+        self.heard(worker, now)
+        one = self._open.get(key)
+        if one is None:
+            self.counts.unknown += 1
+            return False
+        for sample, piece in pieces.items():
+            self._learn(one, sample, piece)
+        if self._end_if_complete(one):
+            return False
+        if one.worker not in ("", worker):
+            return False
+        if not goes_on:
+            one.free()
+            return False
+        one.worker, one.until = worker, now + self._lease_seconds
+        return True
+
+    def fail(self, worker: str, key: Key, why: str, now: float) -> None:
+        """Notes that a worker cannot answer a group."""
+        self.heard(worker, now)
+        one = self._open.get(key)
+        if one is None or one.worker != worker:
+            return
+        one.free()
+        one.failures[worker] = one.failures.get(worker, 0) + 1
+        if sum(one.failures.values()) >= self._max_tries:
+            counter = key[0]
+            self.given_up[counter] = why
+            for other in [k for k in self._open if k[0] == counter]:
+                del self._open[other]
+            self._complete = [c for c in self._complete if c[0].key[0] != counter]
+
+    def heard(self, worker: str, now: float) -> None:
+        """Notes that a worker lives."""
+        self.workers[worker] = now
+
+    def leave(self, worker: str) -> None:
+        """Notes that a worker has gone: its groups are for others at once."""
+        self.workers.pop(worker, None)
+        for one in self._open.values():
+            if one.worker == worker:
+                one.free()
+
+    def expire(self, now: float) -> None:
+        """Ends the leases whose time is over."""
+        for one in self._open.values():
+            if one.worker and now >= one.until:
+                self.counts.expired += 1
+                one.free()
+        for worker, heard in list(self.workers.items()):
+            if now >= heard + self._lease_seconds:
+                del self.workers[worker]
+
+    # -- one group --------------------------------------------------------------------------------
+
+    def _fits(self, one: _Open, worker: str, held: int) -> bool:
+        """Whether a worker that holds a version may answer a group, and no other one should."""
+        version = self.version_of(one.group.step)
+        if held > self.newest or (held != version if self._exact else held < version):
+            return False
+        others = self.workers.keys() - one.failures.keys()
+        return worker not in one.failures or not others
+
+    def _learn(self, one: _Open, sample: int, piece: Piece) -> None:
+        if sample not in one.group.samples:
+            self.counts.unknown += 1
+            return
+        if sample in one.ended:
+            if piece.whole:
+                self.counts.second += 1
+                if self._exact and self._differs(one.ended[sample].content, piece.content):
+                    self.counts.differing += 1
+            return
+        most = self.version_of(one.group.step) if self._exact else self.newest
+        if piece.tokens and not (one.floor <= piece.lowest and piece.highest <= most):
+            self.counts.refused += piece.whole
+            return
+        if piece.whole:
+            one.ended[sample] = piece
+            one.under_way.pop(sample, None)
+        elif not self._exact:
+            known = one.under_way.get(sample)
+            if piece.tokens > (known.tokens if known else 0):
+                one.under_way[sample] = piece
+
+    def _end_if_complete(self, one: _Open) -> bool:
+        if len(one.ended) < len(one.group.samples):
+            return False
+        del self._open[one.group.key]
+        self._complete.append((one.group, one.ended))
+        return True
+
+
+def _priority(one: _Open) -> tuple[float, ...]:
+    """Earlier steps first, then what has begun, then the order of the groups."""
+    begun = bool(one.ended or one.under_way)
+    return (one.group.step, not begun, *one.group.order, one.group.key[0])

@@ -1,0 +1,154 @@
+"""Calls of workers at a home: the methods of its door.
+
+`hello` compares configs and tells what a worker needs to know; `ask` gives groups; `bring` takes
+samples, whole or under way; `fail` and `leave` put groups back. Every answer has the incarnation of
+the run and the versions that workers can get. A frame of another incarnation changes nothing.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.workers.frames import (
+    Frame,
+    checked,
+    keys_of,
+    samples_of,
+    work_frame,
+)
+from distflow_jax.flow.workers.wire import Refused
+
+Table = Mapping[str, str]
+MEET_SECONDS = 25.0  # in which a worker that comes early waits for the other trainers
+
+
+class HomeDoor:
+    """The methods of one home, called from the threads of the wire.
+
+    Attributes:
+      ended: whether workers are told that the run is over.
+    """
+
+    def __init__(
+        self,
+        sampler: HomeSampler,
+        lock: threading.Condition,
+        tables: Mapping[str, Table],
+        facts: Mapping[str, Any],
+    ):
+        """`tables`: what workers must have alike, by name and key. `facts`: told to each that says
+        hello, `incarnation` among them."""
+        self._sampler, self._lock, self._tables = sampler, lock, tables
+        self._facts, self.ended = dict(facts), False
+        self._told: set[str] = set()  # workers that know of the end
+
+    def methods(self) -> dict[str, Callable[[str, bytes], bytes]]:
+        """The methods by name."""
+        found = {
+            "hello": self._hello,
+            "ask": self._ask,
+            "bring": self._bring,
+            "fail": self._fail,
+            "leave": self._leave,
+        }
+        return {name: _framed(method) for name, method in found.items()}
+
+    def meet(self, homes: Sequence[str]) -> None:
+        """Notes where all homes answer: from now on workers may join."""
+        with self._lock:
+            self._facts["homes"] = list(homes)
+            self._lock.notify_all()
+
+    def end(self, seconds: float) -> None:
+        """Tells workers that the run is over; waits for them, at most so long."""
+        with self._lock:
+            self.ended = True
+            end = time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0:
+                if self._told >= set(self._sampler.home.workers):
+                    return
+                self._lock.wait(left)
+
+    def _hello(self, worker: str, frame: Frame) -> Frame:
+        for name, ours in self._tables.items():
+            theirs = frame.facts.get(name, {})
+            if text := difference(name, ours, theirs):
+                raise Refused(text)
+        with self._lock:
+            if not self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS):
+                raise Refused("the trainers are starting; try again")
+            self._sampler.home.heard(worker, time.monotonic())
+            return Frame({**self._facts, **self._state(worker)})
+
+    def _ask(self, worker: str, frame: Frame) -> Frame:
+        held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
+        with self._lock:
+            if self._foreign(frame) or self.ended:
+                return Frame(self._state(worker))
+            given = self._sampler.ask(worker, held, room)
+            return work_frame(self._state(worker), given)
+
+    def _bring(self, worker: str, frame: Frame) -> Frame:
+        keys, calls = keys_of(frame), checked(lambda: int(frame.facts["calls"]))
+        goes_on = bool(frame.facts.get("goes_on"))
+        with self._lock:
+            if self._foreign(frame):
+                return Frame(self._state(worker))
+            requests = self._sampler.requests(keys)
+        found = samples_of(frame, requests)
+        with self._lock:
+            dropped = self._sampler.bring(worker, keys, found, calls=calls, goes_on=goes_on)
+            self._lock.notify_all()
+            return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})
+
+    def _fail(self, worker: str, frame: Frame) -> Frame:
+        keys = keys_of(frame)
+        with self._lock:
+            if not self._foreign(frame):
+                for key in keys:
+                    why = str(frame.facts.get("why", ""))[:500]
+                    self._sampler.home.fail(worker, key, f"{worker}: {why}", time.monotonic())
+                self._lock.notify_all()
+            return Frame(self._state(worker))
+
+    def _leave(self, worker: str, frame: Frame) -> Frame:
+        with self._lock:
+            self._sampler.home.leave(worker)
+            self._lock.notify_all()
+            return Frame(self._state(worker))
+
+    def _foreign(self, frame: Frame) -> bool:
+        return frame.facts.get("incarnation") != self._facts["incarnation"]
+
+    def _state(self, worker: str) -> dict[str, Any]:
+        """Values that every answer has; under the lock."""
+        if self.ended:
+            self._told.add(worker)
+            self._lock.notify_all()
+        home = self._sampler.home
+        state = {"newest": home.newest, "wanted": home.wanted(), "ended": self.ended}
+        return {"incarnation": self._facts["incarnation"], **state}
+
+
+def difference(name: str, ours: Table, theirs: Table) -> str:
+    """A sentence on the first key in which two tables differ; "": they are alike."""
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            here, there = (one.get(key, "missing") for one in (ours, theirs))
+            return (
+                f"{name} {key} is {there} at this worker and {here} at the trainers: start the "
+                "worker with the trainers' config and code"
+            )
+    return ""
+
+
+def _framed(method: Callable[[str, Frame], Frame]) -> Callable[[str, bytes], bytes]:
+    def call(worker: str, payload: bytes) -> bytes:
+        try:
+            return method(worker, Frame.of_bytes(payload)).to_bytes()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    return call

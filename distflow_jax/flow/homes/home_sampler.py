@@ -1,0 +1,153 @@
+"""The sampler of a process whose groups workers answer: it hands requests to the home."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.flow.homes.home import Begun, Home, Key, Work
+from distflow_jax.flow.workers.frames import pieces_of, progress_of
+from distflow_jax.rollout.requests import GroupRequest, Response
+
+NEAR_TIE = 1e-4  # lead of a token over the next one below which its choice may differ
+
+
+class HomeSampler:
+    """Answers requests as EpisodeSampler does, by what workers bring to a home.
+
+    Calls but `submit` and `round` come under the lock of the producer.
+
+    Attributes:
+      in_turns: whether responses are in turns: never.
+    """
+
+    in_turns = False
+
+    def __init__(
+        self,
+        home: Home,
+        lock: threading.Condition,
+        on_response: Callable[[Response], None] | None = None,
+    ):
+        """`lock` guards the home; `on_response` is called as soon as a response is there, in the
+        thread of `round`."""
+        self.home, self._lock, self._on_response = home, lock, on_response
+        self._requests: dict[Key, GroupRequest] = {}
+        self._arrived: list[Response] = []
+        self._restored = self._taken = self._calls = 0
+
+    @property
+    def version(self) -> int:
+        """Training steps that the weights have seen which workers can get."""
+        return self.home.newest
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request was not returned by `round`."""
+        return bool(self._requests)
+
+    @property
+    def counts(self) -> Counts:
+        """Numbers of all that workers have sampled, as far as this home knows."""
+        sampled = self._taken + self.home.tokens - self._restored
+        return Counts(self._calls, sampled, self.home.tokens, 0)
+
+    def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
+        """Adds a request, to go on with the `progress` of an earlier run."""
+        pieces = pieces_of(progress or Progress())
+        order = tuple(request.rank or ())
+        with self._lock:
+            self._restored += sum(piece.tokens for piece in pieces.values())
+            self._requests[key] = request
+            self.home.begin(Begun(key, request.turn, request.samples, order, request), pieces)
+
+    def round(self) -> list[tuple[Key, list[Episode]]]:
+        """Requests that are complete now, their responses in the order of their numbers."""
+        ended = []
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+            for group, pieces in self.home.take():
+                del self._requests[group.key]
+                self._taken += sum(piece.tokens for piece in pieces.values())
+                ended.append((group.key, [pieces[s].content for s in sorted(pieces)]))
+        if self._on_response is not None:
+            for response in arrived:
+                self._on_response(response)
+        return ended
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `round` has something to do."""
+        return bool(self._arrived) or self.home.has_news
+
+    def give_up(self) -> dict[int, str]:
+        """Prompts that no worker can answer, with the reason; their requests are gone."""
+        found, self.home.given_up = self.home.given_up, {}
+        for key in [key for key in self._requests if key[0] in found]:
+            del self._requests[key]
+        return found
+
+    def progress(self) -> dict[Key, Progress]:
+        """Samples of each request that `round` has not returned."""
+        return {key: progress_of(pieces) for key, pieces in self.home.pieces().items()}
+
+    def drain(self) -> None:
+        """Does nothing: no program of this process samples."""
+
+    def close(self) -> None:
+        """Forgets the requests."""
+        self._requests.clear()
+
+    # -- what workers bring -----------------------------------------------------------------------
+
+    def requests(self, keys: list[Key]) -> dict[Key, GroupRequest]:
+        """The requests of some keys, without those that nobody waits for."""
+        return {key: self._requests[key] for key in keys if key in self._requests}
+
+    def bring(
+        self,
+        worker: str,
+        keys: list[Key],
+        found: Mapping[Key, Progress],
+        *,
+        calls: int,
+        goes_on: bool,
+    ) -> list[Key]:
+        """Takes the samples of a worker; returns the keys that it should drop.
+
+        `calls`: decode calls since it brought something last; `goes_on`: whether it works on.
+        """
+        self._calls += calls
+        now, dropped = time.monotonic(), []
+        for key in keys:
+            known = self.home.ended(key)
+            progress = found.get(key, Progress())
+            if not self.home.bring(worker, key, pieces_of(progress), now, goes_on=goes_on):
+                dropped.append(key)
+            new = self.home.ended(key) - known
+            self._arrived += [e.response for s, e in progress.episodes.items() if s in new]
+        return dropped
+
+    def ask(self, worker: str, held: int, room: int) -> list[tuple[Key, GroupRequest, Progress]]:
+        """Gives a worker that holds a version requests for so many responses."""
+        given = self.home.ask(worker, held, room, time.monotonic())
+        return [_request(work) for work in given]
+
+
+def _request(work: Work) -> tuple[Key, GroupRequest, Progress]:
+    request: GroupRequest = work.group.content
+    return work.group.key, request, progress_of(work.pieces)
+
+
+def differs(first: Episode, second: Episode) -> bool:
+    """Whether two samples of one response differ before a token whose choice was close."""
+    one, two = first.response, second.response
+    length = min(len(one.tokens), len(two.tokens))
+    unlike = np.flatnonzero(one.tokens[:length] != two.tokens[:length])
+    if not len(unlike):
+        return len(one.tokens) != len(two.tokens)
+    at = int(unlike[0])
+    return float(min(one.margin[at], two.margin[at])) >= NEAR_TIE

@@ -1,0 +1,114 @@
+"""The thread of a process whose groups workers answer: it begins groups and hands them on."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from distflow_jax.flow.homes.home_producer import HomeProducer
+
+IDLE_SECONDS = 0.05  # between two looks at leases
+JOIN_SECONDS = 60.0
+TELL_SECONDS = 60.0  # between two words on a missing worker
+
+log = logging.getLogger("distflow_jax")
+
+
+class Starved(Exception):
+    """No worker has been there for too long."""
+
+
+class HomeThread:
+    """Begins groups by the rule and takes what workers bring, until it is closed.
+
+    It has the calls of SamplingThread that the training makes.
+    """
+
+    def __init__(
+        self,
+        producer: HomeProducer,
+        round: Callable[[], None],
+        shelve: Callable[[Any, int], None],
+        *,
+        starved_seconds: float,
+        how: str,
+        leave: Callable[[], None],
+    ):
+        """`round()`: hands complete groups on. `shelve(params, version)`: copies weights to where
+        workers get them. `how`: to start a worker, for the log. `leave()`: closes the door at the
+        end. The thread begins at once."""
+        self._leave = leave
+        self._producer, self._round, self._shelve = producer, round, shelve
+        self._lock, self._home = producer.lock, producer.sampler.home
+        self._starved_seconds, self._how = starved_seconds, how
+        self._alone_since = self._told = time.monotonic()
+        self._at_work = threading.Lock()
+        self._closing = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="home")
+        self._end = self._executor.submit(self._serve)
+
+    @property
+    def starved(self) -> bool:
+        """Whether groups wait and no worker was there for `starved_seconds`."""
+        alone = time.monotonic() - self._alone_since
+        return self._home.num_open > 0 and alone >= self._starved_seconds
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread, if anything has."""
+        if self._end.done():
+            self._end.result()
+
+    def make_room(self) -> None:
+        """Returns at once: weights that no group needs are forgotten as newer ones come."""
+
+    def deliver(self, left: Any, version: int) -> None:
+        """Makes weights known to workers; they are copied before this returns."""
+        self._shelve(left, version)
+        with self._lock:
+            self._home.publish(version)
+            self._lock.notify_all()
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[None]:
+        """A block in which no group begins or is handed on."""
+        with self._at_work:
+            yield
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        wait([self._end], JOIN_SECONDS)
+        self._executor.shutdown(wait=False)
+        self._leave()
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closing:
+            with self._at_work:
+                self._producer.admit()
+                with self._lock:
+                    self._home.expire(time.monotonic())
+                    news = self._producer.sampler.has_news
+                if news:
+                    self._round()
+            self._look_for_workers()
+            with self._lock:
+                if not self._producer.sampler.has_news and not self._closing:
+                    self._lock.wait(IDLE_SECONDS)
+
+    def _look_for_workers(self) -> None:
+        now = time.monotonic()
+        if self._home.workers or not self._home.num_open:
+            self._alone_since = self._told = now
+        elif now - self._told >= TELL_SECONDS:
+            self._told = now
+            log.warning(
+                "no worker has asked for %.0f s, and %d groups wait for one; start one: %s",
+                *(now - self._alone_since, self._home.num_open, self._how),
+            )

@@ -1,0 +1,59 @@
+"""Agreement of a worker with the trainers: on config, code and tokenizer."""
+
+import hashlib
+from collections.abc import Mapping
+
+from distflow_jax.models.tokenizer import Tokenizer
+
+# sections and keys that change no token of a response, or that each process sets for itself
+OWN_SECTIONS = (
+    "mesh",
+    "checkpoint",
+    "observe",
+    "health",
+    "eval",
+    "reward",
+    "coordinator",
+    "critic",
+)
+OWN_KEYS = frozenset(
+    {
+        "compilation_cache",
+        "training.device_memory_gib",
+        "training.steps",
+        "flow.listen",
+        "flow.save_seconds",
+        "flow.lease_seconds",
+        "flow.starved_seconds",
+        "flow.max_tries",
+        *(
+            f"rollout.{key}"
+            for key in (
+                *("num_slots", "page_size", "attention", "cache_tokens", "tokens_per_call"),
+                *("prefill_tokens", "prefix_tokens"),
+            )
+        ),
+    }
+)
+_PROBE = "What is 12 + 35? \u00e9\u4e2d\n\t<|im_end|>"
+
+
+def shared_tables(
+    config: Mapping[str, str], code: Mapping[str, str], tokenizer: Tokenizer
+) -> dict[str, dict[str, str]]:
+    """Tables that must be alike, by name and key.
+
+    `config`: all keys as JSON; `code`: digests of files.
+    """
+    shared = {key: value for key, value in config.items() if not _is_own(key)}
+    _, tokens = tokenizer.encode_prompt([{"role": "user", "content": _PROBE}])
+    digest = hashlib.sha256(bytes(str((sorted(tokenizer.stop_ids), tokens.tolist())), "utf-8"))
+    return {
+        "config": shared,
+        "code": dict(code),
+        "tokenizer": {"of the model": digest.hexdigest()[:16]},
+    }
+
+
+def _is_own(key: str) -> bool:
+    return key in OWN_KEYS or key.partition(".")[0] in OWN_SECTIONS

@@ -1,0 +1,52 @@
+"""WORKDIR/doors.json: where the homes of a run answer, and which start of the run they are."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+FILE = "doors.json"
+_ADDRESS = r"(?:[^\s:\[\]/,]+|\[[\w.:%]+\]):(\d{1,5})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Doors:
+    """The homes of one start of a run."""
+
+    incarnation: str  # another one at each start
+    homes: tuple[str, ...]  # HOST:PORT of each trainer process, in order
+    ended: bool = False  # the run is over
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the file, whole or not at all."""
+        path = folder / FILE
+        part = path.with_name(f"{FILE}.{os.getpid()}")
+        part.write_text(json.dumps(dataclasses.asdict(self)) + "\n")
+        part.replace(path)
+
+
+def read_doors(folder: str | os.PathLike) -> Doors | None:
+    """The doors of a run's folder; None if it has none (yet). ValueError for another file."""
+    path = pathlib.Path(folder) / FILE
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    try:
+        found = json.loads(text)
+        return Doors(str(found["incarnation"]), tuple(found["homes"]), bool(found["ended"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of doors ({error}): remove it") from error
+
+
+def addresses(join: str) -> tuple[str, ...]:
+    """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
+    parts: Sequence[str] = join.split(",")
+    found = [re.fullmatch(_ADDRESS, part) for part in parts]
+    if all(one is not None and 0 < int(one[1]) < 65536 for one in found):
+        return tuple(parts)
+    if any(one is not None for one in found) and len(parts) > 1:
+        raise ValueError(f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder")
+    return ()

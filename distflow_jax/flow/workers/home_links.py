@@ -1,0 +1,141 @@
+"""A worker's links to the homes of a run: how it joins, and joins again after a restart."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.flow.workers.doors import addresses, read_doors
+from distflow_jax.flow.workers.frames import Frame, checked
+from distflow_jax.flow.workers.run_token import find_run_token
+from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
+
+JOIN_SECONDS = 10.0  # for the trainers' answer
+CALL_SECONDS = 30.0
+TRY_SECONDS = 0.5  # between two tries
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass
+class Links:
+    """Callers of all homes of one start of a run, in the order of the processes."""
+
+    incarnation: str
+    exact: bool
+    newest: int  # version that all homes have
+    first_version: int  # that a worker which joins should hold
+    callers: Sequence[Caller]
+
+    def home_of(self, counter: int) -> Caller:
+        """The home of a prompt's group."""
+        return self.callers[counter % len(self.callers)]
+
+    def call(self, caller: Caller, method: str, frame: Frame) -> Frame:
+        """The answer of one home; Refused or Unreachable."""
+        facts = {**frame.facts, "incarnation": self.incarnation}
+        sent = Frame(facts, frame.arrays).to_bytes()
+        return Frame.of_bytes(caller.call(method, sent, CALL_SECONDS))
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for caller in self.callers:
+            caller.close()
+
+
+class Joining:
+    """How a worker finds the homes of a run.
+
+    `join`: HOST:PORT[,HOST:PORT] or the run's folder. `name`: of this worker. `tables`: what it
+    must have alike with the trainers. Raises ValueError where the run's token is not known.
+    """
+
+    def __init__(self, join: str, name: str, tables: Mapping[str, Mapping[str, str]]):
+        self._join, self._name, self._tables = join, name, tables
+        self._given = addresses(join)
+
+    def first(self, seconds: float = JOIN_SECONDS) -> Links | None:
+        """Links to the homes; None if the run has ended. ValueError with the address of a home that
+        does not answer in time, or the reason for which it refuses."""
+        links, why = self._joined(seconds)
+        if why:
+            raise ValueError(why)
+        return links
+
+    def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
+        """Links to the homes of a run that was started again, or answers again.
+
+        None after `stopped()`, or if the run has ended. ValueError if nobody answers in time.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            links, why = self._joined(min(JOIN_SECONDS, max(left, TRY_SECONDS)))
+            if not why:
+                return links
+            if stopped():
+                return None
+            if left <= 0:
+                raise ValueError(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+
+    def _joined(self, seconds: float) -> tuple[Links | None, str]:
+        """(links or None after the end of the run, "" or why there are none)."""
+        end, why = time.monotonic() + seconds, ""
+        while True:
+            doors = None if self._given else read_doors(self._join)
+            if doors is not None and doors.ended:
+                return None, ""
+            homes = self._given or (doors.homes if doors else ())
+            if not homes:
+                why = (
+                    f"{self._join!r} has no doors.json: start the trainers, with flow.workers=True"
+                )
+            for address in homes:
+                try:
+                    links = self._meet(address, max(TRY_SECONDS, end - time.monotonic()))
+                    return links, ""
+                except Unreachable as error:
+                    why = f"no trainer answers at {error}"
+            if time.monotonic() >= end:
+                return None, why
+            time.sleep(TRY_SECONDS)
+
+    def _meet(self, address: str, seconds: float) -> Links:
+        """Links to all homes, whose addresses that of `address` names."""
+        token = find_run_token(None if self._given else self._join)
+        end = time.monotonic() + seconds
+        with contextlib.ExitStack() as on_failure:
+
+            def caller(home: str) -> Caller:
+                return on_failure.enter_context(contextlib.closing(Caller(home, token, self._name)))
+
+            with contextlib.closing(Caller(address, token, self._name)) as first:
+                facts = self._hello(first, end)
+            homes = checked(lambda: [str(one) for one in facts["homes"]])
+            callers = [caller(home) for home in homes]
+            told = [self._hello(one, end) for one in callers]
+            on_failure.pop_all()
+        return Links(
+            str(facts["incarnation"]),
+            bool(facts["exact"]),
+            min(int(one["newest"]) for one in told),
+            min(int(one["wanted"][0]) for one in told),
+            callers,
+        )
+
+    def _hello(self, caller: Caller, end: float) -> Mapping[str, Any]:
+        sent = Frame(self._tables).to_bytes()
+        try:
+            answer = caller.call("hello", sent, max(TRY_SECONDS, end - time.monotonic()))
+        except Refused as error:
+            raise ValueError(f"{caller.address}: {error}") from error
+        return Frame.of_bytes(answer).facts
+
+
+def leave(links: Links) -> None:
+    """Tells all homes that this worker goes."""
+    for caller in links.callers:
+        with contextlib.suppress(Refused, Unreachable, ValueError):
+            caller.call("leave", Frame({}).to_bytes(), 2.0)

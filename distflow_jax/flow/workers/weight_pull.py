@@ -1,0 +1,360 @@
+"""A worker's pull of weights: the chunks that its own layout needs, from those that have them.
+
+A version is had whole or not at all: arrays are made when every chunk is there and right. One that
+comes damaged, late or not at all comes from another process that has it. A worker that serves what
+it pulls (a relay) is asked first, so that few copies leave the trainers.
+"""
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from distflow_jax.flow.workers.weight_shelf import (
+    MANIFEST,
+    NOT_YET,
+    PIECE,
+    WeightShelf,
+    manifest_request,
+    piece_request,
+)
+from distflow_jax.flow.workers.weight_slices import (
+    ChunkSpec,
+    Manifest,
+    TensorSpec,
+    check_grid,
+    checksum,
+    overlap,
+    read_manifest,
+)
+from distflow_jax.flow.workers.wire import Refused, Unreachable
+
+PIECE_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
+STALL_SECONDS = 10.0  # for a relay to have a chunk that it is pulling itself
+LOOK_SECONDS = 0.05  # between two questions for what is not there yet
+THREADS = 4  # chunks in flight
+
+log = logging.getLogger("distflow_jax")
+
+
+class Source(Protocol):
+    """A process that serves weights: a Caller of the wire."""
+
+    address: str
+
+    def call(self, method: str, payload: bytes, seconds: float) -> bytes:
+        """The answer to one call; raises Refused and Unreachable."""
+
+    def close(self) -> None:
+        """Ends the connection."""
+
+
+class WeightPull:
+    """Pulls versions of the weights from trainers, and from other workers where they serve them.
+
+    Args:
+      callers: of all trainer processes. The caller closes them.
+      connect: a caller of another worker, by its address; None: only trainers are asked.
+      shelf: serves what this process pulls, at `relay`.
+      relay: the address at which others reach the shelf, HOST:PORT; "": none.
+      threads: chunks in flight at most.
+
+    Attributes:
+      bytes_pulled: of chunks, since the start, by address.
+    """
+
+    def __init__(
+        self,
+        callers: Sequence[Source],
+        connect: Callable[[str], Source] | None = None,
+        *,
+        shelf: WeightShelf | None = None,
+        relay: str = "",
+        threads: int = THREADS,
+    ):
+        self._callers = sorted(callers, key=lambda caller: caller.address)
+        self._connect, self._shelf, self._threads = connect, shelf, threads
+        self._relay = relay if shelf is not None else ""
+        self._lock = threading.Lock()
+        self.bytes_pulled: Counter[str] = Counter()
+
+    def pull(self, version: int, target: Any, seconds: float, incarnation: str = "") -> Any:
+        """The weights of a version, as `target` has them: ShapeDtypeStructs with shardings.
+
+        `incarnation` of the run, if it is known. Raises Refused if nobody has the version or what
+        is served are other weights, and Unreachable if they are not here in time.
+        """
+        end = time.monotonic() + seconds
+        with contextlib.ExitStack() as stack:
+            unserved = stack.enter_context(contextlib.ExitStack())
+            if self._shelf is not None:
+                self._shelf.expect(version)
+                unserved.callback(self._shelf.drop, version)
+            offers = self._offers(version, end, incarnation)
+            wanted = _wanted(target, _union(offers))
+            if self._shelf is not None:
+                named = offers[0].manifest.incarnation
+                self._shelf.begin(Manifest(named, version, wanted.tensors()))
+            relays = [stack.enter_context(relay) for relay in self._relays(offers)]
+            fetch = _Fetch(version, offers, relays, end)
+            with ThreadPoolExecutor(self._threads, "pull") as pool:
+                runs = [pool.submit(self._take, fetch, *one) for one in wanted.chunks()]
+                try:
+                    for run in as_completed(runs):
+                        run.result()
+                finally:
+                    pool.shutdown(wait=False, cancel_futures=True)
+            params = wanted.arrays()
+            unserved.pop_all()
+        if self._shelf is not None:
+            for other in self._shelf.versions:
+                if other != version:
+                    self._shelf.forget(other)
+        return params
+
+    def _take(self, fetch: "_Fetch", path: str, chunk: ChunkSpec, blocks: list["_Block"]) -> None:
+        """Brings one chunk into the blocks that need some of it."""
+        data, address = fetch.bring(path, chunk)
+        with self._lock:
+            self.bytes_pulled[address] += len(data)
+        if self._shelf is not None:
+            self._shelf.add(fetch.version, (path, chunk.start), data)
+        for block in blocks:
+            block.write(chunk, data)
+
+    def _offers(self, version: int, end: float, incarnation: str) -> list["_Offer"]:
+        """The manifests of all trainers that answer."""
+        lead = version % len(self._callers)
+        with ThreadPoolExecutor(min(len(self._callers), 16), "pull") as pool:
+            asked = [
+                pool.submit(_ask, caller, version, self._relay if i == lead else "", end)
+                for i, caller in enumerate(self._callers)
+            ]
+        offers, problems = [], []
+        for caller, run in zip(self._callers, asked, strict=True):
+            try:
+                offers.append(_Offer(caller, run.result()))
+            except (Refused, Unreachable, ValueError) as error:
+                problems.append(error)
+        for problem in problems:
+            if not offers:
+                raise problem if not isinstance(problem, ValueError) else Refused(str(problem))
+            log.warning("weights of version %d come from others: %s", version, problem)
+        found = {offer.manifest.incarnation for offer in offers}
+        if len(found) > 1 or incarnation not in ("", *found):
+            raise Refused(
+                f"version {version} is that of another incarnation of the run: {sorted(found)}"
+            )
+        return offers
+
+    def _relays(self, offers: list["_Offer"]) -> Iterable[Any]:
+        if self._connect is not None:
+            for address in {a for offer in offers for a in offer.manifest.relays}:
+                yield contextlib.closing(self._connect(address))
+
+
+class _Offer(NamedTuple):
+    source: Source
+    manifest: Manifest
+
+
+def _ask(caller: Source, version: int, relay: str, end: float) -> Manifest:
+    """A trainer's manifest, waiting until it has the version."""
+    while True:
+        left = end - time.monotonic()
+        seconds = max(0.001, min(left, PIECE_SECONDS))
+        answer = caller.call(MANIFEST, manifest_request(version, relay), seconds)
+        if answer != NOT_YET:
+            break
+        if left <= LOOK_SECONDS:
+            raise Unreachable(f"{caller.address}: version {version} is not there in time")
+        time.sleep(LOOK_SECONDS)
+    manifest = read_manifest(answer, caller.address)
+    if manifest.version != version:
+        raise Refused(f"{caller.address}: version {manifest.version} in place of {version}")
+    return manifest
+
+
+def _union(offers: list[_Offer]) -> dict[str, TensorSpec]:
+    """All chunks that are there, each once. Refused where two processes have other weights."""
+    found: dict[str, tuple[tuple[int, ...], str, dict[tuple, ChunkSpec]]] = {}
+    for source, manifest in offers:
+        for path, tensor in manifest.tensors.items():
+            shape, dtype, chunks = found.setdefault(path, (tensor.shape, tensor.dtype, {}))
+            for chunk in tensor.chunks:
+                known = chunks.setdefault((chunk.start, chunk.shape), chunk)
+                if known != chunk or (shape, dtype) != (tensor.shape, tensor.dtype):
+                    raise Refused(f"{source.address}: {path} differs from that of other trainers")
+    return {
+        path: TensorSpec(shape, dtype, tuple(chunks.values()))
+        for path, (shape, dtype, chunks) in found.items()
+    }
+
+
+class _Block:
+    """A block of a tensor that some of this process's devices hold."""
+
+    def __init__(self, start: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype):
+        self.start, self.array = start, np.empty(shape, dtype)
+
+    def write(self, chunk: ChunkSpec, data: bytes) -> None:
+        """The part of a chunk that lies in this block."""
+        of_chunk, of_block = overlap(chunk, self.start, self.array.shape)
+        values = np.frombuffer(data, self.array.dtype).reshape(chunk.shape)
+        self.array[of_block] = values[of_chunk]
+
+
+class _Wanted:
+    """The blocks that this process's devices hold of each tensor."""
+
+    def __init__(self):
+        self._leaves: dict[str, tuple[Any, dict[str, _Block]]] = {}
+        self._chunks: list[tuple[str, ChunkSpec, list[_Block]]] = []
+
+    def add(self, path: str, leaf: Any, served: TensorSpec) -> None:
+        """A tensor, which is served in these chunks."""
+        blocks: dict[str, _Block] = {}
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+            if str(index) not in blocks:
+                bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
+                start = tuple(a for a, _, _ in bounds)
+                shape = tuple(b - a for a, b, _ in bounds)
+                blocks[str(index)] = _Block(start, shape, leaf.dtype)
+        self._leaves[path] = leaf, blocks
+        for chunk in served.chunks:
+            parts = [b for b in blocks.values() if overlap(chunk, b.start, b.array.shape)]
+            if parts:
+                self._chunks.append((path, chunk, parts))
+
+    def chunks(self) -> list[tuple[str, ChunkSpec, list[_Block]]]:
+        """The chunks to take, in the order of all workers: the largest first."""
+        return sorted(self._chunks, key=lambda one: (-one[1].size, one[0], one[1].start))
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """The chunks that are taken, as a manifest has them."""
+        found: dict[str, list[ChunkSpec]] = {}
+        for path, chunk, _ in self._chunks:
+            found.setdefault(path, []).append(chunk)
+        return {
+            path: TensorSpec(leaf.shape, jnp.dtype(leaf.dtype).name, tuple(found[path]))
+            for path, (leaf, _) in self._leaves.items()
+        }
+
+    def arrays(self) -> Any:
+        """The weights on their devices, once all chunks are there."""
+        flat = {}
+        for path, (leaf, blocks) in self._leaves.items():
+            places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+            shards = [jax.device_put(blocks[str(i)].array, d) for d, i in places.items()]
+            flat[path] = jax.make_array_from_single_device_arrays(
+                leaf.shape, leaf.sharding, shards, dtype=leaf.dtype
+            )
+        return jax.block_until_ready(unflatten_dict(flat, sep="/"))
+
+
+def _wanted(target: Any, served: Mapping[str, TensorSpec]) -> _Wanted:
+    """The blocks to fill. Refused for weights of other names, shapes or dtypes."""
+    leaves = flatten_dict(target, sep="/")
+    if served.keys() != leaves.keys():
+        named = min(served.keys() ^ leaves.keys())
+        raise Refused(f"the weights that are served are of another model: see {named}")
+    wanted = _Wanted()
+    for path, leaf in leaves.items():
+        there = served[path]
+        if there.shape != leaf.shape or there.dtype != jnp.dtype(leaf.dtype).name:
+            raise Refused(
+                f"{path} is served as {there.dtype}{list(there.shape)} and should be "
+                f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}: use one config on both sides"
+            )
+        try:
+            check_grid(path, there.shape, there.chunks)
+        except ValueError as error:
+            raise Unreachable(f"some weights are with no process that answers: {error}") from error
+        wanted.add(path, leaf, there)
+    return wanted
+
+
+class _Fetch:
+    """One version's chunks, each from a process that has it, spread evenly over these."""
+
+    def __init__(self, version: int, offers: list[_Offer], relays: list[Source], end: float):
+        self.version, self._end = version, end
+        self._relays = relays
+        self._lock = threading.Lock()
+        self._out: set[str] = set()  # addresses that have failed
+        self._load: Counter[str] = Counter()
+        self._having: dict[tuple[str, tuple[int, ...]], list[Source]] = {}
+        for source, manifest in offers:
+            for path, tensor in manifest.tensors.items():
+                for chunk in tensor.chunks:
+                    self._having.setdefault((path, chunk.start), []).append(source)
+        for having in self._having.values():  # of equals another one each time
+            random.shuffle(having)
+
+    def bring(self, path: str, chunk: ChunkSpec) -> tuple[bytes, str]:
+        """(a chunk, the address that it is from); another process is asked where one fails."""
+        reason = ""
+        while (source := self._choose(path, chunk)) is not None:
+            try:
+                return self._from(source, path, chunk), source.address
+            except (Refused, Unreachable) as error:
+                reason = str(error)
+                if time.monotonic() >= self._end:
+                    break
+                with self._lock:
+                    new = source.address not in self._out
+                    self._out.add(source.address)
+                if new:
+                    log.warning(
+                        "weights of version %d come no longer from %s: %s",
+                        *(self.version, source.address, reason),
+                    )
+        raise Unreachable(
+            f"version {self.version} of the weights: nobody gives {path}: {reason or 'all failed'}"
+        )
+
+    def _choose(self, path: str, chunk: ChunkSpec) -> Source | None:
+        """A relay, or else the trainer that has been asked for the fewest bytes."""
+        with self._lock:
+            for relay in self._relays:
+                if relay.address not in self._out:
+                    return relay
+            having = [s for s in self._having[path, chunk.start] if s.address not in self._out]
+            chosen = min(having, key=lambda s: self._load[s.address], default=None)
+            if chosen is not None:
+                self._load[chosen.address] += chunk.size
+            return chosen
+
+    def _from(self, source: Source, path: str, chunk: ChunkSpec) -> bytes:
+        stall = time.monotonic() + STALL_SECONDS
+        while True:
+            left = min(self._end - time.monotonic(), PIECE_SECONDS)
+            data = source.call(PIECE, piece_request(self.version, path, chunk), max(left, 0.001))
+            if data != NOT_YET:
+                break
+            if time.monotonic() > min(stall, self._end):
+                raise Unreachable(f"{source.address}: it does not have {path} in time")
+            time.sleep(LOOK_SECONDS)
+        if checksum(data) != chunk.checksum:
+            raise Refused(f"a piece of {path} has another checksum than the manifest says")
+        return data
+
+
+def pull_target(shapes: Any, shardings: Any, dtype: str) -> Any:
+    """ShapeDtypeStructs for WeightPull.pull: weights of one dtype in a worker's own layout.
+
+    `shapes` and `shardings`: trees of one structure (models/parameters.py has both).
+    """
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=s), shapes, shardings
+    )

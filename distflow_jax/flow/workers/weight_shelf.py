@@ -1,0 +1,256 @@
+"""A shelf of weights: versions in the memory of the host, handed out chunk by chunk.
+
+Each trainer process copies the blocks of its own devices, each once, and serves them: nothing is
+gathered, and no process has all of a model whose layers or matrices are divided. A worker has a
+shelf too, which it fills as it pulls; others pull from there (a relay). The weights are those of
+training, cast and with adapters merged: workers bring them into their samplers' form.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from distflow_jax.flow.workers.weight_slices import (
+    CHUNK_BYTES,
+    ChunkSpec,
+    Manifest,
+    Place,
+    TensorSpec,
+    checksum,
+    cut,
+)
+from distflow_jax.flow.workers.wire import Method, Refused
+from distflow_jax.models import lora
+from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, check_fields
+from distflow_jax.parsing.json_text import parse_json
+from distflow_jax.resharding.weight_sync import cast_weights
+
+MANIFEST, PIECE = "weights.manifest", "weights.piece"
+NOT_YET = b""  # the answer while a version, or a chunk of it, is still to come
+WAIT_SECONDS = 2.0  # for a chunk that this process is pulling itself
+# after its last piece, in which a version that is to be forgotten counts as being pulled
+LINGER_SECONDS = 5.0
+RELAYS_OF_ONE = 2  # workers that pull from one relay
+
+
+@dataclasses.dataclass
+class _Version:
+    tensors: dict[str, TensorSpec]
+    chunks: dict[Place, bytes] = dataclasses.field(default_factory=dict)
+    relays: list[str] = dataclasses.field(default_factory=list)  # in the order in which they asked
+    asked: float = -LINGER_SECONDS  # when a piece was asked for last
+    forgotten: bool = False
+
+
+class WeightShelf:
+    """Versions of the weights that this process serves.
+
+    Args:
+      incarnation: of the run; versions of another one are other weights.
+      prepare: turns some of the parameters into those that samplers have (merges adapters, for
+        example); traceable.
+      dtype: of the samplers' weights; None: the parameters' own.
+      chunk_bytes: bytes of a piece at most.
+
+    Attributes:
+      bytes_served: of pieces, since the start.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        prepare: Callable[[Any], Any] = lambda params: params,
+        dtype: str | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        self.incarnation, self.bytes_served = incarnation, 0
+        self._prepare, self._dtype = prepare, dtype
+        self._chunk_bytes = chunk_bytes
+        self._programs: dict[str, Callable[[Any], Any]] = {}
+        self._versions: dict[int, _Version] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that are served, without those that are forgotten."""
+        with self._changed:
+            return sorted(v for v, kept in self._versions.items() if not kept.forgotten)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the memory of this host."""
+        with self._changed:
+            return sum(len(x) for kept in self._versions.values() for x in kept.chunks.values())
+
+    def put(self, version: int, params: Any) -> None:
+        """Copies this process's blocks of the weights, and serves them from now on.
+
+        Collective, from the thread that issues programs; the parameters may change afterwards. One
+        tensor at a time, the next one on its way meanwhile: devices need memory for two.
+        """
+        flat = flatten_dict(params, sep="/")
+        kept, before = _Version({}), None
+        for path in flat:
+            if lora.is_adapter(path):
+                continue
+            leaving = self._leaving(path, flat)
+            jax.tree.map(lambda x: x.copy_to_host_async(), [s.data for s in _blocks(leaving)])
+            if before is not None:
+                self._keep(kept, *before)
+            before = path, leaving
+        if before is not None:
+            self._keep(kept, *before)
+        with self._changed:
+            self._versions[version] = kept
+            self._sweep()
+            self._changed.notify_all()
+
+    def forget(self, version: int) -> None:
+        """Serves a version no longer, or only until the pulls that have begun are through.
+
+        One such version is kept at most.
+        """
+        with self._changed:
+            if version in self._versions:
+                self._versions[version].forgotten = True
+            self._sweep()
+
+    def expect(self, version: int) -> None:
+        """Has those wait who ask for a version that this process is about to pull."""
+        with self._changed:
+            self._versions[version] = _Version({})
+
+    def begin(self, manifest: Manifest) -> None:
+        """Serves a version that this process pulls, from now on and as its chunks arrive."""
+        with self._changed:
+            self.incarnation = manifest.incarnation
+            self._versions[manifest.version] = _Version(dict(manifest.tensors))
+            self._changed.notify_all()
+
+    def add(self, version: int, place: Place, data: bytes) -> None:
+        """A chunk that has arrived, whose checksum is right."""
+        with self._changed:
+            if version in self._versions:
+                self._versions[version].chunks[place] = data
+                self._changed.notify_all()
+
+    def drop(self, version: int) -> None:
+        """Serves a version no longer, as from now."""
+        with self._changed:
+            self._versions.pop(version, None)
+            self._changed.notify_all()
+
+    def methods(self) -> Mapping[str, Method]:
+        """The methods of a door that hand out this shelf."""
+        return {MANIFEST: self._manifest, PIECE: self._piece}
+
+    def _leaving(self, path: str, flat: Mapping[str, Any]) -> jax.Array:
+        """A parameter as it is served, in a buffer of its own and in the layout of training."""
+        some = {p: flat[p] for p in (path, path + lora.A, path + lora.B) if p in flat}
+        if path not in self._programs:
+
+            def program(some):
+                prepared = self._prepare(unflatten_dict(some, sep="/"))
+                return flatten_dict(cast_weights(prepared, self._dtype), sep="/")[path]
+
+            self._programs[path] = jax.jit(program, out_shardings=flat[path].sharding)
+        return self._programs[path](some)
+
+    def _keep(self, kept: _Version, path: str, x: jax.Array) -> None:
+        """Copies the blocks of a tensor that has left into chunks."""
+        chunks = []
+        for shard in _blocks(x):
+            block = np.asarray(shard.data)
+            start = [index.start or 0 for index in shard.index]
+            for chunk in cut(start, block.shape, block.itemsize, self._chunk_bytes):
+                data = block[chunk.within(start)].tobytes()
+                chunks.append(dataclasses.replace(chunk, checksum=checksum(data)))
+                kept.chunks[path, chunk.start] = data
+        kept.tensors[path] = TensorSpec(x.shape, x.dtype.name, tuple(chunks))
+
+    def _sweep(self) -> None:
+        """Drops versions that are forgotten, but for the newest while it is pulled."""
+        now = time.monotonic()
+        forgotten = sorted(v for v, kept in self._versions.items() if kept.forgotten)
+        for version in forgotten:
+            idle = now - self._versions[version].asked >= LINGER_SECONDS
+            if idle or version != forgotten[-1]:
+                del self._versions[version]
+
+    def _manifest(self, peer: str, payload: bytes) -> bytes:
+        request = _request(payload, {"version": SIZE, "relay": TEXT})
+        version, relay = request["version"], request["relay"]
+        with self._changed:
+            if not self._versions or version > max(self._versions):
+                return NOT_YET
+            kept = self._find(version)
+            kept.asked = time.monotonic()
+            relays: tuple[str, ...] = ()
+            if relay:
+                if relay not in kept.relays:
+                    kept.relays.append(relay)
+                place = kept.relays.index(relay)
+                if place > 0:
+                    relays = (kept.relays[(place - 1) // RELAYS_OF_ONE],)
+            return Manifest(self.incarnation, version, kept.tensors, relays).encode()
+
+    def _piece(self, peer: str, payload: bytes) -> bytes:
+        request = _request(payload, {"version": SIZE, "path": TEXT, "start": INTEGERS})
+        place = request["path"], tuple(request["start"])
+        end = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            self._sweep()
+            while place not in (kept := self._find(request["version"])).chunks:
+                if kept.tensors and not _has(kept.tensors.get(place[0]), place[1]):
+                    raise Refused(f"there is no chunk of {place[0]} at {list(place[1])}")
+                if not self._changed.wait(end - time.monotonic()):
+                    return NOT_YET
+            kept.asked = time.monotonic()
+            data = kept.chunks[place]
+            self.bytes_served += len(data)
+            return data
+
+    def _find(self, version: int) -> _Version:
+        if version not in self._versions:
+            raise Refused(f"version {version} is not kept; versions {sorted(self._versions)} are")
+        return self._versions[version]
+
+
+def _has(tensor: TensorSpec | None, start: tuple[int, ...]) -> bool:
+    return tensor is not None and any(chunk.start == start for chunk in tensor.chunks)
+
+
+def _blocks(x: jax.Array) -> list[Any]:
+    """The shards of this process, each part of the tensor once."""
+    return list({str(shard.index): shard for shard in x.addressable_shards}.values())
+
+
+def _request(payload: bytes, kinds: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        request = parse_json(payload, "request")
+        if not isinstance(request, Mapping):
+            raise ValueError("request: no object")
+        if lacking := kinds.keys() - request.keys():
+            raise ValueError(f"request: {min(lacking)} is missing")
+        check_fields(request, kinds, "request")
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return request
+
+
+def manifest_request(version: int, relay: str) -> bytes:
+    """Asks for a manifest; `relay`: where this worker serves what it pulls, "": nowhere."""
+    return json.dumps({"version": version, "relay": relay}).encode()
+
+
+def piece_request(version: int, path: str, chunk: ChunkSpec) -> bytes:
+    """Asks for a chunk."""
+    return json.dumps({"version": version, "path": path, "start": chunk.start}).encode()

@@ -1,0 +1,250 @@
+"""A worker: it answers groups of the homes of a run, by the weights that these publish.
+
+The main thread samples. A thread talks with the homes: it asks for groups while there is room,
+brings samples, and learns which versions there are. Another one pulls weights while the main thread
+samples; it takes them between two decode calls. With exact versions it takes others only when it
+has nothing under way.
+"""
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
+from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.workers.home_links import Joining, Links, leave
+from distflow_jax.flow.workers.wire import Refused, Unreachable
+from distflow_jax.flow.workers.worker_talk import Came, Shared, Talk
+from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
+from distflow_jax.rollout.requests import GroupRequest, Response
+
+IDLE_SECONDS = 0.02  # between two looks at what other threads have done
+MOST_LOST = 20  # pulls in a row that trainers may refuse
+LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
+
+log = logging.getLogger("distflow_jax")
+
+Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices of the sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Times of a worker, in seconds."""
+
+    save: float  # between two times that it sends tokens under way
+    orphan: float  # for which it waits for trainers that do not answer
+
+
+class Worker:
+    """Samples for a run until it ends. One thread calls `serve`."""
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        links: Links,
+        joining: Joining,
+        pull: Pull,
+        pace: Pace,
+        *,
+        slots: int,
+        cache: str,
+        ended: collections.deque[Response],
+    ):
+        """`sampler`: with the weights of a version that `links` have; `slots`: its number of
+        responses at a time; `cache`: as of Scheduler.load; `ended`: where it puts responses."""
+        self._sampler, self._ended = sampler, ended
+        self._pull, self._pace, self._slots, self._cache = pull, pace, slots, cache
+        self._shared = Shared(version=sampler.version, newest=links.newest)
+        self._talk = Talk(links, joining, self._shared, orphan_seconds=pace.orphan)
+        self._open: dict[Key, GroupRequest] = {}
+        self._pulling: tuple[int, Links, Future[Any]] | None = None
+        self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._next_save, self._calls = 0.0, 0
+        self._lost = 0  # pulls in a row that failed
+        self.groups = 0  # that were answered whole
+
+    def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Samples until the run has ended, or `stopped()`; homes then get what was sampled.
+
+        Raises ValueError if trainers do not answer for too long.
+        """
+        shared = self._shared
+        talks = ThreadPoolExecutor(1, thread_name_prefix="homes")
+        talk = talks.submit(self._talk.serve)
+        talk.add_done_callback(lambda _: shared.end())
+        try:
+            while not (shared.over or stopped()):
+                if not self._round():
+                    with shared.lock:
+                        shared.lock.wait(IDLE_SECONDS)
+            with shared.lock:
+                shared.goes = self._progress() | shared.goes
+        finally:
+            shared.over = True
+            wait([talk], LEAVE_SECONDS)
+            talks.shutdown(wait=False)
+            self._puller.shutdown(wait=False, cancel_futures=True)
+            leave(self._talk.links)
+            self._talk.links.close()
+        if talk.done():
+            talk.result()
+
+    def _round(self) -> bool:
+        """A look at what the homes have sent, and a decode call; whether there was work."""
+        shared, sampler = self._shared, self._sampler
+        with shared.lock:
+            rejoined, shared.rejoined = shared.rejoined, False
+            dropped, shared.dropped = shared.dropped, set()
+            came, shared.came = shared.came, collections.deque()
+        if rejoined:
+            self._begin_anew()
+        self._drop(dropped & self._open.keys())
+        for work in came:
+            self._submit(work)
+        self._take_weights()
+        try:
+            ended = sampler.round() if sampler.busy else []
+        except TriesEnded as error:
+            self._give_up(error)
+            return True
+        for key, _ in ended:
+            del self._open[key]
+            self.groups += 1
+        calls = sampler.counts.generate_calls
+        with shared.lock:
+            shared.calls += calls - self._calls
+            self._calls = calls
+            for key, episodes in ended:
+                shared.goes[key] = Progress({e.response.sample: e for e in episodes})
+            coming = sum(work.request.sampling.num_samples for work in shared.came)
+            shared.room = max(0, self._slots - self._under_way() - coming)
+            if self._open:
+                shared.asked = 0
+            if time.monotonic() >= self._next_save and self._open and shared.saves is None:
+                self._next_save = time.monotonic() + self._pace.save
+                shared.saves = {key: Progress() for key in self._open} | self._progress()
+            shared.lock.notify_all()
+        return bool(came or self._open)
+
+    def _under_way(self) -> int:
+        """Responses of open requests that have not ended."""
+        wanted = sum(request.sampling.num_samples for request in self._open.values())
+        keys = {key[0] for key in self._open}
+        for _ in range(len(self._ended)):  # those of groups that are gone are forgotten
+            response = self._ended.popleft()
+            if response.prompt.counter in keys:
+                self._ended.append(response)
+        return wanted - len(self._ended)
+
+    def _progress(self) -> dict[Key, Progress]:
+        """Samples of all requests that are open, which do not grow any more."""
+        found = {k: p for k, p in self._sampler.progress().items() if k in self._open}
+        for progress in found.values():
+            progress.partials = [
+                dataclasses.replace(one, chunks=list(one.chunks)) for one in progress.partials
+            ]
+        return found
+
+    def _submit(self, work: Came) -> None:
+        shared, key = self._shared, work.key
+        if key in self._open:
+            return
+        if self._talk.links.exact and work.held != self._sampler.version:
+            with shared.lock:  # other weights came in between: it is for others
+                shared.goes[key] = work.progress
+            return
+        try:
+            self._sampler.submit(key, work.request, work.progress)
+            self._open[key] = work.request
+        except ValueError as error:
+            with shared.lock:
+                shared.failed[key] = str(error)
+
+    def _give_up(self, error: TriesEnded) -> None:
+        """Returns a group that the engine does not answer; the others go on."""
+        keys = {key for key, request in self._open.items() if request is error.request}
+        self._drop(keys)
+        with self._shared.lock:
+            self._shared.failed |= dict.fromkeys(keys, str(error))
+
+    def _drop(self, keys: set[Key]) -> None:
+        """Answers some requests no longer; the tokens of others are read again."""
+        if keys:
+            self._sampler.resume(*self._sampler.suspend(keys))
+            for key in keys:
+                del self._open[key]
+
+    def _take_weights(self) -> None:
+        """Takes weights that were pulled, or begins to pull those that are wanted."""
+        version = self._version_to_hold()
+        if self._pulling is not None:
+            pulled, links, future = self._pulling
+            if not future.done():
+                return
+            if links is not self._talk.links or future.exception() is not None:
+                self._pulling = None  # of the run before, or too old by now
+                if (error := future.exception()) is not None:
+                    self._note_lost(error)
+                return
+            if self._talk.links.exact and (self._open or version != pulled):
+                if version is not None and version != pulled:
+                    self._pulling = None
+                return
+            self._pulling = None
+            self._sampler.free_weights()
+            self._sampler.load(future.result(), pulled, cache=self._cache)
+            self._lost = 0
+            with self._shared.lock:
+                self._shared.version, self._shared.asked = pulled, 0
+        elif version is not None:
+            future = self._puller.submit(self._pull, self._talk.links, version)
+            future.add_done_callback(lambda _: self._shared.wake())
+            self._pulling = version, self._talk.links, future
+
+    def _note_lost(self, error: BaseException) -> None:
+        """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
+        self._lost += 1
+        if not isinstance(error, (Unreachable, Refused)):
+            raise error
+        if isinstance(error, Refused) and self._lost >= MOST_LOST:
+            raise ValueError(f"the weights did not come: {error}") from error
+        log.warning("weights did not come: %s", error)
+        time.sleep(IDLE_SECONDS)
+
+    def _version_to_hold(self) -> int | None:
+        """The version that is to be pulled now; None: that which is held is right."""
+        shared, held = self._shared, self._sampler.version
+        with shared.lock:
+            links = self._talk.links
+            best = min(shared.wanted or (shared.newest,)) if links.exact else shared.newest
+            if shared.version < 0:  # those that are held are of a start that is undone
+                return best
+            if not links.exact:
+                return best if best > held else None
+            idle = not (self._open or shared.came) and shared.asked >= len(links.callers)
+            return best if idle and best != held else None
+
+    def _begin_anew(self) -> None:
+        """Goes on for a run that was started again: what later weights have sampled is dropped."""
+        newest = self._talk.links.newest
+        left = self._progress()
+        self._drop(set(self._open))
+        with self._shared.lock:
+            goes = {**left, **self._shared.goes}
+            self._shared.goes = {k: p for k, p in goes.items() if _up_to(p, newest)}
+            self._shared.saves = None
+            self._shared.failed.clear()
+            self._shared.dropped.clear()
+            if self._sampler.version > newest:
+                self._shared.version = -1
+
+
+def _up_to(progress: Progress, newest: int) -> bool:
+    """Whether weights of a version, or older ones, have sampled all tokens."""
+    versions = [e.response.version for e in progress.episodes.values()]
+    versions += [chunk[3] for p in progress.partials for chunk in p.chunks]
+    return all(v.max(initial=0) <= newest for v in versions)

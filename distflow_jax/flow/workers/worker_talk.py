@@ -1,0 +1,185 @@
+"""A worker's talk with the homes: it brings samples, asks for groups, and joins again."""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
+from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
+from distflow_jax.rollout.requests import GroupRequest
+
+WAIT_SECONDS = 0.02  # between two looks at another thread
+ASK_SECONDS = 0.1  # between two questions that were answered by nothing
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Came:
+    """A group that a home gave to a worker which held a version."""
+
+    held: int
+    key: Key
+    request: GroupRequest
+    progress: Progress
+
+
+@dataclasses.dataclass
+class Shared:
+    """State that the threads of a worker share, under `lock`."""
+
+    lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    room: int = 0  # responses that the sampler has room for
+    asked: int = 0  # questions that came back with nothing, since something was under way
+    version: int = -1  # that the sampler holds
+    newest: int = -1  # that all homes have
+    wanted: tuple[int, ...] = ()  # versions that homes need most, one of each home
+    came: collections.deque[Came] = dataclasses.field(default_factory=collections.deque)
+    # to be brought: samples that the sampler does not go on with, and those that it does
+    goes: dict[Key, Progress] = dataclasses.field(default_factory=dict)
+    saves: dict[Key, Progress] | None = None
+    failed: dict[Key, str] = dataclasses.field(default_factory=dict)
+    dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
+    calls: int = 0  # decode calls that no home knows of
+    rejoined: bool = False  # the run was started again
+    over: bool = False  # the run has ended, or the worker shall end
+
+    def wake(self) -> None:
+        """Has the other threads look."""
+        with self.lock:
+            self.lock.notify_all()
+
+    def end(self) -> None:
+        """Has all threads end."""
+        with self.lock:
+            self.over = True
+            self.lock.notify_all()
+
+
+class Talk:
+    """Talks with the homes in a thread of its own.
+
+    Attributes:
+      links: to the homes of the present start of the run.
+    """
+
+    def __init__(self, links: Links, joining: Joining, shared: Shared, *, orphan_seconds: float):
+        self.links, self._joining, self._shared = links, joining, shared
+        self._orphan_seconds = orphan_seconds
+
+    def serve(self) -> None:
+        """Talks until the worker ends, and once more then. Raises what ends it."""
+        shared = self._shared
+        while not shared.over:
+            try:
+                quiet = not self._exchange()
+            except Unreachable as error:
+                log.warning("%s; waiting for the trainers", error)
+                self._rejoin()
+                continue
+            if quiet:
+                with shared.lock:
+                    shared.lock.wait(ASK_SECONDS)
+        with contextlib.suppress(Unreachable, Refused):
+            self._exchange()
+
+    def _exchange(self) -> bool:
+        """Brings samples, and asks for work; whether anything was brought or came."""
+        shared = self._shared
+        with shared.lock:
+            goes, saves, shared.saves = dict(shared.goes), shared.saves, None
+            failed, shared.failed = shared.failed, {}
+        for key, why in failed.items():
+            self._call(self.links.home_of(key[0]), "fail", Frame({"keys": [list(key)], "why": why}))
+        sent = self._bring(goes, whole=True)
+        if saves is not None:
+            self._bring({k: p for k, p in saves.items() if k not in goes}, whole=False)
+        return self._ask() or sent
+
+    def _bring(self, found: dict[Key, Progress], *, whole: bool) -> bool:
+        """Brings samples to their homes; `whole`: the worker does not go on with these groups."""
+        shared = self._shared
+        by_home: dict[int, dict[Key, Progress]] = {}
+        for key, progress in found.items():
+            by_home.setdefault(key[0] % len(self.links.callers), {})[key] = progress
+        for place, samples in by_home.items():
+            with shared.lock:
+                calls, shared.calls = shared.calls, 0
+            frame = samples_frame({"calls": calls, "goes_on": not whole}, samples)
+            answer = self._call(self.links.callers[place], "bring", frame)
+            if answer is None:
+                return False
+            with shared.lock:
+                if whole:
+                    for key in samples:
+                        shared.goes.pop(key, None)
+                else:
+                    dropped = answer.facts.get("dropped", [])
+                    shared.dropped |= {(int(c), str(node)) for c, node in dropped}
+        return bool(by_home)
+
+    def _ask(self) -> bool:
+        shared, came, wanted, newest = self._shared, 0, [], []
+        callers = list(self.links.callers)
+        first = int(time.monotonic() * 1000) % len(callers)
+        for caller in callers[first:] + callers[:first]:
+            with shared.lock:
+                room, held = shared.room, shared.version
+            if shared.over or held < 0:
+                room = 0
+            answer = self._call(caller, "ask", Frame({"version": held, "room": room}))
+            if answer is None:
+                return False
+            work = work_of(answer)
+            wanted.append(int(answer.facts["wanted"][0]))
+            newest.append(int(answer.facts["newest"]))
+            with shared.lock:
+                shared.came.extend(Came(held, *one) for one in work)
+                shared.room -= sum(request.sampling.num_samples for _, request, _ in work)
+                if held == shared.version and not work:
+                    shared.asked += 1
+                elif work:
+                    shared.asked = 0
+                came += len(work)
+                if work:
+                    shared.lock.notify_all()
+        with shared.lock:
+            shared.newest, shared.wanted = min(newest), tuple(wanted)
+            shared.lock.notify_all()
+        return bool(came)
+
+    def _call(self, caller: Caller, method: str, frame: Frame) -> Frame | None:
+        """The answer of a home; None if the run has ended or was started again."""
+        answer = self.links.call(caller, method, frame)
+        if answer.facts["incarnation"] != self.links.incarnation:
+            self._rejoin()
+            return None
+        if answer.facts["ended"]:
+            self._shared.end()
+        return answer
+
+    def _rejoin(self) -> None:
+        """Waits for trainers that answer, and begins anew if the run was started again."""
+        before = self.links.incarnation
+        links = self._joining.again(self._orphan_seconds, lambda: self._shared.over)
+        if links is None:
+            self._shared.end()
+            return
+        self.links.close()
+        with self._shared.lock:
+            self.links = links
+            self._shared.newest, self._shared.asked = links.newest, 0
+            self._shared.wanted = ()
+            if links.incarnation != before:
+                self._shared.came.clear()
+                self._shared.rejoined = True
+                log.warning("the run was started again after step %d", links.newest)
+                self._shared.lock.notify_all()
+                while self._shared.rejoined and not self._shared.over:
+                    self._shared.lock.wait(WAIT_SECONDS)

@@ -1,0 +1,134 @@
+"""One HTTP call with a deadline and a bound on its answer, by the standard library."""
+
+import dataclasses
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+CHUNK = 1 << 16  # bytes of a read
+_SHOWN = 200  # characters of a server's own message
+
+
+class CallFailed(Exception):
+    """A call without a usable answer; the message is one line.
+
+    `lost`: whether the connection failed, rather than the server saying no.
+    """
+
+    def __init__(self, reason: str, *, lost: bool = False):
+        super().__init__(reason)
+        self.lost = lost
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpServer:
+    """An HTTP server's address, and the key that it wants."""
+
+    url: str  # http://HOST:PORT, with or without a path before those of the calls
+    api_key: str = dataclasses.field(default="", repr=False)
+
+    def __post_init__(self):
+        parts = urllib.parse.urlsplit(self.url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ValueError(f"{self.url!r} is no address of an engine; give http://HOST:PORT")
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, seconds: float, most_bytes: int
+    ) -> bytes:
+        """The body of a 2xx answer that came within so many seconds. CallFailed otherwise.
+
+        `body`: sent as JSON; None: no body.
+        """
+        base = urllib.parse.urlsplit(self.url)
+        kind = {"http": http.client.HTTPConnection, "https": _HttpsConnection}[base.scheme]
+        connection = kind(base.hostname, base.port, timeout=seconds)
+        end, clock = time.monotonic() + seconds, None
+        try:
+            data = None if body is None else json.dumps(body, allow_nan=False).encode()
+            connection.connect()
+            # a server that sends a byte now and then would never meet the timeout of a socket
+            clock = threading.Timer(end - time.monotonic(), _cut, [connection.sock])
+            clock.daemon = True
+            clock.start()
+            connection.request(method, base.path.rstrip("/") + path, data, self._headers(data))
+            response = connection.getresponse()
+            content = _read(response, end, most_bytes)
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() >= end:
+                raise CallFailed(f"no answer within {seconds:g} s") from error
+            reason = str(error) or type(error).__name__
+            raise CallFailed(f"{self.url} broke off: {reason}", lost=True) from error
+        finally:
+            if clock is not None:
+                clock.cancel()
+            connection.close()
+        if not 200 <= response.status < 300:
+            raise CallFailed(f"HTTP {response.status} of {path}: {_shown(content)}")
+        return content
+
+    def call_json(self, method: str, path: str, body: Any = None, **limits: Any) -> Mapping:
+        """The JSON object of a 2xx answer. CallFailed for another one."""
+        content = self.call(method, path, body, **limits)
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise CallFailed(f"the answer of {path} is no JSON: {_shown(content)}") from error
+        if not isinstance(value, Mapping):
+            raise CallFailed(f"the answer of {path} is no JSON object: {_shown(content)}")
+        return value
+
+    def _headers(self, data: bytes | None) -> dict[str, str]:
+        headers = {"Accept": "application/json"}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return headers
+
+
+class _HttpsConnection(http.client.HTTPSConnection):
+    """HTTPS whose certificates are checked by the system's authorities."""
+
+    def __init__(self, host: str, port: int | None, *, timeout: float):
+        context = ssl.create_default_context()
+        super().__init__(host, port, timeout=timeout, context=context)
+
+
+def _cut(sock: socket.socket) -> None:
+    """Ends a connection in which another thread waits."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended
+
+
+def _read(response: http.client.HTTPResponse, end: float, most: int) -> bytes:
+    """The body, of at most `most` bytes, until the time `end`."""
+    parts, size = [], 0
+    while part := response.read(CHUNK):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise CallFailed(f"an answer of more than {most} bytes")
+        if time.monotonic() >= end:
+            raise TimeoutError
+    if response.length:  # bytes that were announced and did not come
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(parts)
+
+
+def _shown(content: bytes) -> str:
+    """The beginning of a server's message, as one line."""
+    text = content[: 4 * _SHOWN].decode(errors="replace")
+    line = "".join(c if c.isprintable() else " " for c in text).strip()
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

@@ -1,0 +1,220 @@
+"""A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import Graph
+from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.flow.workers.agreement import shared_tables
+from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
+from distflow_jax.flow.workers.wire import Refused, Unreachable
+from distflow_jax.flow.workers.worker import Pace, Pull, Worker
+from distflow_jax.models.parameters import abstract_params, param_shardings
+from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import config_table, settle
+from distflow_jax.planning.sizes import Sizes, derive_sizes
+from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.rollout.foreign.engine_protocol import EngineError
+from distflow_jax.rollout.requests import Response
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
+from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
+from distflow_jax.watchdog.exit_codes import EXIT_DONE
+from distflow_jax.watchdog.supervision import StopSignal
+
+PULL_SECONDS = 600.0  # for a version of the weights to come
+
+log = logging.getLogger("distflow_jax")
+
+
+def run_worker(
+    config: Config,
+    join: str,
+    stop: StopSignal,
+    *,
+    chosen: Collection[str] = (),
+    orphan_seconds: float,
+    foreign: EngineChoice | None = None,
+) -> int:
+    """Samples for the trainers that `join` names until their run ends; returns the exit code.
+
+    `chosen` are the config keys that the command line gives. `foreign`: an engine of another
+    program that samples; None: one of ours. Raises ValueError for user errors, and if trainers do
+    not answer for `orphan_seconds`.
+    """
+    config, graph = settle(config, chosen)
+    if not config.flow.workers:
+        raise ValueError(
+            "a worker samples for trainers with flow.workers=True: give --config.flow.workers=True "
+            "to both"
+        )
+    if jax.process_count() > 1:
+        raise ValueError("a worker is one process: start one on each host")
+    source = open_model(config.model.source, **config.model.options())
+    table = config_table(config)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    joining = Joining(join, name, shared_tables(table, processes.code_table(), source.tokenizer))
+    links = joining.first()
+    if links is None:
+        log.info("the run has ended")
+        return EXIT_DONE
+    with contextlib.ExitStack() as files:
+        files.enter_context(kept_programs(config.compilation_cache))
+        if foreign is None:
+            opened = _own_engine(config, graph, source)
+        else:
+            opened = _foreign_engine(foreign, config, graph, source, files)
+        first = _first_weights(joining, links, opened.pull)
+        if first is None:
+            return EXIT_DONE
+        links, weights = first
+        ended: collections.deque[Response] = collections.deque()
+        worker = Worker(
+            opened.sampler(weights, links.first_version, ended.append),
+            links,
+            joining,
+            opened.pull,
+            Pace(config.flow.save_seconds, orphan_seconds),
+            slots=opened.slots,
+            cache=config.flow.cache,
+            ended=ended,
+        )
+        print(
+            f"ready: {opened.slots} slots, version {links.first_version}, for "
+            f"{len(links.callers)} trainers",
+            flush=True,
+        )
+        try:
+            worker.serve(stop.is_set)
+        except EngineError as error:
+            raise ValueError(f"{error}; its groups are for other workers now") from error
+    print(f"ended after {worker.groups} groups", flush=True)
+    return EXIT_DONE
+
+
+def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, Any] | None:
+    """(links, weights of their first version); None if the run has ended.
+
+    Trainers that go on meanwhile have newer ones. ValueError for weights that do not come.
+    """
+    while True:
+        try:
+            return links, pull(links, links.first_version)
+        except (Refused, Unreachable) as error:
+            links.close()
+            again = joining.first()
+            if again is None:
+                return None
+            before = (links.incarnation, links.first_version)
+            if (again.incarnation, again.first_version) == before:
+                again.close()
+                raise ValueError(f"the weights did not come: {error}") from error
+            links = again
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """An engine that waits for weights, and how these come."""
+
+    slots: int
+    pull: Pull
+    # (weights, their version, called as soon as a response has ended)
+    sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
+
+
+def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
+    """An engine on this machine's devices."""
+    own, sizes = _own_sizes(config, graph, source)
+    engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
+    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
+
+    def pull(links: Links, version: int) -> Any:
+        return jax.block_until_ready(sync(pull_trained(links, version)))
+
+    def sampler(
+        weights: Any, version: int, on_response: Callable[[Response], None]
+    ) -> EpisodeSampler:
+        engine.compile(weights)
+        state = SamplerState(weights, version, engine.init_decode_state())
+        return EpisodeSampler(engine, state, on_response=on_response)
+
+    return _Opened(sizes.engine.slots, pull, sampler)
+
+
+def _foreign_engine(
+    choice: EngineChoice,
+    config: Config,
+    graph: Graph,
+    source: ModelSource,
+    files: contextlib.ExitStack,
+) -> _Opened:
+    """An engine of another program; `files` closes it.
+
+    Weights pass through the memory of this machine's first device.
+    """
+    if config.training.router_replay:
+        raise ValueError(
+            f"{choice.address} does not say which experts its tokens went to: set "
+            "training.router_replay=False, or sample with --engine=own"
+        )
+    choice.check(config.rollout.sampling_params())
+    place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))
+    try:
+        engine = choice.open(source, place, config.seed)
+    except EngineError as error:
+        raise ValueError(f"{error}; start it, or name another --engine") from error
+    files.enter_context(contextlib.closing(engine))
+    _, sizes = _own_sizes(config, graph, source)
+    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
+
+    def sampler(
+        weights: Any, version: int, on_response: Callable[[Response], None]
+    ) -> EpisodeSampler:
+        state, start = SamplerState(weights, version, None), choice.start(engine, source)
+        try:
+            start(state)
+        except EngineError as error:
+            raise ValueError(f"{error}; see docs/foreign_engines.md") from error
+        return EpisodeSampler(None, state, on_response=on_response, start=start)
+
+    return _Opened(engine.slots, pull, sampler)
+
+
+def _own_sizes(config: Config, graph: Graph, source: ModelSource) -> tuple[Config, Sizes]:
+    """Config and sizes of a sampler that has all of this machine's devices, whatever the trainers'
+    mesh."""
+    own = dataclasses.replace(
+        config,
+        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
+        training=dataclasses.replace(config.training, micro_batch_rows=0),
+    )
+    return own, derive_sizes(own, source.config, Machine.current(), graph)
+
+
+def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
+    """Pulls weights in the form of training, in the samplers' dtype, to `mesh`."""
+    shardings = param_shardings(source.config, mesh)
+    target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
+
+    def pull(links: Links, version: int) -> Any:
+        return WeightPull(links.callers).pull(version, target, PULL_SECONDS, links.incarnation)
+
+    return pull

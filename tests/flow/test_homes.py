@@ -1,0 +1,415 @@
+"""Homes of groups that workers answer: cases by hand, and a model with random faults."""
+
+import collections
+import dataclasses
+import random
+
+import pytest
+
+from distflow_jax.flow.homes.home import Begun, Home, Piece
+from distflow_jax.flow.homes.refills import Refills
+from distflow_jax.flow.lag_rule import Rule
+
+LEASE = 10.0
+
+
+def home_of(**changed):
+    options = {"exact": False, "version": 0, "lease_seconds": LEASE, "max_tries": 2}
+    return Home(Rule(2, max_lag=1), **(options | changed))
+
+
+def group(counter, step=1, samples=2):
+    return Begun((counter, "gen"), step, range(samples), (0.0,), f"prompt {counter}")
+
+
+def piece(versions, *, whole=True, content=None):
+    low, high = (min(versions), max(versions)) if versions else (0, 0)
+    return Piece(len(versions), low, high, whole, content or tuple(versions))
+
+
+def counters(given):
+    return [work.group.key[0] for work in given]
+
+
+def test_work_is_given_once_by_steps_and_while_there_is_room():
+    home = home_of()
+    for counter, step in ((3, 2), (0, 1), (1, 1)):
+        home.begin(group(counter, step), {})
+    assert home.ask("a", 0, 0, 0.0) == []
+    assert counters(home.ask("a", 0, 3, 0.0)) == [0, 1]  # room for one and a half
+    assert counters(home.ask("b", 0, 8, 0.0)) == [3]
+    assert home.ask("b", 0, 8, 0.0) == []
+
+
+def test_a_group_begins_by_the_version_that_its_worker_holds():
+    home = home_of()
+    home.begin(group(4, step=3), {})
+    home.publish(1)
+    assert home.ask("a", 0, 8, 0.0) == []  # would be 2 steps old
+    assert home.ask("a", 2, 8, 0.0) == []  # of weights that are not known
+    assert counters(home.ask("a", 1, 8, 0.0)) == [4]
+
+
+def test_with_exact_versions_only_one_version_answers():
+    home = home_of(exact=True)
+    home.publish(1)
+    home.publish(2)
+    home.begin(group(4, step=3), {})
+    assert home.wanted() == [1]
+    assert home.ask("a", 2, 8, 0.0) == []
+    assert counters(home.ask("a", 1, 8, 0.0)) == [4]
+    assert home.wanted() == [2]  # nothing waits
+    assert home.bring("a", (4, "gen"), {0: piece([2])}, 1.0)
+    assert home.counts.refused == 1
+
+
+def test_the_first_result_counts_and_a_second_one_that_differs_is_reported():
+    home = home_of(exact=True, differs=lambda one, other: one != other)
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    assert home.bring("a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
+    home.expire(LEASE)
+    home.ask("b", 0, 8, LEASE)
+    assert not home.bring("a", (0, "gen"), {0: piece([0], content="other")}, LEASE)
+    assert not home.bring("b", (0, "gen"), {1: piece([0], content="b")}, LEASE)
+    ((_, taken),) = home.take()
+    assert [taken[s].content for s in (0, 1)] == ["first", "b"]
+    assert (home.counts.second, home.counts.differing, home.counts.expired) == (1, 1, 1)
+    assert not home.bring("b", (0, "gen"), {1: piece([0])}, LEASE)
+    assert home.counts.unknown == 1
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
+    home = home_of(exact=exact)
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    home.bring("a", (0, "gen"), {0: piece([0, 0], whole=False), 1: piece([0])}, 5.0)
+    assert home.ask("b", 0, 8, 14.0) == []
+    home.expire(15.0)
+    (work,) = home.ask("b", 0, 8, 15.0)
+    assert sorted(work.pieces) == ([1] if exact else [0, 1])
+    assert home.tokens == (1 if exact else 3)
+
+
+def test_groups_of_a_worker_that_leaves_are_for_others_at_once():
+    home = home_of()
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    home.leave("a")
+    assert not home.workers
+    assert counters(home.ask("b", 0, 8, 0.1)) == [0]
+    assert not home.bring("b", (0, "gen"), {0: piece([0], whole=False)}, 0.2, goes_on=False)
+    (work,) = home.ask("c", 0, 8, 0.3)
+    assert work.pieces[0].tokens == 1
+
+
+def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
+    home = home_of()
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    home.heard("b", 0.0)
+    home.fail("a", (0, "gen"), "too long", 0.0)
+    assert home.ask("a", 0, 8, 0.0) == []
+    assert counters(home.ask("b", 0, 8, 0.0)) == [0]
+    home.fail("b", (0, "gen"), "too long for b", 0.0)
+    assert home.given_up == {0: "too long for b"}
+    assert home.num_open == 0
+
+
+def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():
+    admission = Refills(Rule(2, max_lag=1), last=7)
+    admission.judge(1, False)
+    assert admission.cut(1).kept == (0, 2) and admission.cut(1).end == 3
+    assert admission.cut(2).kept == (3, 4)
+    assert [admission.step_of(c) for c in range(7)] == [1, 1, 1, 2, 2, 3, 3]
+    assert admission.finish(1).final
+    assert admission.position == 3
+    admission.judge(5, False)
+    assert admission.cut(3).kept == (6,)  # the data end
+
+
+# -- a model of trainers and workers with random faults -------------------------------------------
+
+SAMPLES, GROUPS, LAG = 2, 3, 2
+
+
+@dataclasses.dataclass
+class Task:
+    """A group at a worker: versions of the tokens of each response, and which have ended."""
+
+    tokens: dict[int, list[int]]
+    whole: set[int]
+
+
+class Job:
+    """Trainer processes, workers, and messages between them that are late, lost or repeated."""
+
+    def __init__(self, seed, *, exact, processes):
+        self.random = random.Random(seed)
+        self.exact, self.processes = exact, processes
+        self.rule = Rule(GROUPS, LAG)
+        self.now, self.names = 0.0, 0
+        self.incarnation = 0
+        # step, position, pieces by key, steps trained so far, counters given up
+        self.saved = [(0, 0, {}, {}, set())]
+        self.trained = {}  # step -> counters
+        self.seen = collections.Counter()
+        self.workers = {}
+        self.late = []
+        self.lost = set()
+        self.start(0, 0, {}, set())
+        self.join()
+
+    def start(self, step, position, pieces, lost):
+        self.incarnation += 1
+        self.step = step
+        self.homes = [
+            Home(
+                self.rule,
+                exact=self.exact,
+                version=step,
+                lease_seconds=LEASE,
+                max_tries=2,
+                differs=lambda one, other: one != other,
+            )
+            for _ in range(self.processes)
+        ]
+        self.admissions = [
+            Refills(self.rule, step=step, counter=position) for _ in range(self.processes)
+        ]
+        self.lost = set(lost)  # given up, and known to all
+        for admission in self.admissions:
+            for counter in sorted(lost):
+                admission.judge(counter, False)
+        self.next = [position] * self.processes  # first counter that has not begun
+        self.complete = [{} for _ in range(self.processes)]
+        self.news = set()  # given up, not known to all
+        self.restored, self.archive, self.owed = pieces, {}, []
+        for place in range(self.processes):
+            self.admit(place)
+
+    def admit(self, place):
+        home, admission = self.homes[place], self.admissions[place]
+        end = max(admission.end(home.newest), 1 + max((c for c, _ in self.restored), default=-1))
+        for counter in range(self.next[place], end):
+            if counter % self.processes == place and counter not in self.lost:
+                found = group(counter, admission.step_of(counter), SAMPLES)
+                home.begin(found, self.restored.get(found.key, {}))
+        self.next[place] = max(self.next[place], end)
+        for found, pieces in home.take():
+            assert sorted(pieces) == list(range(SAMPLES)), "a group was split"
+            assert found.key[0] not in self.complete[place]
+            self.complete[place][found.key[0]] = self.archive[found.key] = pieces
+        self.news |= set(home.given_up)
+        home.given_up.clear()
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def join(self):
+        self.names += 1
+        self.workers[f"w{self.names}"] = {"held": self.step, "tasks": {}, "run": self.incarnation}
+
+    def rejoin(self, worker):
+        """Drops what later weights sampled, brings the rest, begins anew."""
+        tasks, worker["tasks"] = worker["tasks"], {}
+        worker["run"] = self.incarnation
+        for key, task in tasks.items():
+            versions = [v for tokens in task.tokens.values() for v in tokens]
+            if max(versions, default=0) <= self.step:
+                yield key, task
+        worker["held"] = min(worker["held"], self.step)
+
+    def ask(self, name):
+        worker, place = self.workers[name], self.random.randrange(self.processes)
+        if worker["run"] != self.incarnation:
+            for key, task in self.rejoin(worker):
+                self.send(name, key, task, goes_on=False)
+            return
+        room = self.random.randrange(6)
+        given = self.homes[place].ask(name, worker["held"], room, self.now)
+        if self.random.random() < 0.05:
+            return  # the answer is lost
+        for work in given:
+            tokens = {s: list(p.content) for s, p in work.pieces.items()}
+            whole = {s for s, p in work.pieces.items() if p.whole}
+            worker["tasks"][work.group.key] = Task(tokens, whole)
+
+    def decode(self, name):
+        worker = self.workers[name]
+        for key, task in worker["tasks"].items():
+            left = [s for s in range(SAMPLES) if s not in task.whole]
+            if left:
+                sample = self.random.choice(left)
+                task.tokens.setdefault(sample, []).append(worker["held"])
+                if len(task.tokens[sample]) == 1 + (7 * key[0] + sample) % 3:
+                    task.whole.add(sample)
+
+    def bring(self, name):
+        for key, task in list(self.workers[name]["tasks"].items()):
+            if self.random.random() < 0.7:
+                self.send(name, key, task, goes_on=len(task.whole) < SAMPLES)
+
+    def send(self, name, key, task, *, goes_on):
+        pieces = {s: piece(t, whole=s in task.whole) for s, t in task.tokens.items() if t}
+        message = (self.workers[name]["run"], name, key, pieces, goes_on)
+        luck = self.random.random()
+        if luck < 0.1:
+            self.late.append(message)
+        if luck > 0.05:
+            self.deliver(message)
+        if luck > 0.95:
+            self.late.append(message)  # comes a second time
+
+    def deliver(self, message):
+        run, name, key, pieces, goes_on = message
+        worker = self.workers.get(name)
+        if run != self.incarnation:
+            return
+        home = self.homes[key[0] % self.processes]
+        goes_on = home.bring(name, key, pieces, self.now, goes_on=goes_on)
+        if worker is not None and not goes_on:
+            worker["tasks"].pop(key, None)
+
+    def take_weights(self, name):
+        worker = self.workers[name]
+        if worker["run"] != self.incarnation:
+            return
+        home = self.random.choice(self.homes)
+        if not self.exact:
+            worker["held"] = min(one.newest for one in self.homes)
+        elif not worker["tasks"]:
+            worker["held"] = min(home.wanted()[0], *(one.newest for one in self.homes))
+
+    def fail(self, name):
+        tasks = self.workers[name]["tasks"]
+        if tasks and self.workers[name]["run"] == self.incarnation:
+            key = self.random.choice(sorted(tasks))
+            del tasks[key]
+            self.homes[key[0] % self.processes].fail(name, key, "no", self.now)
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    def train(self):
+        for place in range(self.processes):
+            self.admit(place)
+        step = self.step + 1
+        for counter in sorted(self.news):
+            for admission in self.admissions:
+                admission.judge(counter, False)
+        self.lost |= self.news
+        self.news.clear()
+        cut = self.admissions[0].cut(step)
+        assert all(admission.cut(step) == cut for admission in self.admissions)
+        if not all(c in self.complete[c % self.processes] for c in cut.kept):
+            return
+        assert len(cut.kept) == GROUPS
+        for counter in cut.kept:
+            pieces = self.complete[counter % self.processes].pop(counter)
+            versions = [v for p in pieces.values() for v in p.content]
+            assert all(step - 1 - LAG <= v <= step - 1 for v in versions), (step, versions)
+            if self.exact:
+                assert len(set(versions)) == 1
+        for admission in self.admissions:
+            assert admission.finish(step) == cut
+        self.trained[step] = cut.kept
+        self.step = step
+        for place in self.random.sample(range(self.processes), self.processes):
+            self.homes[place].publish(step)
+
+    def save(self):
+        found = {}
+        for place, home in enumerate(self.homes):
+            self.admit(place)
+            found |= home.pieces()
+            found |= {(c, "gen"): dict(p) for c, p in self.complete[place].items()}
+        first = (self.step, self.admissions[0].position, dict(self.trained))
+        if self.exact:
+            self.owed.append((*first, self.admissions[0].end_of(self.step + LAG)))
+        else:
+            self.saved.append((self.step, first[1], found, first[2], set(self.lost)))
+
+    def settle(self):
+        """Completes checkpoints with whole groups of the next steps, where versions are exact."""
+        for owed in list(self.owed):
+            step, position, trained, end = owed
+            kept = [c for c in range(position, end) if c not in self.lost]
+            if all((c, "gen") in self.archive for c in kept):
+                self.owed.remove(owed)
+                found = {(c, "gen"): self.archive[c, "gen"] for c in kept}
+                self.saved.append((step, position, found, trained, set(self.lost)))
+
+    def restart(self):
+        """From one of the last checkpoints; later ones are gone."""
+        self.saved = self.saved[-5:]
+        back = self.random.randrange(1, min(3, len(self.saved)) + 1)
+        self.saved = self.saved[: len(self.saved) - back + 1]
+        step, position, pieces, trained, lost = self.saved[-1]
+        self.trained = dict(trained)
+        self.start(step, position, pieces, lost)
+
+    def tick(self, *, faults=True):
+        chance = self.random.random
+        self.now += 0.3 * self.random.random()
+        for home in self.homes:
+            home.expire(self.now)
+        name = self.random.choice(sorted(self.workers)) if self.workers else None
+        if name is not None:
+            act = self.random.choice([self.ask, self.decode, self.bring, self.take_weights])
+            act(name)
+        self.train()
+        self.settle()
+        if not faults:
+            return
+        if self.late and chance() < 0.1:
+            self.deliver(self.late.pop(self.random.randrange(len(self.late))))
+        if name is not None and chance() < 0.01:
+            self.fail(name)
+        if name is not None and chance() < 0.01:
+            del self.workers[name]
+            if chance() < 0.3:
+                for home in self.homes:
+                    home.leave(name)
+        if len(self.workers) < 4 and chance() < 0.03:
+            self.join()
+        if chance() < 0.02:
+            self.save()
+        if chance() < 0.001:
+            self.restart()
+
+    def check_history(self):
+        """Every counter below the position was trained once, or given up."""
+        trained = [c for step in sorted(self.trained) for c in self.trained[step]]
+        assert sorted(self.trained) == list(range(1, self.step + 1))
+        assert len(trained) == len(set(trained)), "a counter was trained twice"
+        assert trained == sorted(trained)
+
+
+def _whole(pieces):
+    return len(pieces) == SAMPLES and all(p.whole for p in pieces.values())
+
+
+def run_model(events, seed):
+    for number, (exact, processes) in enumerate([(False, 1), (False, 3), (True, 1), (True, 2)]):
+        job = Job(seed + number, exact=exact, processes=processes)
+        for _ in range(events // 4):
+            job.tick()
+        job.check_history()
+        assert sum(home.counts.differing for home in job.homes) == 0
+        job.join()
+        before = job.step
+        for _ in range(3000):  # without faults each step comes
+            job.tick(faults=False)
+            if job.step > before + 3:
+                break
+        assert job.step > before + 3, "nothing moves any more"
+        job.check_history()
+
+
+def test_random_faults_lose_and_repeat_nothing():
+    run_model(100_000, seed=1)
+
+
+@pytest.mark.slow
+def test_a_million_random_faults_lose_and_repeat_nothing():
+    run_model(1_000_000, seed=2)

@@ -1,0 +1,398 @@
+"""Workers and homes over real sockets, with a sampler that only counts."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.tiny_model import prompt_of
+
+from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.homes.home import Home
+from distflow_jax.flow.homes.home_door import HomeDoor, difference
+from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
+from distflow_jax.flow.homes.refills import Refills
+from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.workers.doors import Doors, addresses, read_doors
+from distflow_jax.flow.workers.frames import (
+    Frame,
+    pieces_of,
+    progress_of,
+    samples_frame,
+    samples_of,
+    work_frame,
+    work_of,
+)
+from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.run_token import make_run_token
+from distflow_jax.flow.workers.wire import Door
+from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
+
+SAMPLES, GROUPS, LAG, TABLES = 2, 4, 1, {"config": {"seed": "1"}}
+
+
+def length_of(counter, sample):
+    return 1 + (5 * counter + 3 * sample) % 7
+
+
+def response_of(request, sample, versions):
+    tokens = np.arange(len(versions), dtype=np.int32) + request.prompt.counter
+    ones = np.ones(len(versions), np.float32)
+    version = np.array(versions, np.int32)
+    return Response(request.prompt, sample, tokens, -ones, ones, True, version)
+
+
+def request_of(counter, turn=1):
+    prompt = dataclasses.replace(prompt_of(counter + 1, [1, 2, 3]), counter=counter)
+    return GroupRequest(prompt, SamplingParams(SAMPLES, 16), turn=turn, rank=(0.5, 1.0))
+
+
+def test_frames_carry_requests_and_their_samples():
+    request, partial = request_of(7, turn=3), None
+    chunk = (
+        np.array([4, 5], np.int32),
+        np.array([-0.5, -1.0], np.float32),
+        np.array([0.1, 0.2], np.float32),
+        np.array([1, 2], np.int32),
+    )
+    partial = Partial(request, 1, np.zeros(0, np.int32), [chunk])
+    episode = single_turn(response_of(request, 0, [1, 1, 2]))
+    key = (7, "gen")
+    work = [
+        (key, request, Progress({0: episode}, [partial])),
+        ((9, "gen"), request_of(9), Progress()),
+    ]
+    frame = Frame.of_bytes(work_frame({"newest": 2}, work).to_bytes())
+    (found_key, found, progress), (other, _, nothing) = work_of(frame)
+    assert frame.facts["newest"] == 2 and (found_key, other) == (key, (9, "gen"))
+    assert (found.turn, found.rank, found.sampling) == (3, (0.5, 1.0), request.sampling)
+    np.testing.assert_array_equal(found.prompt.tokens, request.prompt.tokens)
+    assert not nothing.episodes and not nothing.partials
+    pieces = pieces_of(progress)
+    assert [(p.tokens, p.lowest, p.highest, p.whole) for _, p in sorted(pieces.items())] == [
+        (3, 1, 2, True),
+        (2, 1, 2, False),
+    ]
+    again = samples_frame({}, {key: progress_of(pieces)})
+    back = samples_of(Frame.of_bytes(again.to_bytes()), {key: request})[key]
+    np.testing.assert_array_equal(back.partials[0].tokens, [4, 5])
+    np.testing.assert_array_equal(back.episodes[0].response.tokens, episode.response.tokens)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"a" * 40, Frame({"keys": 3}).to_bytes()[:-5]])
+def test_bytes_that_are_no_frame_are_one_kind_of_error(data):
+    with pytest.raises(ValueError):
+        Frame.of_bytes(data)
+
+
+def test_second_results_differ_only_before_a_close_choice():
+    request = request_of(0)
+    one, other = (response_of(request, 0, [0, 0, 0]) for _ in range(2))
+    other.tokens = other.tokens + np.array([0, 1, 1], np.int32)
+    assert differs(single_turn(one), single_turn(other))
+    other.margin = np.array([1, 1e-5, 1], np.float32)
+    assert not differs(single_turn(one), single_turn(other))
+
+
+def test_the_first_key_that_differs_is_named():
+    ours = {"seed": "1", "rollout.top_k": "0"}
+    assert difference("config", ours, dict(ours)) == ""
+    text = difference("config", ours, {"seed": "1", "rollout.top_k": "5"})
+    assert text.startswith("config rollout.top_k is 5 at this worker and 0 at the trainers")
+    assert "missing at this worker" in difference("code", {"run.py": "a"}, {})
+
+
+def test_doors_are_written_whole_and_read_back(tmp_path):
+    assert read_doors(tmp_path) is None
+    Doors("a1", ("127.0.0.1:5",)).write(tmp_path)
+    assert read_doors(tmp_path) == Doors("a1", ("127.0.0.1:5",), ended=False)
+    (tmp_path / "doors.json").write_text("{")
+    with pytest.raises(ValueError, match="not a file of doors"):
+        read_doors(tmp_path)
+    assert addresses("host:1,[::1]:2") == ("host:1", "[::1]:2")
+    assert addresses("runs/far") == ()
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        addresses("host:1,runs/far")
+
+
+def test_nobody_who_answers_is_named(tmp_path):
+    make_run_token(tmp_path)
+    joining = Joining(str(tmp_path), "w", TABLES)
+    with pytest.raises(ValueError, match="doors.json"):
+        joining.first(0.5)
+    Doors("a1", ("127.0.0.1:1",)).write(tmp_path)
+    with pytest.raises(ValueError, match=r"no trainer answers at 127\.0\.0\.1:1"):
+        joining.first(0.5)
+
+
+# -- whole jobs -------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Has the calls of an EpisodeSampler: each round adds a token to every response."""
+
+    def __init__(self, version, ended, seconds=0.0):
+        self.version, self._ended, self._seconds = version, ended, seconds
+        self._open, self._calls, self.refuses = {}, 0, ()
+
+    @property
+    def busy(self):
+        return bool(self._open)
+
+    @property
+    def counts(self):
+        return Counts(self._calls)
+
+    def submit(self, key, request, progress):
+        if key[0] in self.refuses:
+            raise ValueError("too long")
+        versions = {s: [] for s in request.samples}
+        for sample, episode in progress.episodes.items():
+            versions[sample] = list(episode.response.version)
+        for partial in progress.partials:
+            versions[partial.sample] = [v for chunk in partial.chunks for v in chunk[3]]
+        self._open[key] = (request, versions)
+
+    def round(self):
+        self._calls += 1
+        time.sleep(self._seconds * random.random())
+        complete = []
+        for key, (request, versions) in list(self._open.items()):
+            for sample, found in versions.items():
+                if len(found) < length_of(key[0], sample):
+                    found.append(self.version)
+                    if len(found) == length_of(key[0], sample):
+                        self._ended.append(response_of(request, sample, found))
+            if all(len(v) == length_of(key[0], s) for s, v in versions.items()):
+                del self._open[key]
+                complete.append((key, [self._episode(request, s, v) for s, v in versions.items()]))
+        return complete
+
+    def _episode(self, request, sample, versions) -> Episode:
+        return single_turn(response_of(request, sample, versions))
+
+    def progress(self):
+        found = {}
+        for key, (request, versions) in self._open.items():
+            progress = found[key] = Progress()
+            for sample, known in versions.items():
+                if len(known) == length_of(key[0], sample):
+                    progress.episodes[sample] = self._episode(request, sample, known)
+                elif known:
+                    r = response_of(request, sample, known)
+                    chunk = (r.tokens, r.logp, r.margin, r.version)
+                    progress.partials.append(
+                        Partial(request, sample, np.zeros(0, np.int32), [chunk])
+                    )
+        return found
+
+    def suspend(self, dropping):
+        for key in dropping:
+            self._open.pop(key, None)
+        return None, []
+
+    def resume(self, state, partials):
+        """Nothing was suspended."""
+
+    def free_weights(self):
+        """There are none."""
+
+    def load(self, weights, version, *, cache):
+        assert weights == f"weights {version}"
+        self.version = version
+
+
+class Trainers:
+    """Homes of some processes, and a loop that trains on what they have."""
+
+    def __init__(self, folder, *, exact, processes=2, step=0, position=0, incarnation="one"):
+        self.rule, self.folder, self.exact = Rule(GROUPS, LAG), folder, exact
+        self.step, self.first, self.trained = step, step, {}
+        self.locks = [threading.Condition() for _ in range(processes)]
+        self.samplers, self.doors, self.answers = [], [], []
+        self.admissions = [Refills(self.rule, step=step, counter=position) for _ in self.locks]
+        self.next, self.complete = [position] * processes, {}
+        self.given_up = set()
+        token = make_run_token(folder)
+        for lock in self.locks:
+            home = Home(
+                self.rule,
+                exact=exact,
+                version=step,
+                lease_seconds=1.0,
+                max_tries=2,
+                differs=differs,
+            )
+            self.samplers.append(HomeSampler(home, lock))
+            facts = {"incarnation": incarnation, "exact": exact}
+            self.answers.append(HomeDoor(self.samplers[-1], lock, TABLES, facts))
+            self.doors.append(Door("127.0.0.1:0", token, self.answers[-1].methods()))
+        self.admit()
+        homes = [f"127.0.0.1:{door.port}" for door in self.doors]
+        for answers in self.answers:
+            answers.meet(homes)
+        Doors(incarnation, tuple(homes)).write(folder)
+
+    def admit(self):
+        for place, sampler in enumerate(self.samplers):
+            admission = self.admissions[place]
+            end = admission.end(sampler.version)
+            for counter in range(self.next[place], end):
+                if counter % len(self.samplers) == place:
+                    request = request_of(counter, admission.step_of(counter))
+                    sampler.submit((counter, "gen"), request)
+            self.next[place] = max(self.next[place], end)
+
+    def look(self):
+        """Takes what is there, and trains a step if it is whole."""
+        self.admit()
+        for sampler, lock in zip(self.samplers, self.locks, strict=True):
+            with lock:
+                sampler.home.expire(time.monotonic())
+                self.given_up |= set(sampler.give_up())
+            for (counter, _), episodes in sampler.round():
+                assert counter not in self.complete
+                self.complete[counter] = episodes
+        for counter in self.given_up:
+            for admission in self.admissions:
+                admission.judge(counter, False)
+        step = self.step + 1
+        cut = self.admissions[0].cut(step)
+        if not all(counter in self.complete for counter in cut.kept):
+            return
+        for counter in cut.kept:
+            for sample, episode in enumerate(self.complete[counter]):
+                version = episode.response.version
+                assert len(version) == length_of(counter, sample)
+                assert step - 1 - LAG <= version.min() <= version.max() <= step - 1
+                if self.exact:
+                    assert set(version.tolist()) == {max(self.first, step - 1 - LAG)}
+        for admission in self.admissions:
+            admission.finish(step)
+        self.step, self.trained[step] = step, cut.kept
+        for sampler, lock in zip(self.samplers, self.locks, strict=True):
+            with lock:
+                sampler.home.publish(step)
+
+    def train(self, steps, seconds=60):
+        end = time.monotonic() + seconds
+        while self.step < steps:
+            assert time.monotonic() < end, f"stands at step {self.step}"
+            self.look()
+            time.sleep(0.002)
+
+    def close(self, *, ended=True):
+        if ended:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda answers: answers.end(2.0), self.answers))
+        for door in self.doors:
+            door.close()
+
+
+@contextlib.contextmanager
+def working(folder, *, seconds=0.0, orphan=20.0, refuses=()):
+    """A worker in a thread; yields (worker, its end, what stops it)."""
+    joining = Joining(str(folder), f"w{random.random()}", TABLES)
+    links, ended = joining.first(), collections.deque()
+    sampler = Sampler(links.first_version, ended, seconds)
+    sampler.refuses = refuses
+    worker = Worker(
+        sampler,
+        links,
+        joining,
+        lambda links, version: f"weights {version}",
+        Pace(0.05, orphan),
+        slots=12,
+        cache="keep",
+        ended=ended,
+    )
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(worker.serve, stop.is_set)
+        try:
+            yield worker, end, stop
+        finally:
+            stop.set()
+            end.exception(30)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["in_flight", "boundary"])
+def test_two_workers_answer_two_homes_and_end_with_the_run(tmp_path, exact):
+    trainers = Trainers(tmp_path, exact=exact)
+    with working(tmp_path) as (one, end, _), working(tmp_path) as (two, other, _):
+        trainers.train(30)
+        trainers.close()
+        end.result(10)
+        other.result(10)
+    assert one.groups > 0 and two.groups > 0
+    assert [c for step in sorted(trainers.trained) for c in trainers.trained[step]] == list(
+        range(30 * GROUPS)
+    )
+    assert all(s.home.counts.differing == 0 for s in trainers.samplers)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["in_flight", "boundary"])
+def test_a_worker_that_is_silent_loses_its_groups_and_one_that_stops_gives_them(tmp_path, exact):
+    trainers = Trainers(tmp_path, exact=exact)
+    with working(tmp_path, seconds=0.02) as (_, _, stop):
+        trainers.train(3)
+        with working(tmp_path) as (two, _, _):
+            stop.set()
+            trainers.train(10)
+            assert two.groups > 0
+            silent = trainers.samplers[0]
+            with trainers.locks[0]:
+                silent.ask("silent", silent.home.wanted()[0], 100)
+            trainers.train(14)
+            trainers.close()
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["in_flight", "boundary"])
+def test_workers_find_trainers_that_were_started_again_at_an_older_step(tmp_path, exact):
+    trainers = Trainers(tmp_path, exact=exact)
+    with working(tmp_path) as (worker, end, _):
+        trainers.train(5)
+        trainers.close(ended=False)
+        again = Trainers(tmp_path, exact=exact, step=3, position=3 * GROUPS, incarnation="two")
+        again.train(12)
+        again.close()
+        end.result(10)
+    assert again.trained[4] == tuple(range(3 * GROUPS, 4 * GROUPS))
+    assert worker.groups >= 9 * GROUPS
+
+
+def test_a_worker_without_trainers_ends_after_some_time(tmp_path):
+    trainers = Trainers(tmp_path, exact=False, processes=1)
+    with working(tmp_path, orphan=0.5) as (_, end, _):
+        trainers.close(ended=False)
+        error = end.exception(30)
+    assert "no trainer answers at" in str(error) and "--orphan_seconds" in str(error)
+
+
+def test_a_prompt_on_which_workers_fail_is_given_up_and_the_next_takes_its_place(tmp_path):
+    trainers = Trainers(tmp_path, exact=False)
+    with working(tmp_path, refuses=(5,)), working(tmp_path, refuses=(5,)):
+        trainers.train(4)
+        trainers.close()
+    assert trainers.given_up == {5}
+    assert trainers.trained[2] == (4, 6, 7, 8) and trainers.trained[3] == (9, 10, 11, 12)
+
+
+@pytest.mark.slow
+def test_two_thousand_groups_over_sockets_with_delays(tmp_path):
+    trainers = Trainers(tmp_path, exact=False, processes=2)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(working(tmp_path, seconds=0.02))
+        trainers.train(2000 // GROUPS, seconds=280)
+        trainers.close()
+    assert json.loads((tmp_path / "doors.json").read_text())["incarnation"] == "one"

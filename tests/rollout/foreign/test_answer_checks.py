@@ -1,0 +1,141 @@
+"""Answers that are refused, and settings of engines that are."""
+
+import numpy as np
+import pytest
+
+from distflow_jax.rollout.foreign.answer_checks import RefusedAnswer, checked_columns
+from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest
+from distflow_jax.rollout.foreign.http_call import CallFailed, HttpServer
+from distflow_jax.rollout.foreign.openai_engine import (
+    OpenAISettings,
+    check_sampling,
+    noise_seed,
+    read_completion,
+    read_steps,
+)
+from distflow_jax.rollout.requests import SamplingParams
+
+GOOD = {"tokens": [4, 5, 2], "logp": [-0.5, 0.0, -1], "ended": True}
+
+
+def checked(limit=5, held=3, known=3, **changes):
+    return checked_columns(
+        Answer(0, **(GOOD | changes)), vocab_size=10, limit=limit, stops={2}, held=held, known=known
+    )
+
+
+def test_good_answer():
+    tokens, logp, version = checked()
+    assert tokens.tolist() == [4, 5, 2] and version.tolist() == [3, 3, 3]
+    assert logp.dtype == np.float32 and version.dtype == tokens.dtype == np.int32
+    assert checked(version=[1, 2, 3], held=1)[2].tolist() == [1, 2, 3]
+    assert checked(tokens=[4, 5, 6], ended=False, limit=3)[0].tolist() == [4, 5, 6]
+    # an end token as the last one that the limit allows, whichever the engine names as the reason
+    assert checked(ended=False, limit=3)[0].tolist() == [4, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": [], "logp": []}, "no token"),
+        ({"tokens": [4, "5", 2]}, "no integers"),
+        ({"tokens": [4, True, 2]}, "no integers"),
+        ({"tokens": [4, 10, 2]}, "token id 10, outside the vocabulary of 10"),
+        ({"tokens": [4, -1, 2]}, "token id -1"),
+        ({"tokens": [4, 2, 2]}, "end token 2 at place 1"),
+        ({"tokens": [4, 5, 6]}, "no end token here"),
+        ({"tokens": [4, 5, 6], "ended": False}, "after 3 of 5 tokens"),
+        ({"limit": 2}, "at most 2"),
+        ({"logp": None}, "no log-probs"),
+        ({"logp": [-1.0, -1.0]}, "3 tokens with 2 log-probs"),
+        ({"logp": [-1.0, None, -1.0]}, "without log-prob"),
+        ({"logp": [-1.0, float("nan"), -1.0]}, "log-prob nan"),
+        ({"logp": [-1.0, 0.5, -1.0]}, "log-prob 0.5"),
+        ({"version": [3, 3]}, "2 versions"),
+        ({"version": [3, 4, 3]}, "version 4"),
+        ({"version": [2, 3, 3]}, "version 2"),
+    ],
+)
+def test_refused_answer(changes, reason):
+    with pytest.raises(RefusedAnswer, match=reason):
+        checked(**changes)
+
+
+def request(tokens=(7, 8)):
+    return EngineRequest(1, 0, 0, np.array(tokens, np.int32), SamplingParams(1, 4))
+
+
+def completion(**changes):
+    choice = {
+        "finish_reason": "length",
+        "token_ids": [1, 2],
+        "logprobs": {"tokens": ["token_id:1", "token_id:2"], "token_logprobs": [-1.0, -2.0]},
+    }
+    return {"choices": [choice | changes]}
+
+
+def test_completion_is_read():
+    answer = read_completion(completion(prompt_token_ids=[7, 8]), request())
+    assert (answer.id, answer.tokens, answer.logp, answer.ended) == (1, [1, 2], [-1.0, -2.0], False)
+    assert read_completion(completion(token_ids=None), request()).tokens == [1, 2]
+    assert read_completion(completion(logprobs=None), request()).logp is None
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({}, "no single choice"),
+        ({"choices": []}, "no single choice"),
+        ({"choices": [1]}, "no single choice"),
+        (completion(prompt_token_ids=[1, 7, 8]), "another prompt"),
+        (completion(finish_reason="abort"), "ended by 'abort'"),
+        (completion(token_ids=None, logprobs={"tokens": ["a", "b"]}), "return_token_ids"),
+        (completion(logprobs={"token_logprobs": 3}), "no list"),
+    ],
+)
+def test_completion_that_is_refused(found, reason):
+    with pytest.raises(CallFailed, match=reason):
+        read_completion(found, request())
+
+
+def test_log_probs_must_be_of_the_temperature():
+    for good in (SamplingParams(1, 4), SamplingParams(1, 4, 0.0), SamplingParams(1, 4, 1.0, 5)):
+        check_sampling(good, "raw", "engine")
+    check_sampling(SamplingParams(1, 4, 0.7), "processed", "engine")
+    with pytest.raises(ValueError, match="temperature is 0.7; start vLLM with --logprobs-mode"):
+        check_sampling(SamplingParams(1, 4, 0.7), "raw", "engine")
+    with pytest.raises(ValueError, match="rollout.top_k=0"):
+        check_sampling(SamplingParams(1, 4, 0.7, 5), "processed", "engine")
+
+
+def test_settings():
+    for url in ("", "localhost:8000", "ftp://a", "http://", "http://a:b"):
+        with pytest.raises(ValueError, match="is no address"):
+            HttpServer(url)
+    server = HttpServer("http://127.0.0.1:8000", "secret")
+    assert "secret" not in repr(server)
+    with pytest.raises(ValueError, match="logprobs must be one of"):
+        OpenAISettings(server, logprobs="none")
+    with pytest.raises(ValueError, match="slots"):
+        OpenAISettings(server, slots=0)
+
+
+def test_steps_of_a_load():
+    entries = [["POST", "/load/$version", {"a": ["$folder", 3]}], ["GET", "/go"]]
+    steps = read_steps(entries, "f")
+    filled = steps[0].filled(folder="/w", version="7")
+    assert (filled.path, filled.body) == ("/load/7", {"a": ["/w", 3]})
+    assert steps[1].filled(folder="/w", version="7").body is None
+    for entries, reason in (
+        ("x", "a step is"),
+        ([["POST"]], "a step is"),
+        ([["POST", "x"]], "with /"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read_steps(entries, "f")
+
+
+def test_seeds_differ():
+    seeds = {noise_seed(1, counter, sample) for counter in range(50) for sample in range(8)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**53 for seed in seeds)
+    assert noise_seed(1, 2, 3) == noise_seed(1, 2, 3) != noise_seed(2, 2, 3)

@@ -1,0 +1,97 @@
+"""A training that another program drives by five calls."""
+
+import importlib.util
+import json
+
+import pytest
+from support.paths import ROOT
+
+import distflow_jax as df
+from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.service.prompt_store import NotPutYet, PromptStore
+from distflow_jax.service.trainer import Trainer
+
+EXAMPLE = ROOT / "configs" / "examples" / "outside.py"
+SMALL = {
+    "model.source": "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "data.prompts_per_step": 4,
+    "rollout.num_samples": 2,
+    "mesh.devices": "0:1",
+    "observe.trackers": (),
+}
+
+
+def config_of(**changes):
+    values = {"flow.workers": True, "flow.max_lag": 1, "eval.dataset": ""}
+    return df.load_config("tiny", SMALL | values | changes).config
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_example_trains_in_under_sixty_lines(tmp_path):
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+    spec = importlib.util.spec_from_file_location("outside", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(str(tmp_path), SMALL)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["training/off_policy/trajectory_staleness/max"] <= 1
+        assert row["rollout_corr/log_ratio_abs_max"] < 1
+    assert rows[0]["rollout_corr/log_ratio_abs_max"] <= 1e-4
+
+
+def test_store_grows_and_is_read_again(tmp_path):
+    store = PromptStore(tmp_path / "prompts.jsonl", 3)
+    assert len(store) == 3 and store.num_rows == 0
+    with pytest.raises(NotPutYet):
+        store[0]
+    assert list(store.put([{"prompt": "a", "ground_truth": 1}, {"prompt": "b"}])) == [0, 1]
+    assert (store[0].prompt, store[0].ground_truth, store[1].prompt) == ("a", 1, "b")
+    with open(tmp_path / "prompts.jsonl", "a") as file:
+        file.write('{"prompt": "c')  # a kill while a line was written
+    again = PromptStore(tmp_path / "prompts.jsonl", 3)
+    assert again.num_rows == 2 and again[1].prompt == "b"
+    assert list(again.put([{"prompt": "d"}])) == [2]
+    with pytest.raises(ValueError, match="4 prompts are more than the 3"):
+        again.put([{"prompt": "e"}])
+    third = PromptStore(tmp_path / "prompts.jsonl", 3)
+    assert [third[i].prompt for i in range(3)] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"prompt": ""}, "'prompt' must be a text"),
+        ({"text": "a"}, "unknown key 'text'"),
+        ("a", "a row must have keys"),
+        ({"prompt": "a", "extra_info": {"x": {1}}}, "values of JSON"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path, row, reason):
+    store = PromptStore(tmp_path / "prompts.jsonl", 3)
+    with pytest.raises(ValueError, match=reason):
+        store.put([row])
+    assert store.num_rows == 0
+    if (tmp_path / "prompts.jsonl").exists():
+        assert not [json.loads(x) for x in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+
+
+def test_calls_that_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="flow.workers=True and flow.swap='in_flight'"):
+        Trainer(config_of(**{"flow.workers": False}), tmp_path)
+    with pytest.raises(ValueError, match="has 2 that do"):
+        Trainer(config_of(dag="remax"), tmp_path)
+    trainer = Trainer(config_of(), tmp_path)
+    with pytest.raises(ValueError, match="more than data.max_prompt_length"):
+        trainer.put_prompts_data([{"prompt": "a" * 1000}])
+    assert trainer.put_prompts_data([{"prompt": "1 + 2 ="}]) == [0]
+    with pytest.raises(ValueError, match="call init_engines before"):
+        trainer.weight_sync_notify()
+    with pytest.raises(ValueError, match="unknown column 'score'"):
+        trainer.get_experience_data(["score"])
+    with pytest.raises(ValueError, match="take weights by weight_sync_notify"):
+        trainer.get_experience_data()
+    with pytest.raises(ValueError, match="column 'rollout_logp' is missing"):
+        trainer.put_experience_data({"uid": [], "response": []})
