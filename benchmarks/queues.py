@@ -74,7 +74,7 @@ def lengths(draw: np.random.Generator) -> np.ndarray:
 
 
 def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
-    """Serves groups until the pipe says stop; then sends [groups, CPU-seconds] of the window."""
+    """Serves groups until the pipe says close; sends [groups, CPU-seconds] of the window."""
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_lag=1)
     home = Home(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
@@ -94,7 +94,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     for _ in range(waiting):
         submit()
     pipe.send(door.port)
-    begun: tuple[int, float] | None = None
+    begun = 0, 0.0
     while True:
         with lock:
             lock.wait_for(lambda: sampler.has_news, 0.05)
@@ -103,11 +103,13 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
             freed += 1
             submit()
         if pipe.poll():
-            if pipe.recv() == "begin":
+            word = pipe.recv()
+            if word == "close":
+                break
+            if word == "begin":
                 begun = freed, time.process_time()
             else:
                 pipe.send([freed - begun[0], time.process_time() - begun[1]])
-                break
     door.close()
 
 
@@ -231,6 +233,8 @@ def measure(homes: int, clients: int, seconds: float) -> dict[str, Any]:
             took = time.monotonic() - began
             served = [received(pipe) for pipe in servers]
             asked = [received(pipe) for pipe in pipes]
+        for pipe in servers:  # when no client calls any more
+            pipe.send("close")
     return cell(f"homes {homes}", clients, took, sum(n for n, _ in served), served, asked)
 
 
