@@ -1,17 +1,12 @@
-"""Groups per second through the homes of workers, and CPU-seconds of a group, beside a peer.
+"""Groups per second through the homes of workers, and CPU-seconds of a group.
 
 python benchmarks/queues.py                                   # 1, 2, 4 homes; 1, 4, 16, 64 clients
 python benchmarks/queues.py --homes 1 --clients 4 --seconds=3 # a quick look
-python benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python --homes 1
 
 A group is 8 responses with tokens and log-probs of uneven lengths (lognormal, 200 tokens in the
 mean, 1,024 at most). A client claims a group at a home (ask), and puts its responses there (bring);
 the home's own task reads and frees them. Each home is a process, as a trainer is; clients are
-threads of up to 16 processes, and each asks the homes in turn. Ours sends versions and margins too.
-
-The peer (benchmarks/peers/transfer_queue.py, in an environment of its own) is TransferQueue, with a
-controller and two storage units as processes: a client puts a group, a second task claims it
-(get_meta), reads it (get_data) and frees it (clear_samples).
+threads of up to 16 processes, and each asks the homes in turn. Versions and margins go with them.
 
 Prints a line per cell: groups per second, CPU-ms of a group in all processes and in the busiest
 server, milliseconds of a client's cycle (median, 99th percentile). All processes share this
@@ -24,7 +19,6 @@ import json
 import multiprocessing
 import pathlib
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +38,6 @@ from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.workers.wire import Caller, Door
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 
-PEER = pathlib.Path(__file__).parent / "peers" / "transfer_queue.py"
 SAMPLES, MEAN, MOST = 8, 200, 1024
 MOST_PROCESSES = 16
 TOKEN = b"a token of thirty-two bytes or so"
@@ -60,12 +53,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured, per cell")
     parser.add_argument("--json", help="file for the cells")
-    parser.add_argument("--peer-python", help="Python of the peer's environment; default: no peer")
     return parser.parse_args()
 
 
 def lengths(draw: np.random.Generator) -> np.ndarray:
-    """Tokens of the responses of one group, [8]; benchmarks/peers/transfer_queue.py draws alike."""
+    """Tokens of the responses of one group, [8]."""
     drawn = draw.lognormal(np.log(MEAN) - 0.5, 1.0, SAMPLES)
     return np.clip(drawn, 1, MOST).astype(int)
 
@@ -74,7 +66,7 @@ def lengths(draw: np.random.Generator) -> np.ndarray:
 
 
 def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
-    """Serves groups until the pipe says stop; then sends [groups, CPU-seconds] of the window."""
+    """Serves groups until the pipe says close; sends [groups, CPU-seconds] of the window."""
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_lag=1)
     home = Home(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
@@ -94,7 +86,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     for _ in range(waiting):
         submit()
     pipe.send(door.port)
-    begun: tuple[int, float] | None = None
+    begun = 0, 0.0
     while True:
         with lock:
             lock.wait_for(lambda: sampler.has_news, 0.05)
@@ -103,11 +95,13 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
             freed += 1
             submit()
         if pipe.poll():
-            if pipe.recv() == "begin":
+            word = pipe.recv()
+            if word == "close":
+                break
+            if word == "begin":
                 begun = freed, time.process_time()
             else:
                 pipe.send([freed - begun[0], time.process_time() - begun[1]])
-                break
     door.close()
 
 
@@ -231,6 +225,8 @@ def measure(homes: int, clients: int, seconds: float) -> dict[str, Any]:
             took = time.monotonic() - began
             served = [received(pipe) for pipe in servers]
             asked = [received(pipe) for pipe in pipes]
+        for pipe in servers:  # when no client calls any more
+            pipe.send("close")
     return cell(f"homes {homes}", clients, took, sum(n for n, _ in served), served, asked)
 
 
@@ -253,15 +249,6 @@ def cell(
     }
 
 
-def measure_peer(python: str, clients: int, seconds: float) -> list[dict[str, Any]]:
-    """A cell of the peer."""
-    command = [python, str(PEER), f"--clients={clients}", f"--seconds={seconds}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    numbers = [found[key] for key in ("seconds", "groups", "servers", "clients")]
-    return [cell("TransferQueue", clients, *numbers)]
-
-
 def main() -> None:
     """Measures all cells and prints them."""
     options = arguments()
@@ -271,8 +258,6 @@ def main() -> None:
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     for clients in options.clients:
         found = [measure(homes, clients, options.seconds) for homes in options.homes]
-        if options.peer_python:
-            found += measure_peer(options.peer_python, clients, options.seconds)
         for one in found:
             print("| " + " | ".join(str(one[name]) for name in columns) + " |", flush=True)
         cells += found

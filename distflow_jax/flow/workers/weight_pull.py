@@ -291,7 +291,7 @@ class _Fetch:
         self.version, self._end = version, end
         self._relays = relays
         self._lock = threading.Lock()
-        self._out: set[str] = set()  # addresses that have failed
+        self._out: dict[str, str] = {}  # addresses that have failed, and why
         self._load: Counter[str] = Counter()
         self._having: dict[tuple[str, tuple[int, ...]], list[Source]] = {}
         for source, manifest in offers:
@@ -303,25 +303,23 @@ class _Fetch:
 
     def bring(self, path: str, chunk: ChunkSpec) -> tuple[bytes, str]:
         """(a chunk, the address that it is from); another process is asked where one fails."""
-        reason = ""
         while (source := self._choose(path, chunk)) is not None:
             try:
                 return self._from(source, path, chunk), source.address
             except (Refused, Unreachable) as error:
-                reason = str(error)
-                if time.monotonic() >= self._end:
-                    break
                 with self._lock:
                     new = source.address not in self._out
-                    self._out.add(source.address)
+                    self._out.setdefault(source.address, str(error))
+                if time.monotonic() >= self._end:
+                    break
                 if new:
                     log.warning(
                         "weights of version %d come no longer from %s: %s",
-                        *(self.version, source.address, reason),
+                        *(self.version, source.address, error),
                     )
-        raise Unreachable(
-            f"version {self.version} of the weights: nobody gives {path}: {reason or 'all failed'}"
-        )
+        with self._lock:
+            reasons = "; ".join(sorted(set(self._out.values())))
+        raise Unreachable(f"version {self.version} of the weights: nobody gives {path}: {reasons}")
 
     def _choose(self, path: str, chunk: ChunkSpec) -> Source | None:
         """A relay, or else the trainer that has been asked for the fewest bytes."""

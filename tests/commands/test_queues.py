@@ -1,0 +1,28 @@
+"""benchmarks/queues.py on this machine: groups pass through homes; the numbers mean nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_groups_pass_through_two_homes(tmp_path):
+    """Clients of several processes are answered by several homes (flow/homes/, flow/workers/)."""
+    flags = ["--homes=2", "--clients=4", "--seconds=1", f"--json={tmp_path / 'found.json'}"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/queues.py", *flags],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert found["groups_per_second"] > 0 and found["cpu_ms"] > found["cpu_ms_busiest"] > 0
+    assert 0 < found["p50_ms"] <= found["p99_ms"]
