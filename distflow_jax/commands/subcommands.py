@@ -306,8 +306,10 @@ WORKER = Subcommand(
     ),
     (
         "--config=tiny --join=runs/far --config.flow.workers=True --config.flow.max_lag=1",
-        "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100",
-        "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000",
+        "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 "
+        "--config.flow.workers=True --config.flow.max_lag=1",
+        "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 "
+        "--config.flow.workers=True --config.flow.max_lag=1",
     ),
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as

@@ -315,7 +315,8 @@ WORKER, *OTHER_WORKERS = [c for c in SHOWN if c[0] == "scripts/worker.py"]
 def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatch):
     """tests/runs/test_workers.py has those that do."""
     monkeypatch.setenv("DISTFLOW_TOKEN", "0123456789abcdef" * 2)
-    process = start(place, *command, *FLAGS, "--config.flow.workers=True")
+    flow = ("--config.flow.workers=True", "--config.flow.max_lag=1")
+    process = start(place, *command, *FLAGS, *flow)
     error = process.stderr.read()
     assert process.wait(60) == 2, error
     (join,) = [word.removeprefix("--join=") for word in command if word.startswith("--join=")]
