@@ -1,7 +1,5 @@
 """Images as data files name them: paths, bytes, data URIs. Nothing is fetched."""
 
-import base64
-import binascii
 import dataclasses
 import os
 import re
@@ -10,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.images.data_uris import bytes_of_uri
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.parsing.one_line import shown
 
-_URI = re.compile(r"data:(?P<kind>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:")
 _MOST_NEAR = 4096  # files of a folder among which the nearest name is sought
 
@@ -51,7 +49,7 @@ class ImageFolders:
                 f"'path', got {shown(value)}"
             )
         if value[:5].lower() == "data:":
-            return PictureFile(place, _bytes_of_uri(value, place))
+            return PictureFile(place, bytes_of_uri(value, place))
         return PictureFile(f"{place} ({shown(value)[1:-1]})", self._path(value, place))
 
     def _path(self, text: str, place: str) -> Path:
@@ -90,20 +88,6 @@ def check_root(root: str) -> None:
     """Raises FileNotFoundError if `data.image_root` names no folder; "" is none."""
     if root and not Path(root).expanduser().is_dir():
         raise FileNotFoundError(f"data.image_root {root!r} is not a folder: name one, or ''")
-
-
-def _bytes_of_uri(uri: str, place: str) -> bytes:
-    match = _URI.match(uri[:256])
-    if not match or ";base64" not in match["options"].lower():
-        raise ValueError(
-            f"{place}: a data URI must be like data:image/png;base64,..., got {shown(uri)}"
-        )
-    try:
-        return base64.b64decode("".join(uri[match.end() :].split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(
-            f"{place}: the data URI is not valid base64 ({error}): write it again"
-        ) from None
 
 
 def _near(path: Path) -> str:
