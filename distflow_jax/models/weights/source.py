@@ -17,10 +17,21 @@ import numpy as np
 
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
-from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families import (
+    gemma3,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    smolvlm,
+)
 from distflow_jax.models.families.hf_config import check_hf_config
 from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
+from distflow_jax.models.families.tower_config import PREPROCESSOR
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.file_hashes import (
@@ -49,7 +60,12 @@ _DENSE: dict[str, ModuleType] = {
 }
 _MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
 # module of each family, of each `model_type` of Hugging Face and `general.architecture` of GGUF
-FAMILIES = _DENSE | _MIXTURES
+_SEEING: dict[str, ModuleType] = {
+    "smolvlm": smolvlm,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
+FAMILIES = _DENSE | _MIXTURES | _SEEING
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
 _GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
 _WINDOWED = ("gemma3",)  # families with windows in some layers
@@ -337,7 +353,9 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
     family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
-    if family is gemma3 and "text_config" in raw:  # an image-text model
+    if config.vision is not None:
+        files = dataclasses.replace(files, tensors=family.own_names(files.tensors))
+    elif family is gemma3 and "text_config" in raw:  # an image-text model without its tower
         files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
     tokenizer = _tokenizer_of(family, config, folder)
     hashed = [*files.paths, folder / "config.json", folder / "tokenizer.json"]
@@ -353,6 +371,9 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
         raise FileNotFoundError(f"{spec}: {folder} has no config.json")
     raw = read_json_object(path)
     check_hf_config(raw, str(path))
+    pictures = folder / f"{PREPROCESSOR}.json"
+    if pictures.is_file():
+        raw[PREPROCESSOR] = read_json_object(pictures)
     return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
 
 
