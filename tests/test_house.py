@@ -45,6 +45,7 @@ INNER_FLOORS = {
         {"families"},
         {"."},
         {"vision"},
+        {"block_attention"},
         {"kernels", "chat"},
         {"attention"},
         {"remat"},

@@ -17,15 +17,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.vision.tower_params import tower_params
+from distflow_jax.models.vision.vision_config import VISION
 from distflow_jax.parallel.rules import sharding
 
 Network = DecoderConfig | ScalarModel
 
 
 EXPERT_PATHS = ("layers/gate", "layers/up", "layers/down")  # once per expert in a mixture
-
-
-VISION = "vision"  # of the tower's parameters
 
 
 @dataclasses.dataclass(frozen=True)

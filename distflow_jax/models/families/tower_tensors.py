@@ -16,8 +16,7 @@ from distflow_jax.models.families.tensors import (
     plain,
     transposed,
 )
-from distflow_jax.models.parameters import VISION
-from distflow_jax.models.vision.vision_config import VisionConfig
+from distflow_jax.models.vision.vision_config import VISION, VisionConfig
 
 T = TypeVar("T")
 

@@ -8,13 +8,14 @@ feature are neighbours: N = merge^2 M. Their squares are in any order.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
+from distflow_jax.models.vision.patch_attention import WHOLE, Form, Pairs, attend, chosen, pairs_of
 from distflow_jax.models.vision.patch_positions import grid_vectors, rotary_tables_2d, rotate_2d
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parallel.rules import constrain
@@ -34,6 +35,7 @@ def encode(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    form: Form = WHOLE,
 ) -> jax.Array:
     """Features of packed patches [B, M, W] in `dtype`; of one row without B, [M, W].
 
@@ -46,13 +48,17 @@ def encode(
       positions: int32 [B, N, 2], row and column of a patch in its image.
       segments: int32 [B, N], the patch's image in its row, from 1; 0 for padding.
       remat: the results that the backward pass recomputes, see remat.py.
+      form: attention by a mask or by tiles.
     """
     if segments.ndim == 1:
         rows = (patches[None], positions[None], segments[None])
-        return encode(c, params, *rows, dtype=dtype, remat=remat)[..., 0, :, :]
+        return encode(c, params, *rows, dtype=dtype, remat=remat, form=form)[..., 0, :, :]
     x = _shared(_embedded(c, params, patches, positions, segments, dtype))
     tables = rotary_tables_2d(c, positions) if c.traits.rotary else None
-    layer = rematerialised(functools.partial(_layer, c, (segments, positions), tables), remat)
+    every = near = pairs_of(segments, form)
+    if c.window:
+        near = pairs_of(window_segments(c, positions, segments), form)
+    layer = rematerialised(functools.partial(_layer, c, (every, near, form), tables), remat)
     features, start = [], 0
     for number, stop in enumerate([*(n + 1 for n in c.deepstack), c.num_layers]):
         window = jnp.asarray([c.window > 0 and n not in c.full_layers for n in range(start, stop)])
@@ -91,14 +97,14 @@ def _embedded(
 
 
 def _layer(
-    c: VisionConfig, places: tuple[jax.Array, jax.Array], tables: Any, x: jax.Array, inputs: Any
+    c: VisionConfig, related: tuple[Pairs, Pairs, Form], tables: Any, x: jax.Array, inputs: Any
 ) -> tuple[jax.Array, None]:
     """The residual stream [B, N, D] after a layer; `inputs` is (weights, has windows)."""
     w, windowed = inputs
-    segments, positions = places
-    if c.window:
-        segments = jnp.where(windowed, window_segments(c, positions, segments), segments)
-    x = x + _shared(_attention(c, w, _norm(c, x, w, "attention_norm"), segments, tables))
+    every, near, form = related
+    pairs = chosen(windowed, near, every) if c.window else every
+    h = _norm(c, x, w, "attention_norm")
+    x = x + _shared(_attention(c, w, h, tables, lambda q, k, v: attend(q, k, v, pairs, form)))
     x = x + _shared(_mlp(c, w, _norm(c, x, w, "mlp_norm")))
     return _shared(x), None
 
@@ -111,7 +117,11 @@ def window_segments(c: VisionConfig, positions: jax.Array, segments: jax.Array) 
 
 
 def _attention(
-    c: VisionConfig, w: Weights, h: jax.Array, segments: jax.Array, tables: Any
+    c: VisionConfig,
+    w: Weights,
+    h: jax.Array,
+    tables: Any,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     if c.traits.fused:
         qkv = _product("BND,DXAH->XBNAH", h, w, "qkv", heads=True)
@@ -124,9 +134,7 @@ def _attention(
     if tables is not None:
         q, k = rotate_2d(q, tables), rotate_2d(k, tables)
     q, k, v = (constrain(x, "batch", "length", "tower_heads", "head_dim") for x in (q, k, v))
-    query, key = segments[:, :, None], segments[:, None, :]
-    out = masked_attention(q, k, v, (query == key) & (query > 0))
-    return named(OUTPUT, _product("BNAH,AHD->BND", out, w, "output"))
+    return named(OUTPUT, _product("BNAH,AHD->BND", attend(q, k, v), w, "output"))
 
 
 def _mlp(c: VisionConfig, w: Weights, h: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
 from distflow_jax.parsing.one_line import shown
 
+VISION = "vision"  # of a tower's parameters in the tree of the model's
+
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
@@ -86,6 +88,7 @@ class VisionConfig:
     deepstack: tuple[int, ...] = ()  # layers after which features for the text model's first layers
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    frozen: bool = False  # no parameter of the tower is trained: training.freeze
     # what an image is before it is cut
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by colour
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
