@@ -347,6 +347,7 @@ def open_loader(run: RunPlan) -> Loader:
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,
         columns=config.data.columns,
+        image_root=config.data.image_root,
     )
     loader = Loader(
         dataset,
@@ -462,6 +463,7 @@ def load_eval_prompts(
         prompt_suffix=data.prompt_suffix,
         columns=columns,
         columns_key=columns_key,
+        image_root=data.image_root,
     )
     loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))
