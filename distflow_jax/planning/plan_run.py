@@ -44,7 +44,7 @@ from distflow_jax.flow.waves.streamed_nodes import (
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
 from distflow_jax.layout import STEP, Layout
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.weights.source import ModelSource, frozen_tower, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
@@ -250,6 +250,8 @@ def plan_run(
     if config.rollout.environment:
         load_environment(config.rollout.environment)
     source = open_source(config.model.source, **config.model.options())
+    if config.training.freeze == "vision":
+        source = frozen_tower(source)
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
     check_flow(
