@@ -140,6 +140,7 @@ class FileDataset:
                 if images and self.first_image_row is None:
                     self.first_image_row = int(self._starts[i]) + row
                 for image in images:
+                    image.check()
                     digest.update(str(image.bytes_on_disk()).encode())
         self.fingerprint = digest.hexdigest()
 

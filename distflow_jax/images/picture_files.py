@@ -166,11 +166,8 @@ def _check_header(opened: Any) -> None:
     width, height = opened.size
     if width * height > MOST_PIXELS:
         raise _Refused(_too_large(f"{width} x {height}, {width * height / 1e6:.0f}"))
-    frames = getattr(opened, "n_frames", 1)
-    if frames > 1 and opened.format not in STILL:
-        raise _Refused(
-            f"an animation or a document of {frames} pictures: save the one that is meant"
-        )
+    if getattr(opened, "is_animated", False) and opened.format not in STILL:
+        raise _Refused("an animation, or a document of several pages: save the one that is meant")
     if opened.mode == "F":
         raise _Refused("has floating-point pixels: save it with 8 or 16 bits")
     try:

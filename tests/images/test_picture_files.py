@@ -98,9 +98,9 @@ def bomb(width, height):
     )
 
 
-def animation():
+def animation(kind):
     frames = [Pillow.new("RGB", (8, 8), colour) for colour in (RED, WHITE)]
-    return written(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    return written(frames[0], kind, save_all=True, append_images=frames[1:])
 
 
 def of(content):
@@ -123,7 +123,13 @@ def cut(kind):
         (lambda: cut("WEBP"), "truncated or damaged: fetch|not a picture"),
         (lambda: cut("BMP"), "truncated or damaged: fetch"),
         (lambda: cut("TIFF"), "truncated or damaged: fetch|not a picture"),
-        (animation, "an animation or a document of 2 pictures: save the one"),
+        *(
+            (
+                lambda kind=kind: animation(kind),
+                "an animation, or a document of several pages: save",
+            )
+            for kind in ("GIF", "WEBP", "PNG", "TIFF")
+        ),
         (lambda: bomb(20_000, 10_000), "megapixels, more than 67: save a smaller"),
         (lambda: bomb(9_000, 9_000), "9000 x 9000, 81 megapixels, more than 67"),
         (lambda: bomb(10_000, 10_000), "megapixels, more than 67: save a smaller"),

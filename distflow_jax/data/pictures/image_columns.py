@@ -77,12 +77,11 @@ def place_images(
 ) -> tuple[str | list[dict[str, Any]], tuple[PictureFile, ...]]:
     """(the prompt with a part of type image at every place, the images in their order).
 
-    A prompt that is text keeps its `<image>`, of which each is a place. Every image's header is
-    checked here.
+    A prompt that is text keeps its `<image>`, of which each is a place. No file is opened.
 
     Raises:
-      ValueError: more or fewer places than images, an image in an assistant's turn, or a file that
-        is no image.
+      ValueError: more or fewer places than images, an image in an assistant's turn, or a path that
+        is not allowed or does not exist.
     """
     parts = _parts(prompt)
     if not parts and not column.values:
@@ -102,8 +101,6 @@ def place_images(
     images = tuple(
         folders.open(value, f"{place}, image {number}") for number, value in enumerate(values, 1)
     )
-    for image in images:
-        image.check()
     return prompt, images
 
 
