@@ -3,35 +3,14 @@
 import dataclasses
 
 import numpy as np
-import PIL.Image
 import pytest
 from support.seeing_models import CASES
 
 from distflow_jax.images.record import image_of
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.image_layout import image_layout, smart_size
-from distflow_jax.models.vision.resample import FILTERS, resize
 
-PILLOW = {
-    "bilinear": PIL.Image.Resampling.BILINEAR,
-    "bicubic": PIL.Image.Resampling.BICUBIC,
-    "lanczos": PIL.Image.Resampling.LANCZOS,
-}
 WORDS = Tokenizer.byte_level(300)
-
-
-@pytest.mark.parametrize("kind", FILTERS)
-def test_every_pixel_is_pillows(kind):
-    """Random, black-and-white and smooth pictures, smaller, larger and of one pixel."""
-    rng = np.random.default_rng(5)
-    sizes = [(1, 1), (1, 300), (13, 7), (28, 28), (150, 600), (301, 97)]
-    for number in range(60):
-        before, after = sizes[number % len(sizes)], rng.integers(1, 260, 2).tolist()
-        pixels = rng.integers(0, 256, (*before, 3), np.uint8)
-        if number % 3 == 0:
-            pixels = (pixels // 128 * 255).astype(np.uint8)
-        wanted = PIL.Image.fromarray(pixels).resize(after[::-1], PILLOW[kind])
-        np.testing.assert_array_equal(resize(pixels, *after, kind), np.asarray(wanted))
 
 
 def test_sizes_keep_the_ratio_and_the_bounds():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import PIL
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from support.paths import TESTS
@@ -22,8 +23,14 @@ from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.vision.patch_attention import Form
 from distflow_jax.parallel.rules import use_mesh
 
-GOLDEN = json.loads((TESTS / "golden" / "vision.json").read_text())["entries"]
+FILE = json.loads((TESTS / "golden" / "vision.json").read_text())
+GOLDEN = FILE["entries"]
 EACH = pytest.mark.parametrize("case", CASES)
+# versions of Pillow differ in the order of the passes of a resize
+SAME_PIXELS = pytest.mark.skipif(
+    PIL.__version__.split(".")[0] != FILE["versions"]["pillow"].split(".")[0],
+    reason="another Pillow resizes to other pixels",
+)
 WORDS = Tokenizer.byte_level(300)
 
 
@@ -67,6 +74,7 @@ def levels(case, features):
     return features if CASES[case].vision.deepstack else features[None]
 
 
+@SAME_PIXELS
 @EACH
 def test_pixels_are_those_of_transformers(case):
     c = CASES[case].vision
@@ -83,6 +91,7 @@ def test_pixels_are_those_of_transformers(case):
         assert hashlib.sha256(pixels.tobytes()).hexdigest() == golden["pixels"]
 
 
+@SAME_PIXELS
 @EACH
 @pytest.mark.parametrize("numbers", [(0,), (2, 0, 1)])
 def test_features_are_those_of_transformers(case, numbers):

@@ -51,10 +51,10 @@ CASES = {
     ),
     # windows of 4 x 4 patches in the first and last layer
     "qwen2_5_vl": DecoderConfig(
-        **_TEXT,
+        **_TEXT | {"head_dim": 8},
         **qwen2_5_vl.SWITCHES,
         family="qwen2_5_vl",
-        rope_sections=(2, 3, 3),
+        rope_sections=(1, 1, 2),
         vision=VisionConfig(
             "qwen2_5_vl",
             **_TOWER,

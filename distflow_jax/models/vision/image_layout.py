@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distflow_jax.images import pillow
 from distflow_jax.images.record import Image, ImagePatches, ImageSize
-from distflow_jax.models.vision.resample import resize
 from distflow_jax.models.vision.vision_config import VisionConfig
 
 _MOST_RATIO = 200  # of the sides, for Qwen's towers
@@ -24,7 +24,8 @@ _MARKERS = {
     "gemma3": "<start_of_image>",
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
 }
-_FILTERS = {"gemma3": "bilinear", "qwen2_5_vl": "bicubic", "qwen3_vl": "bicubic"}
+# Pillow's filters
+_FILTERS = {"gemma3": "BILINEAR", "qwen2_5_vl": "BICUBIC", "qwen3_vl": "BICUBIC"}
 _TILE = "<row_{row}_col_{column}>"
 _MOST_TILES = 12  # of a side with a token of their own
 
@@ -100,7 +101,7 @@ class FamilyLayout:
 
     @property
     def _filter(self) -> str:
-        return _FILTERS.get(self.config.family, "lanczos")
+        return _FILTERS.get(self.config.family, "LANCZOS")
 
     def _size(self, height: int, width: int, most: int) -> ImageSize:
         """The size with at most `most` features, or with the fewest possible; 0: no limit."""
@@ -147,6 +148,15 @@ class FamilyLayout:
             tokens += tiles.line if row < rows - 1 else tiles.last_line
         tokens += [*tiles.edge, *tiles.whole, *features, *tiles.edge]
         return ImageSize(rows * side, columns * side, tuple(tokens))
+
+
+def resize(pixels: np.ndarray, height: int, width: int, kind: str) -> np.ndarray:
+    """Pixels uint8 [H, W, 3] as [height, width, 3], by one of Pillow's filters."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    image = pillow.load()
+    filtered = getattr(image.Resampling, kind)
+    return np.asarray(image.fromarray(pixels).resize((width, height), filtered))
 
 
 def smart_size(
