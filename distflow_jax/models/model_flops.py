@@ -10,6 +10,8 @@ at the embeddings, once for the gradient of weights, which frozen weights do not
 import dataclasses
 import math
 
+import numpy as np
+
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.lora import is_adapter
 from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
@@ -34,6 +36,29 @@ def causal_pairs(length: int, window: int = 0) -> int:
     """Number of (query, key) pairs of one causal sequence; `window` 0 stands for no window."""
     near = min(length, window) if window else length
     return near * (near + 1) // 2 + (length - near) * near
+
+
+def with_patches(
+    work: Work, tower: VisionConfig, positions: np.ndarray, segments: np.ndarray
+) -> Work:
+    """The work with the patches of images added: positions int32 [N, 2], segments int32 [N].
+
+    Segment 0 is padding. Numbers are those of one row or chunk; call it for each.
+    """
+    positions, segments = positions[segments > 0], segments[segments > 0]
+    window = max(tower.window, 1)
+    places = np.column_stack([segments, positions // window])
+
+    def pairs(numbers: np.ndarray) -> int:
+        counts = np.unique(numbers, axis=0, return_counts=True)[1]
+        return int(np.sum(np.square(counts, dtype=np.int64)))
+
+    return dataclasses.replace(
+        work,
+        patches=work.patches + len(segments),
+        patch_pairs=work.patch_pairs + pairs(segments),
+        window_pairs=work.window_pairs + (pairs(places) if tower.window else 0),
+    )
 
 
 def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:

@@ -13,7 +13,12 @@ from support.seeing_models import CASES, FAMILY_MODULES, drawn_params
 from support.tiny_model import mesh_of
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import Work, forward_flops, training_flops
+from distflow_jax.models.model_flops import (
+    Work,
+    forward_flops,
+    training_flops,
+    with_patches,
+)
 from distflow_jax.models.parameters import num_params, param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
@@ -179,6 +184,19 @@ def test_bad_combinations_are_refused():
     with pytest.raises(ValueError, match="only Llama models can be exported"):
         qwen = open_model("random:qwen2?hidden=64&layers=2", vision="random:siglip").config
         written(None, qwen, {})
+
+
+def test_patches_are_counted_by_image_and_window():
+    """Two images of 6 x 4 and 2 x 2 patches in windows of 4: 16 and 8 of the first, 4."""
+    v = CASES["qwen2_5_vl"].vision
+    places = [
+        [(row, column) for row in range(h) for column in range(w)] for h, w in ((6, 4), (2, 2))
+    ]
+    positions = np.array([*places[0], *places[1], (0, 0)], np.int32)
+    segments = np.array([1] * 24 + [2] * 4 + [0], np.int32)
+    work = with_patches(Work(10, 4, 55, 0, 1, 1, 1), v, positions, segments)
+    assert (work.patches, work.patch_pairs) == (29, 1 + 24**2 + 4**2)
+    assert work.window_pairs == 1 + 16**2 + 8**2 + 4**2
 
 
 def test_flops_count_the_tower():

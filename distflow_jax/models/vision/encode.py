@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
 from distflow_jax.models.vision.patch_attention import WHOLE, Form, Pairs, attend, chosen, pairs_of
@@ -61,7 +62,8 @@ def encode(
     layer = rematerialised(functools.partial(_layer, c, (every, near, form), tables), remat)
     features, start = [], 0
     for number, stop in enumerate([*(n + 1 for n in c.deepstack), c.num_layers]):
-        window = jnp.asarray([c.window > 0 and n not in c.full_layers for n in range(start, stop)])
+        window = np.array([c.window > 0 and n not in c.full_layers for n in range(start, stop)])
+        window = jnp.asarray(window, bool)
         weights = jax.tree.map(lambda w, a=start, b=stop: w[a:b], params["layers"])
         x, _ = jax.lax.scan(layer, x, (weights, window))
         if number < len(c.deepstack):

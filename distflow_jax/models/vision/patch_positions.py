@@ -39,7 +39,8 @@ def grid_vectors(
     """Vectors [B, N, D] of the learned grid [grid^2, D] at the patches' places.
 
     Where sizes are free, the corners of an image lie on those of the grid, and the four nearest
-    vectors are weighed. `positions` int32 [B, N, 2], `segments` int32 [B, N].
+    vectors are weighed. A square picture has the grid's size. (transformers finds places by float32
+    fractions of a side, which is the same for sides of 14, 16, 26, 27 and 32.) `positions` int32 [B, N, 2], `segments` int32 [B, N].
     """
     if c.square:
         inside = jnp.clip(positions, 0, c.grid - 1)
