@@ -80,14 +80,12 @@ def features_of(model: Any, config: DecoderConfig, inputs: dict[str, Any]) -> li
     if config.family.startswith("qwen"):
         grid = torch.from_numpy(np.asarray(inputs["image_grid_thw"]))
         found = model.model.get_image_features(pixels, grid, return_dict=True)
-    elif config.family == "smolvlm":
-        found = model.model.get_image_features(pixels, return_dict=True)
     else:
         found = model.model.get_image_features(pixels, return_dict=True)
-    first = found.pooler_output
-    first = torch.cat(list(first)) if isinstance(first, list | tuple) else first
-    deep = getattr(found, "deepstack_features", None) or []
-    return [x.reshape(-1, x.shape[-1]).double().numpy() for x in (first, *deep)]
+    features = (found.pooler_output, *(getattr(found, "deepstack_features", None) or []))
+    # a tuple of tensors has one for each image
+    whole = [torch.cat(list(x)) if isinstance(x, list | tuple) else x for x in features]
+    return [x.reshape(-1, x.shape[-1]).double().numpy() for x in whole]
 
 
 def rounded(x: np.ndarray) -> list[Any]:

@@ -189,10 +189,8 @@ def test_bad_combinations_are_refused():
 def test_patches_are_counted_by_image_and_window():
     """Two images of 6 x 4 and 2 x 2 patches in windows of 4: 16 and 8 of the first, 4."""
     v = CASES["qwen2_5_vl"].vision
-    places = [
-        [(row, column) for row in range(h) for column in range(w)] for h, w in ((6, 4), (2, 2))
-    ]
-    positions = np.array([*places[0], *places[1], (0, 0)], np.int32)
+    places = [*np.ndindex(6, 4), *np.ndindex(2, 2), (0, 0)]
+    positions = np.array(places, np.int32)
     segments = np.array([1] * 24 + [2] * 4 + [0], np.int32)
     work = with_patches(Work(10, 4, 55, 0, 1, 1, 1), v, positions, segments)
     assert (work.patches, work.patch_pairs) == (29, 1 + 24**2 + 4**2)

@@ -40,7 +40,8 @@ def grid_vectors(
 
     Where sizes are free, the corners of an image lie on those of the grid, and the four nearest
     vectors are weighed. A square picture has the grid's size. (transformers finds places by float32
-    fractions of a side, which is the same for sides of 14, 16, 26, 27 and 32.) `positions` int32 [B, N, 2], `segments` int32 [B, N].
+    fractions of a side, which is the same for sides of 14, 16, 26, 27 and 32.) `positions` int32
+    [B, N, 2], `segments` int32 [B, N].
     """
     if c.square:
         inside = jnp.clip(positions, 0, c.grid - 1)
