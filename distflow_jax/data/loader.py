@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -364,3 +364,16 @@ class Loader:
             placed = self._place(row, example)
             return len(placed.tokens), placed.image_tokens, answer
         return len(self._tokenizer.encode_prompt(example.prompt)[1]), 0, answer
+
+
+def describe_dropped(reasons: Mapping[str, int]) -> str:
+    """The line about rows that were left out, `Loader.dropped_for`; by reason if images are one.
+
+    >>> describe_dropped({"prompt": 1, "images": 2})
+    '3 overlong prompts were dropped: 1 by their text, 2 by their images'
+    """
+    line = f"{sum(reasons.values())} overlong prompts were dropped"
+    if "images" not in reasons:
+        return line
+    words = {"prompt": "by their text", "images": "by their images", "answer": "by an answer"}
+    return f"{line}: {', '.join(f'{count} {words[why]}' for why, count in reasons.items())}"
