@@ -157,8 +157,8 @@ def test_gradients_of_packed_and_separate_images_are_equal(case):
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "smolvlm"])
 def test_tiles_give_the_features_and_gradients_of_the_mask(case):
     c, params, row = CASES[case].vision, params_of(case), packed(case, (0, 2), padding=4)
-    size = len(row[0])
-    assert size % 16 == 0, size
+    behind = -len(row[0]) % 16
+    row = tuple(np.pad(x, ((0, behind), *[(0, 0)] * (x.ndim - 1))) for x in row)
 
     def loss(params, form):
         return jnp.sum(jnp.sin(encode(c, params, *row, form=form)) * weight)
