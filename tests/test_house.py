@@ -36,11 +36,21 @@ FLOORS = [
     {"algorithms", "parallel", "data", "dag", "rewards"},
     {"programs"},
     {"batch", "layout", "user_functions"},
+    {"images"},
     {"did_you_mean", "parsing"},
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
-    "models": [{"weights"}, {"families"}, {"."}, {"kernels", "chat"}, {"attention"}, {"remat"}],
+    "models": [
+        {"weights"},
+        {"families"},
+        {"."},
+        {"vision"},
+        {"block_attention"},
+        {"kernels", "chat"},
+        {"attention"},
+        {"remat"},
+    ],
     "report": [
         {"live"},
         {"."},
@@ -74,6 +84,7 @@ OWNERS = {  # which rooms may import a package
     "mlflow": {"report"},
     "trackio": {"report"},
     "grain": {"data"},
+    "PIL": {"images"},
     "difflib": {"did_you_mean"},
 }
 FORBIDDEN = {"torch", "ray", "vllm", "tensorflow"}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.data.loader import describe_dropped
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
@@ -96,7 +97,7 @@ def describe_run(
     if is_first:
         progress.introduce_in_cell(title, prepared.table(), text, terminal)
         if prepared.loader.dropped:
-            log.warning("%d overlong prompts were dropped", prepared.loader.dropped)
+            log.warning("%s", describe_dropped(prepared.loader.dropped_for))
 
 
 def describe_start(runtime: Runtime, terminal: Terminal, folder: pathlib.Path, step: int) -> None:
