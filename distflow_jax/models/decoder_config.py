@@ -178,6 +178,10 @@ class DecoderConfig:
     sliding_window: int = 0  # tokens that a layer with a window attends to; 0: no such layer
     full_every: int = 0  # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
     rope_local_theta: float = 10_000.0  # in layers with a window
+    # pairs of a head that rotate by time, by row and by column of an image; (): by one position
+    rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False  # the three take turns, as in Qwen3-VL; False: three blocks
+    image_both_ways: bool = False  # tokens of one image attend to each other: Gemma 3
 
     def __post_init__(self):
         may_be_none = (
@@ -228,6 +232,13 @@ class DecoderConfig:
             raise ValueError(
                 f"model full_every={self.full_every} has no effect without a sliding_window; set "
                 "sliding_window or full_every=0"
+            )
+        if self.rope_sections and (
+            len(self.rope_sections) != 3 or sum(self.rope_sections) * 2 != self.head_dim
+        ):
+            raise ValueError(
+                f"model rope_sections={self.rope_sections} must be three numbers of pairs whose "
+                f"sum is half of head_dim={self.head_dim}"
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
