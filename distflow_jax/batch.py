@@ -11,13 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from distflow_jax.images.record import Image
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A prompt of the loader.
 
     `counter` is the place in the global order of the run, the first half of the uids of all
-    responses. `row` is the place in the data set. `tokens` int32 [P].
+    responses. `row` is the place in the data set. `tokens` int32 [P]. `patch` int32 [P] says where
+    images stand: which feature of the prompt's images is at a position, numbered over all of them
+    in their order, and -1 for text. It is None exactly where there are no images.
     """
 
     counter: int
@@ -30,6 +34,8 @@ class Prompt:
     expected_length: float = 0.0  # tokens of a response, as far as known; long ones start first
     answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
     expected_spread: float = 0.0  # of the scores of its responses, as far as known
+    images: tuple[Image, ...] = ()
+    patch: np.ndarray | None = None
 
 
 @dataclasses.dataclass

@@ -35,6 +35,7 @@ FLOORS = [
     {"algorithms", "parallel", "data", "dag", "rewards"},
     {"programs"},
     {"batch", "layout", "user_functions"},
+    {"images"},
     {"did_you_mean", "parsing"},
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
@@ -72,6 +73,7 @@ OWNERS = {  # which rooms may import a package
     "mlflow": {"report"},
     "trackio": {"report"},
     "grain": {"data"},
+    "PIL": {"images"},
     "difflib": {"did_you_mean"},
 }
 FORBIDDEN = {"torch", "ray", "vllm", "tensorflow"}
