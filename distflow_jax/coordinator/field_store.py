@@ -52,6 +52,7 @@ class FieldStore:
     done: frozenset[str] = frozenset()
     # bytes received in this step, by field
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
+    images_encoded: int = 0  # in the trainer's rows: once per row and image of a prompt there
 
     @classmethod
     def of_step(

@@ -181,7 +181,6 @@ class DecoderConfig:
     # pairs of a head that rotate by time, by row and by column of an image; (): by one position
     rope_sections: tuple[int, ...] = ()
     rope_interleaved: bool = False  # the three take turns, as in Qwen3-VL; False: three blocks
-    image_both_ways: bool = False  # tokens of one image attend to each other: Gemma 3
 
     def __post_init__(self):
         may_be_none = (
@@ -255,6 +254,11 @@ class DecoderConfig:
                 f"lora.rank={self.lora.rank} must be from 1 to {widest}, the smaller of the "
                 "model's hidden_size and mlp_size"
             )
+
+    @property
+    def image_both_ways(self) -> bool:
+        """Whether tokens of one image attend to each other, also to later ones: Gemma 3."""
+        return self.vision is not None and self.vision.family == "gemma3"
 
     @property
     def windowed(self) -> tuple[bool, ...]:

@@ -10,9 +10,11 @@ from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
+from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
+from distflow_jax.models.vision.patch_room import patch_room
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig, MeshSizes, Submesh, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
@@ -135,6 +137,7 @@ def derive_sizes(
             dtype,
             chunks,
             min(m.context for m in meshes),
+            model.image_both_ways,
         ),
     )
     return Sizes(
@@ -144,7 +147,9 @@ def derive_sizes(
         sampler_hosts=hosts,
         sampler_submesh=submesh,
         sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
-        packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
+        packing=_with_images(
+            _packing(config, graph, mini_prompts, (micro, together), mesh, roles), config, model
+        ),
         engine=_engine_config(config, model, of_samplers, dtype, hosts),
         forward=_forward_config(
             training,
@@ -158,7 +163,31 @@ def derive_sizes(
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
-        wave=_wave_packing(config, graph, (micro, together), mesh, roles),
+        wave=_with_images(
+            _wave_packing(config, graph, (micro, together), mesh, roles), config, model
+        ),
+    )
+
+
+def _with_images(
+    packing: PackingPlan | None, config: Config, model: DecoderConfig
+) -> PackingPlan | None:
+    """The packing with the patches beside its rows, where the model has a tower."""
+    if packing is None or model.vision is None:
+        return packing
+    return dataclasses.replace(packing, images=_images(config, model, config.training.row_tokens))
+
+
+def _images(config: Config, model: DecoderConfig, features: int) -> PatchSizes | None:
+    """Room for images of so many features together; None for a model without a tower."""
+    if model.vision is None:
+        return None
+    return patch_room(
+        model.vision,
+        features,
+        longest=config.data.max_prompt_length,
+        image_tokens=config.data.image_tokens,
+        rotary=bool(model.rope_sections),
     )
 
 
@@ -325,6 +354,7 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
         record_experts=config.training.router_replay,
+        images=_images(config, model, max(data.max_prompt_length, rollout.prefill_tokens)),
     )
     check_speculation(engine)
     check_prefix_cache(engine)
