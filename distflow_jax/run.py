@@ -417,7 +417,7 @@ class Run:
         """Metrics of the step's samples over all processes. Collective."""
         loader, state = self.prepared.loader, self.state
         with processes.coordinating():
-            table = gather_table(samples)
+            table = gather_table(samples, images=loader.sees)
             metrics = batch_metrics(table, self.held.tokens_per_rank())
             metrics |= self.utilization.metrics(state.step, self.held)
             if self.config.flow.ahead:

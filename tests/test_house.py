@@ -40,7 +40,16 @@ FLOORS = [
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
-    "models": [{"weights"}, {"families"}, {"."}, {"kernels", "chat"}, {"attention"}, {"remat"}],
+    "models": [
+        {"weights"},
+        {"families"},
+        {"."},
+        {"vision"},
+        {"block_attention"},
+        {"kernels", "chat"},
+        {"attention"},
+        {"remat"},
+    ],
     "report": [
         {"live"},
         {"."},

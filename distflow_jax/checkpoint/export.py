@@ -32,7 +32,8 @@ from distflow_jax.models.weights.source import ModelSource, open_model
 
 _POLICY = "actor"  # the default model
 _MAX_LISTED = 4  # parameters named in an error
-_YARN = ("yarn_factor", "yarn_positions")  # keys of `model` in config.json, and of open_model
+# keys of `model` in config.json, and of open_model
+_OPTIONS = ("yarn_factor", "yarn_positions", "vision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
     try:
         config = json.loads(path.read_text("utf-8"))["model"]
         named = config["source"]
-        options = {key: config[key] for key in _YARN if key in config}
+        options = {key: config[key] for key in _OPTIONS if key in config}
         cache = config.get("cache_dir") or None
     except (ValueError, KeyError, TypeError) as error:
         if spec:

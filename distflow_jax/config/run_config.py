@@ -40,6 +40,9 @@ class ModelSourceConfig:
     # factor by which YaRN extends the model's positions; 1: as its own files say
     yarn_factor: float = 1.0
     yarn_positions: int = 0  # positions before YaRN's extension; 0: all that the model has
+    # a new tower with random weights for a text model: random:siglip?hidden=192&layers=6&patch=8;
+    # "none" drops Gemma 3's; "": the tower of the model's own files, if any
+    vision: str = ""
 
     def __post_init__(self):
         if not self.yarn_factor >= 1:
@@ -56,6 +59,7 @@ class ModelSourceConfig:
             "cache_dir": self.cache_dir or None,
             "yarn_factor": self.yarn_factor,
             "yarn_positions": self.yarn_positions,
+            **({"vision": self.vision} if self.vision else {}),
         }
 
 

@@ -21,29 +21,39 @@ class StepTable:
     response: np.ndarray  # tokens
     finished: np.ndarray  # 1 or 0; NaN where the graph has no such field
     score: np.ndarray  # NaN where nothing is scored
+    images: np.ndarray | None = None  # of the prompt; None where the model takes none
+    shrunk: np.ndarray | None = None  # of these, those that data.image_tokens made smaller
 
 
-def gather_table(samples: Samples) -> StepTable:
-    """All processes' samples as one table, equal on every process. Collective."""
+def gather_table(samples: Samples, *, images: bool = False) -> StepTable:
+    """All processes' samples as one table, equal on every process. Collective.
+
+    `images`: whether the model takes images, the same on every process.
+    """
     nothing = np.full(len(samples), np.nan)
+    counted = [
+        (len(p.images), sum(image.shrunk for image in p.images)) if images else ()
+        for p in samples.prompt
+    ]
     local = np.array(
         [
-            [*uid, len(p.tokens), len(r), float(done), float(score)]
-            for uid, p, r, done, score in zip(
+            [*uid, len(p.tokens), len(r), float(done), float(score), *seen]
+            for uid, p, r, done, score, seen in zip(
                 samples.uid.tolist(),
                 samples.prompt,
                 samples.response,
                 samples.fields.get("finished", nothing),
                 samples.fields.get("score", nothing),
+                counted,
                 strict=True,
             )
         ],
         np.float64,
-    ).reshape(-1, 6)
+    ).reshape(-1, 8 if images else 6)
     table = np.concatenate(processes.all_gather_ragged(local))
     # by uid: sums in another order would differ in the last bit from layout to layout
-    counter, _, prompt, response, finished, score = table[np.lexsort(table.T[1::-1])].T
-    return StepTable(counter, prompt, response, finished, score)
+    counter, _, *columns = table[np.lexsort(table.T[1::-1])].T
+    return StepTable(counter, *columns)
 
 
 def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, float]:
@@ -54,12 +64,27 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     total = table.prompt + table.response
     finished = table.finished[~np.isnan(table.finished)]
     cut = {"response_length/clip_ratio": float(1.0 - finished.mean())} if len(finished) else {}
-    return cut | {
-        **summarize("critic/score", table.score[~np.isnan(table.score)]),
-        **summarize("response_length", table.response),
-        **summarize("prompt_length", table.prompt),
-        **summarize("global_seqlen", total),
-        "global_seqlen/balanced_min": float(tokens_per_rank.min()),
-        "global_seqlen/balanced_max": float(tokens_per_rank.max()),
-        "perf/total_num_tokens": float(total.sum()),
+    return (
+        cut
+        | _image_metrics(table)
+        | {
+            **summarize("critic/score", table.score[~np.isnan(table.score)]),
+            **summarize("response_length", table.response),
+            **summarize("prompt_length", table.prompt),
+            **summarize("global_seqlen", total),
+            "global_seqlen/balanced_min": float(tokens_per_rank.min()),
+            "global_seqlen/balanced_max": float(tokens_per_rank.max()),
+            "perf/total_num_tokens": float(total.sum()),
+        }
+    )
+
+
+def _image_metrics(table: StepTable) -> dict[str, float]:
+    """Images of the step's prompts, each prompt counted once."""
+    if table.images is None or table.shrunk is None:
+        return {}
+    first = np.unique(table.counter, return_index=True)[1]
+    return {
+        "data/images": float(table.images[first].sum()),
+        "data/images_shrunk": float(table.shrunk[first].sum()),
     }

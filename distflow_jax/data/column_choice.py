@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from distflow_jax.data.pictures.image_columns import CONVERSATIONS, IMAGE_COLUMNS
 from distflow_jax.data.row_checks import listed
 from distflow_jax.did_you_mean import hint, nearest
 
@@ -22,14 +23,16 @@ COLUMNS = (
     "data_source",
     "ability",
     "extra_info",
-    "images",
+    *IMAGE_COLUMNS,
+    CONVERSATIONS,
 )
 
 # Columns of which one is read: the others of a file would compete with one that is chosen.
 FAMILIES = (
-    {"prompt", "messages", "question"},
+    {"prompt", "messages", "question", CONVERSATIONS},
     {"reward_model", "ground_truth", "answer", "solution"},
     {"completion", "chosen"},
+    set(IMAGE_COLUMNS),
 )
 
 

@@ -21,17 +21,19 @@ def open_dataset(
     prompt_suffix: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
     columns_key: ColumnsKey = TRAINING,
+    image_root: str = "",
 ) -> Dataset:
     """Opens and checks a whole data set.
 
     Args:
       spec: a `.jsonl`, `.json` (lines or one array), `.parquet`, `.arrow` or `.feather` file; a
         folder or glob pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
-        `task:arithmetic?digits=2&...`; `reasoning_gym:NAME?...`.
+        `task:NAME?option=value&...`; `reasoning_gym:NAME?...`.
       system_prompt: system message before every question of question/answer rows and tasks.
       prompt_suffix: text after every such question, e.g. " Answer with just the number."
       columns: {column that this package reads: its name in the file}, see column_choice.py.
       columns_key: the config key of `columns`, for error messages.
+      image_root: folder of the images of files, `data.image_root`; "": beside the data file.
 
     Raises:
       FileNotFoundError: there is no such file or data set.
@@ -39,7 +41,7 @@ def open_dataset(
         option is wrong.
     """
     wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
-    choice = {"columns": columns, "columns_key": columns_key}
+    choice = {"columns": columns, "columns_key": columns_key, "image_root": image_root}
     kind, colon, _ = spec.partition(":")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")

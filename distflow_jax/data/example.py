@@ -3,7 +3,11 @@
 import dataclasses
 from typing import Any, Protocol
 
-Message = dict[str, str]  # {"role": "user", "content": "What is 2 + 3?"}
+from distflow_jax.images.picture_files import ImageSource
+
+# {"role": "user", "content": "What is 2 + 3?"}; the content of one with images is a list of parts,
+# {"type": "text", "text": ...} and {"type": "image"}
+Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +17,8 @@ class Example:
     `prompt` is plain text, or chat messages for the tokenizer's chat template. `ground_truth` is
     passed to the reward function, which decides its type. `extra_info` holds all columns without a
     field of their own. `chosen` and `rejected` are the two answers of a preference pair; a
-    demonstration (TRL's `messages`, `completion`) has only `chosen`.
+    demonstration (TRL's `messages`, `completion`) has only `chosen`. `images` stand in the prompt's
+    parts of type image, in their order; in a prompt that is text, at its `<image>`.
     """
 
     prompt: str | list[Message]
@@ -23,17 +28,20 @@ class Example:
     ability: str = ""
     chosen: str | list[Message] | None = None
     rejected: str | list[Message] | None = None
+    images: tuple[ImageSource, ...] = ()
 
 
 class Dataset(Protocol):
     """Random access to examples. Reading a row twice gives equal examples, from any thread.
 
     `fingerprint` depends on the content: it changes with any row, but not when a file is moved.
-    `name` names the data in messages.
+    `name` names the data in messages. `first_image_row` is the first row with an image, None
+    without any.
     """
 
     name: str
     fingerprint: str
+    first_image_row: int | None
 
     def __len__(self) -> int: ...
 

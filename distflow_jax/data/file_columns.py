@@ -12,7 +12,9 @@
 | question, ground_truth ..   | a user's chat message      | as above                            |
 | question, chosen [, rej..]  | a user's chat message      | as above                            |
 | chosen, rejected            | their common beginning     | as above                            |
+| conversations               | as messages (MM-Eureka)    | as above                            |
 
+Images of `images`, `image` or `image_urls`, and of parts of messages: pictures/image_columns.py.
 A `completion` beside a prompt, messages or a question is `chosen`. A row has one answer: a
 completion beside `chosen`, or either of them beside another last turn of the assistant's, is an
 error. A text `prompt` beside two whole conversations must be the content of a message of their
@@ -24,12 +26,20 @@ common beginning, which then is the prompt, with its roles.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey, chosen_columns
 from distflow_jax.data.example import Example, Message, instruction
 from distflow_jax.data.implicit_prompts import is_conversation, split_pair
+from distflow_jax.data.pictures.image_columns import (
+    IMAGE_COLUMNS,
+    check_answers,
+    place_images,
+    take_images,
+)
+from distflow_jax.data.pictures.image_paths import ImageFolders
 from distflow_jax.data.row_checks import (
     bad_value,
     checked_prompt,
@@ -52,8 +62,9 @@ CLAIMED_COLUMNS = {
     "reward_model",
     "ground_truth",
     "extra_info",
-    "images",
+    *IMAGE_COLUMNS,
 }
+HERE = ImageFolders(Path("."))
 NUMBER_WITH_COMMAS = re.compile(r"-?\$?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 
 
@@ -66,6 +77,7 @@ def example_from_row(
     prompt_suffix: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
     columns_key: ColumnsKey = TRAINING,
+    folders: ImageFolders = HERE,
 ) -> Example:
     """Converts and checks one row.
 
@@ -77,6 +89,7 @@ def example_from_row(
         prompts are complete.
       columns: {name that this module knows: name in the file}, `data.columns`.
       columns_key: the config key of `columns`, for error messages.
+      folders: where the row's images may lie.
 
     Raises:
       ValueError: the row does not fit the schema.
@@ -85,8 +98,8 @@ def example_from_row(
         raise ValueError(f"{place}: expected an object with columns, got {shown(row)}")
     row = chosen_columns(row, columns, place, columns_key)
     row = {column: value for column, value in row.items() if value is not None}
-    if row.get("images"):
-        raise bad_value(place, "images", "image prompts are not supported by the text models")
+    row, image_column = take_images(row, place)
+    check_answers(row, place)
     if "rejected" in row and "chosen" not in row:
         hint = column_hint(["chosen"], row, columns_key.changes)
         raise bad_value(place, "chosen", f"missing, although there is a 'rejected'; {hint}")
@@ -99,6 +112,7 @@ def example_from_row(
     prompt, chosen, rejected, fallback_truth = _prompt_and_answers(row, place, columns_key.changes)
     if asked:
         prompt = instruction(prompt, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
+    prompt, images = place_images(prompt, image_column, folders, place)
     answer_column = "completion" if "completion" in row else "chosen"
     for column, value in ((answer_column, chosen), ("rejected", rejected)):
         if value is not None and value != "":  # an empty answer is an end token
@@ -112,6 +126,7 @@ def example_from_row(
         ability=checked_text(row["ability"], place, "ability") if row.get("ability") else "",
         chosen=chosen,
         rejected=rejected,
+        images=images,
     )
 
 
@@ -131,7 +146,7 @@ def _prompt_and_answers(row: dict[str, Any], place: str, key: str) -> tuple[Any,
         )
     given = row.get("completion", chosen)
     if "prompt" in row:
-        prompt = checked_prompt(row["prompt"], place, "prompt")
+        prompt = checked_prompt(row["prompt"], place, "prompt", parts=True)
         if isinstance(prompt, str) and is_conversation(chosen) and is_conversation(rejected):
             return *_split_pair_of_prompt(prompt, chosen, rejected, place), None
         return prompt, given, rejected, None
@@ -215,11 +230,14 @@ def _extra_info(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | None]:
     """(messages before the last assistant turn, that turn's text or None) of a conversation."""
-    checked_prompt(messages, place, "messages")
+    checked_prompt(messages, place, "messages", parts=True)
     if isinstance(messages, str):
         raise bad_value(place, "messages", "expected a list of messages, got text")
     if messages[-1]["role"] != "assistant":
         return messages, None
     if len(messages) == 1:
         raise bad_value(place, "messages", "an assistant's turn with no question before it")
+    if not isinstance(messages[-1]["content"], str):
+        problem = "ends with an assistant's turn that has an image: a policy writes text alone"
+        raise bad_value(place, "messages", problem)
     return messages[:-1], messages[-1]["content"]

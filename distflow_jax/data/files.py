@@ -17,6 +17,7 @@ from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import JsonLinesReader, json_reader
+from distflow_jax.data.pictures.image_paths import check_root, image_folders
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.parsing.one_line import one_line
 
@@ -99,7 +100,8 @@ class FileDataset:
     """Rows of one or more files in order; all rows are checked when the data set is opened.
 
     The fingerprint hashes the bytes of all files in order, which the check reads anyway, and the
-    prompt options and the chosen columns, which are part of the rows; not the files' names.
+    prompt options and the chosen columns, which are part of the rows, and the sizes of the images'
+    files; not the files' names.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class FileDataset:
         prompt_suffix: str = "",
         columns: Mapping[str, str] = MappingProxyType({}),
         columns_key: ColumnsKey = TRAINING,
+        image_root: str = "",
     ):
         self.name = name
         wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
@@ -123,15 +126,23 @@ class FileDataset:
         for path in paths:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-        self.fingerprint = digest.hexdigest()
+        check_root(image_root)
+        self._folders = [image_folders(path, image_root) for path in paths]
         self._readers: list[Reader] = [READERS[path.suffix](path) for path in paths]
         # starts[i] is the row of the data set at which file i begins
         self._starts = np.cumsum([0, *map(len, self._readers)])
         if not len(self):
             raise ValueError(f"{name} has no rows")
+        self.first_image_row: int | None = None
         for i, reader in enumerate(self._readers):
             for row, values in enumerate(reader.rows()):
-                self._example(i, row, values)
+                images = self._example(i, row, values).images
+                if images and self.first_image_row is None:
+                    self.first_image_row = int(self._starts[i]) + row
+                for image in images:
+                    image.check()
+                    digest.update(str(image.bytes_on_disk()).encode())
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -157,6 +168,7 @@ class FileDataset:
             values,
             self._readers[i].place(row),
             data_source=self._data_sources[i],
+            folders=self._folders[i],
             **self._options,
         )
 

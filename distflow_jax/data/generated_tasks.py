@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from distflow_jax.data.drawn.bar_charts import Charts
+from distflow_jax.data.drawn.digits import Digits
+from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.spec import parse_spec
 from distflow_jax.did_you_mean import nearest
@@ -52,6 +55,10 @@ class Arithmetic:
     def name(self) -> str:
         """Name of the data in messages."""
         return "task:arithmetic"
+
+    @property
+    def first_image_row(self) -> None:
+        """No row has an image."""
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +144,12 @@ def _random_words(key: str, count: int) -> Iterator[int]:
     return (int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8))
 
 
-TASKS: dict[str, Callable[..., Dataset]] = {"arithmetic": Arithmetic}
+TASKS: dict[str, Callable[..., Dataset]] = {
+    "arithmetic": Arithmetic,
+    "shapes": Shapes,
+    "digits": Digits,
+    "charts": Charts,
+}
 
 
 def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") -> Dataset:

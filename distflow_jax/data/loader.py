@@ -10,9 +10,10 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.data.column_choice import check_choice
-from distflow_jax.data.example import Dataset, Message
+from distflow_jax.data.example import Dataset, Example, Message
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.images.placing import Placed, SeeingTokenizer, read_image, size_in_layout
 
 OVERLONG = ("error", "drop", "truncate_left")
 
@@ -36,9 +37,14 @@ class DataConfig:
     epochs: int = 0  # times that every prompt is issued; 0: until the steps are done
     system_prompt: str = ""  # system message before each question of tasks and question data
     prompt_suffix: str = ""  # text after each question of tasks and question data
+    # features that one image may take in a prompt; larger images are shrunk as their family does
+    image_tokens: int = 256
+    # folder of the images that files name; '': the data file's own, which no path may leave
+    image_root: str = ""
 
     def __post_init__(self):
-        for name, least in (("prompts_per_step", 1), ("max_prompt_length", 1), ("epochs", 0)):
+        limits = {"prompts_per_step": 1, "max_prompt_length": 1, "epochs": 0, "image_tokens": 1}
+        for name, least in limits.items():
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"data.{name} must be at least {least}, got {value}")
@@ -82,7 +88,9 @@ class Loader:
 
     Attributes:
       position: counter of the next prompt.
+      sees: whether the model takes images.
       dropped: number of rows that `overlong="drop"` left out.
+      dropped_for: the same by reason: "prompt", "images" (its text alone would fit), "answer".
       rows: int64 [N], the rows of the data set that are issued.
       lengths: expected response lengths by row of the data set; `observe` feeds them.
       spreads: 1 + the expected spread of scores by row; `observe_scores` feeds them.
@@ -100,15 +108,18 @@ class Loader:
         max_answer: int = 0,
         observed_lag: int = 1,
     ):
-        """`answers`: answers read from each row (1: `chosen`; 2: `rejected` too), of up to
-        `max_answer` tokens each. `observed_lag`: see LengthEstimates."""
+        """`tokenizer` is a SeeingTokenizer where the model takes images. `answers`: answers read
+        from each row (1: `chosen`; 2: `rejected` too), of up to `max_answer` tokens each.
+        `observed_lag`: see LengthEstimates."""
         self._answers, self._max_answer = answers, max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._config = config
         self._seed = seed
         self._share = share or SamplerShare()
+        self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
+        self.dropped_for: dict[str, int] = {}
         self.rows = self._rows_in_limit()
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset), observed_lag)
@@ -223,7 +234,15 @@ class Loader:
         """The prompt that a counter issues."""
         row = self.row(counter)
         example = self._dataset[row]
-        text, tokens = self._tokenizer.encode_prompt(example.prompt)
+        seen: dict[str, Any] = {}
+        if example.images:
+            placed, cut = self._place(row, example).last(self._config.max_prompt_length)
+            text, tokens = placed.text, placed.tokens
+            layout = self._seeing(row).layout
+            images = tuple(read_image(source, layout) for source in example.images[cut:])
+            seen = {"images": images, "patch": placed.patch} if images else {}
+        else:
+            text, tokens = self._tokenizer.encode_prompt(example.prompt)
         return Prompt(
             counter=counter,
             row=row,
@@ -234,7 +253,24 @@ class Loader:
             extra_info=example.extra_info,
             expected_length=expected_length,
             answers=tuple(a[: self._max_answer] for a in self._encoded_answers(row)),
+            **seen,
         )
+
+    def _seeing(self, row: int) -> SeeingTokenizer:
+        if isinstance(self._tokenizer, SeeingTokenizer):
+            return self._tokenizer
+        raise ValueError(
+            f"{self._dataset.place(row)}: has images, and the model has no vision tower: choose a "
+            "model.source that sees images, or rows without them"
+        )
+
+    def _place(self, row: int, example: Example) -> Placed:
+        tokenizer = self._seeing(row)
+        sizes = [size_in_layout(source, tokenizer.layout) for source in example.images]
+        try:
+            return tokenizer.place(example.prompt, sizes)
+        except ValueError as error:
+            raise ValueError(f"{self._dataset.place(row)}: {error}") from None
 
     def _encoded_answers(self, row: int) -> list[np.ndarray]:
         """Tokens of the row's answers: none, the better one, or the better and the worse one."""
@@ -261,8 +297,11 @@ class Loader:
         dataset, config = self._dataset, self._config
         rows = np.arange(len(dataset), dtype=np.int64)
         if config.overlong == "truncate_left" and not self._answers:
+            if dataset.first_image_row is not None:
+                for row in rows:
+                    self._lengths(row)  # an image may be one that its family refuses
             return rows
-        prompts, answers = np.array([self._lengths(row) for row in rows], np.int64).T
+        prompts, images, answers = np.array([self._lengths(row) for row in rows], np.int64).T
         if config.overlong == "truncate_left":
             return rows
         limits = (
@@ -273,24 +312,36 @@ class Loader:
             overlong = lengths > limit
             if config.overlong == "error" and overlong.any():
                 row = int(overlong.argmax())
+                of_images, fix = "", ""
+                if what == "prompt" and images[row]:
+                    of_images = f", {images[row]} of them for its images"
+                    fix = ", lower data.image_tokens"
                 raise ValueError(
-                    f"{dataset.place(row)}: the {what} has {lengths[row]} tokens, more "
+                    f"{dataset.place(row)}: the {what} has {lengths[row]} tokens{of_images}, more "
                     f"than {name} {limit} ({overlong.sum()} of {len(dataset)} rows do, the longest "
-                    f"{lengths.max()}); raise that, or set data.overlong to drop or truncate_left"
+                    f"{lengths.max()}); raise that{fix}, or set data.overlong to drop or "
+                    "truncate_left"
                 )
             if overlong.all():
                 raise ValueError(
                     f"{dataset.name}: all {len(dataset)} {what}s have more tokens than {name} "
                     f"{limit}, the shortest {lengths.min()}"
                 )
-        keep = prompts <= config.max_prompt_length
-        if self._answers:
-            keep &= answers <= self._max_answer
+        by_text = prompts - images > config.max_prompt_length
+        by_images = ~by_text & (prompts > config.max_prompt_length)
+        by_answer = ~by_text & ~by_images & (answers > self._max_answer) & bool(self._answers)
+        reasons = {"prompt": by_text, "images": by_images, "answer": by_answer}
+        self.dropped_for = {why: int(which.sum()) for why, which in reasons.items() if which.any()}
+        keep = ~(by_text | by_images | by_answer)
         if not keep.any():
             raise ValueError(f"{dataset.name}: no row has a prompt and answers within the limits")
         return rows[keep]
 
-    def _lengths(self, row: int) -> tuple[int, int]:
-        """Tokens of a row's prompt, and of the longest answer that is read."""
-        prompt = len(self._tokenizer.encode_prompt(self._dataset[row].prompt)[1])
-        return prompt, max((len(a) for a in self._encoded_answers(row)), default=0)
+    def _lengths(self, row: int) -> tuple[int, int, int]:
+        """Tokens of a row's prompt, of these for images, and of the longest answer that is read."""
+        example = self._dataset[row]
+        answer = max((len(a) for a in self._encoded_answers(row)), default=0)
+        if example.images:
+            placed = self._place(row, example)
+            return len(placed.tokens), placed.image_tokens, answer
+        return len(self._tokenizer.encode_prompt(example.prompt)[1]), 0, answer

@@ -19,6 +19,8 @@ class ReasoningGym:
     entry, since scoring needs its metadata.
     """
 
+    first_image_row = None
+
     def __init__(self, spec: str, *, system_prompt: str = "", prompt_suffix: str = ""):
         package = _package(spec)
         task, texts = parse_spec(spec)

@@ -18,8 +18,13 @@ def checked_text(value: Any, place: str, column: str) -> str:
     return value
 
 
-def checked_prompt(value: Any, place: str, column: str) -> str | list[Message]:
-    """`value`, if it is text or a list of messages with role and content. Raises ValueError."""
+def checked_prompt(
+    value: Any, place: str, column: str, *, parts: bool = False
+) -> str | list[Message]:
+    """`value`, if it is text or a list of messages with role and content. Raises ValueError.
+
+    With `parts` a content may be a list of parts {"type": "text" | "image"} too.
+    """
     if isinstance(value, str):
         return checked_text(value, place, column)
     if not isinstance(value, list):
@@ -29,12 +34,15 @@ def checked_prompt(value: Any, place: str, column: str) -> str | list[Message]:
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise bad_value(place, column, f"message {i} is {shown(message)}, not an object")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+        texts = {key: message.get(key) for key in ("role", "content")}
+        if parts and isinstance(message.get("content"), list):
+            texts["content"] = "".join(part.get("text", "") for part in message["content"])
+        for key, text in texts.items():
+            if not isinstance(text, str):
                 raise bad_value(
                     place, column, f"message {i} needs text in {key!r}, got {shown(message)}"
                 )
-            _check_characters(message[key], place, column)
+            _check_characters(text, place, column)
     return value
 
 

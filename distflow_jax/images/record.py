@@ -81,20 +81,19 @@ class ImageSize:
 
 
 class ImageLayout(Protocol):
-    """Rules of a family with `data.image_tokens` in: a frozen dataclass of models/vision/.
-
-    Attributes:
-      marker: text that the family's chat template writes where a message has an image, such as
-        `<image>` or `<|vision_start|><|image_pad|><|vision_end|>`; "" where no template does, as
-        for a text model with a new tower. `tokens` of ImageSize stand in its place.
-      placeholder: id written to `Prompt.tokens` where features stand. Nothing compares it.
-    """
+    """Rules of a family with `data.image_tokens` in: a frozen dataclass of models/vision/."""
 
     @property
-    def marker(self) -> str: ...
+    def marker(self) -> str:
+        """Text that the family's chat template writes where a message has an image.
+
+        `<image>` or `<|vision_start|><|image_pad|><|vision_end|>`, say, in whose place `tokens` of
+        ImageSize stand. It is "" where no template writes one: a text model with a new tower.
+        """
 
     @property
-    def placeholder(self) -> int: ...
+    def placeholder(self) -> int:
+        """Id written to `Prompt.tokens` where features stand. Nothing compares it."""
 
     def size(self, height: int, width: int) -> ImageSize:
         """The size at which an image of this size is seen.

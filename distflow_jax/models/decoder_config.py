@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
 from distflow_jax.parsing.one_line import shown
 
@@ -120,6 +121,11 @@ class DecoderConfig:
     `sliding_window` tokens of its sequence, itself included; these layers rotate by
     `rope_local_theta`, the others by `rope_theta`.
 
+    With `rope_sections` positions have three numbers (time, row, column; three times the same for
+    text), and a pair of channels turns by one of them: of H/2 pairs the first section by time, the
+    next by row, the last by column; interleaved: by time, row and column in turn, until a section
+    is used up, and the rest by time.
+
     Parameters are a nested dict of arrays; `layers` arrays are stacked over the layers:
 
         embed/embedding            [vocab_size, hidden_size]
@@ -144,6 +150,8 @@ class DecoderConfig:
         layers/router              [num_layers, hidden_size, num_experts]     (with num_experts)
         final_norm                 [hidden_size]
         head                       [hidden_size, vocab_size]     (absent with tie_embeddings)
+
+    The parameters of `vision` stand under that name, see VisionConfig.
 
     query and key are in Hugging Face's split-half rotary form. With num_experts gate, up and down
     have a dim of experts after that of layers. Norms multiply by their parameter, with norm_offset
@@ -178,9 +186,12 @@ class DecoderConfig:
     sliding_window: int = 0  # tokens that a layer with a window attends to; 0: no such layer
     full_every: int = 0  # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
     rope_local_theta: float = 10_000.0  # in layers with a window
-    # pairs of a head that rotate by time, by row and by column of an image; (): by one position
-    rope_sections: tuple[int, ...] = ()
-    rope_interleaved: bool = False  # the three take turns, as in Qwen3-VL; False: three blocks
+    # pairs that turn by time, row and column: Qwen-VL
+    rope_sections: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    # sections take turns, pair by pair: Qwen3-VL
+    rope_interleaved: bool = dataclasses.field(default=False, repr=False)
+    # the tower for images; None: text only. Not in the repr, of which fingerprints are made
+    vision: VisionConfig | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         may_be_none = (
@@ -241,6 +252,18 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
+        if self.vision is not None and self.vision.width != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower have width {self.vision.width}, the text model's "
+                f"hidden_size is {self.hidden_size}: use a tower of width={self.hidden_size}"
+            )
+        if self.rope_sections and (
+            len(self.rope_sections) != 3 or sum(self.rope_sections) != self.head_dim // 2
+        ):
+            raise ValueError(
+                f"model rope_sections must be three numbers with the sum {self.head_dim // 2}, "
+                f"half of head_dim, got {self.rope_sections}"
+            )
         of_experts = [n for n in self.lora.targets if n in _OF_EXPERTS] if self.lora else []
         if self.num_experts and of_experts:
             rest = [name for name in self.lora.targets if name not in _OF_EXPERTS]

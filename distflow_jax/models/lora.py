@@ -15,6 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.vision.vision_config import VISION
 
 A, B = "_lora_a", "_lora_b"
 
@@ -27,9 +28,13 @@ def lora_of(network: DecoderConfig | ScalarModel) -> LoraConfig | None:
 def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
     """Whether an update changes the parameter at `path`.
 
-    With adapters only these are trained, and the head of a scalar model, which starts untrained.
+    With adapters only these are trained, and the head of a scalar model, which starts untrained. A
+    vision tower is trained with the whole model, unless it is frozen.
     """
-    if lora_of(network) is None:
+    decoder = network.trunk if isinstance(network, ScalarModel) else network
+    if decoder.vision is not None and path.removeprefix("trunk/").startswith(f"{VISION}/"):
+        return decoder.lora is None and not decoder.vision.frozen
+    if decoder.lora is None:
         return True
     return is_adapter(path) or (isinstance(network, ScalarModel) and path == "head")
 

@@ -10,9 +10,13 @@ at the embeddings, once for the gradient of weights, which frozen weights do not
 import dataclasses
 import math
 
+import numpy as np
+
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.lora import is_adapter
 from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
+from distflow_jax.models.vision.tower_params import tower_params
+from distflow_jax.models.vision.vision_config import VisionConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,9 @@ class Work:
     scored: int  # with log-probs, which need the vocabulary's matrix
     pairs: int  # (query, key) pairs that attention allows, a token with itself included
     near_pairs: int = 0  # the same in layers with a window
+    patches: int = 0  # of images, which the vision tower processes
+    patch_pairs: int = 0  # pairs of patches of one image, both ways
+    window_pairs: int = 0  # the same in layers with windows
 
 
 def causal_pairs(length: int, window: int = 0) -> int:
@@ -31,15 +38,37 @@ def causal_pairs(length: int, window: int = 0) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
+def with_patches(
+    work: Work, tower: VisionConfig, positions: np.ndarray, segments: np.ndarray
+) -> Work:
+    """The work with the patches of images added: positions int32 [N, 2], segments int32 [N].
+
+    Segment 0 is padding. Numbers are those of one row or chunk; call it for each.
+    """
+    positions, segments = positions[segments > 0], segments[segments > 0]
+    window = max(tower.window, 1)
+    places = np.column_stack([segments, positions // window])
+
+    def pairs(numbers: np.ndarray) -> int:
+        counts = np.unique(numbers, axis=0, return_counts=True)[1]
+        return int(np.sum(np.square(counts, dtype=np.int64)))
+
+    return dataclasses.replace(
+        work,
+        patches=work.patches + len(segments),
+        patch_pairs=work.patch_pairs + pairs(segments),
+        window_pairs=work.window_pairs + (pairs(places) if tower.window else 0),
+    )
+
+
 def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     """FLOPs of a forward pass, summed over the layers.
 
     2 (weights x tokens + head x scored) + 4 heads x dims x pairs.
     """
     frozen, adapters, head = _weights(network)
-    return 2.0 * ((frozen + adapters) * work.tokens + head * work.scored) + _attention(
-        network, work
-    )
+    text = 2.0 * ((frozen + adapters) * work.tokens + head * work.scored)
+    return text + _attention(network, work) + tower_flops(_decoder(network).vision, work)
 
 
 def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
@@ -50,7 +79,35 @@ def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     frozen, adapters, head = _weights(network)
     passes = 3 if _decoder(network).lora is None else 2
     of_frozen = 2.0 * (frozen * work.tokens + head * work.scored)
-    return passes * of_frozen + 3 * (2.0 * adapters * work.tokens + _attention(network, work))
+    text = passes * of_frozen + 3 * (2.0 * adapters * work.tokens + _attention(network, work))
+    tower = _decoder(network).vision
+    # a tower that is not trained needs no backward pass: images have no gradient
+    trained = tower is not None and not tower.frozen and _decoder(network).lora is None
+    return text + (3 if trained else 1) * tower_flops(tower, work)
+
+
+def tower_flops(tower: VisionConfig | None, work: Work) -> float:
+    """FLOPs of the tower's forward pass over the batch's patches.
+
+    2 (weights x patches + projector x features) + 4 hidden x pairs, summed over the layers.
+    """
+    if tower is None:
+        return 0.0
+    per_patch = per_feature = 0.0
+    for path, param in tower_params(tower).items():
+        size = math.prod(param.shape)
+        if path.endswith(("_bias", "norm")) or path == "position":
+            continue
+        if path.startswith(("merger/", "deepstack/")):
+            per_feature += size
+        else:  # both frames of a kernel see one image: their sum is one product
+            per_patch += size / (tower.traits.frames if path == "patch" else 1)
+    near = tower.num_layers - len(tower.full_layers) if tower.window else 0
+    pairs = (tower.num_layers - near) * work.patch_pairs + near * work.window_pairs
+    features = work.patches / tower.patches_per_feature
+    return 2.0 * (per_patch * work.patches + per_feature * features) + (
+        4.0 * tower.hidden_size * pairs
+    )
 
 
 def _decoder(network: DecoderConfig | ScalarModel) -> DecoderConfig:

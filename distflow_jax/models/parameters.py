@@ -16,6 +16,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.vision.tower_params import tower_params
+from distflow_jax.models.vision.vision_config import VISION
 from distflow_jax.parallel.rules import sharding
 
 Network = DecoderConfig | ScalarModel
@@ -105,6 +107,10 @@ def _decoder_specs(c: DecoderConfig) -> dict[str, ParamSpec]:
         for name in c.lora.targets:
             a, b = _adapter_specs(specs[f"layers/{name}"], c.lora.rank)
             specs |= {f"layers/{name}{lora.A}": a, f"layers/{name}{lora.B}": b}
+    if c.vision is not None:
+        specs |= {
+            f"{VISION}/{path}": ParamSpec(*param) for path, param in tower_params(c.vision).items()
+        }
     return specs
 
 

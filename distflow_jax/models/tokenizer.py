@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from distflow_jax.models.chat import render as chat
+from distflow_jax.models.chat.message_parts import in_parts
 from distflow_jax.models.chat.render import MOST_TEMPLATE
 from distflow_jax.parsing.checked_fields import IDS, OBJECTS, SIZE, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_json_object, read_text
@@ -147,7 +148,7 @@ class Tokenizer:
         return chat.render(
             self.chat_template,
             {
-                "messages": messages,
+                "messages": in_parts(self.chat_template, messages),
                 "add_generation_prompt": add_generation_prompt,
                 "tools": tools,
                 "documents": None,

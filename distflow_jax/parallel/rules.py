@@ -38,11 +38,18 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),  # of a mixture: tokens are sent to them and outputs back (moe.py)
     "vocab": ("tensor",),
+    "tower_hidden": ("fsdp",),  # of a vision tower's parameters (models/vision/)
+    "tower_heads": ("tensor",),
+    "tower_mlp": ("tensor",),
     "logits": (),  # a sampler's vocabulary: whole, as it is sorted slot by slot
 }
 # a single prompt is computed by every data rank, the tokens of a decode step by every tensor rank;
-# key/value heads are replicated where there are fewer of them than tensor ranks
-_REPLICATE_WHERE_INDIVISIBLE = {"batch", "stream", "kv_heads"}
+# key/value heads are replicated where there are fewer of them than tensor ranks; a vision tower's
+# dims have no relation to the mesh that the text model's sizes suggest
+_REPLICATE_WHERE_INDIVISIBLE = {
+    *("batch", "stream", "kv_heads"),
+    *("tower_hidden", "tower_heads", "tower_mlp"),
+}
 
 _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 _divided: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(

@@ -56,6 +56,9 @@ NUMBER_OR_FLAG = Kind(
 )
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 TEXTS = Kind("a list of texts", lambda value: _is_list_of(value, str))
+NUMBERS = Kind(
+    "a list of finite numbers", lambda value: isinstance(value, list) and all(map(is_number, value))
+)
 INTEGERS = Kind("a list of integers", lambda value: _is_list_of(value, int))
 OBJECTS = Kind("a list of objects", lambda value: _is_list_of(value, Mapping))
 IDS = Kind(

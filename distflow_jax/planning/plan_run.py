@@ -27,7 +27,7 @@ from distflow_jax.dag.residency import Residency, describe, plan_residency
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
-from distflow_jax.data.loader import Loader, SamplerShare
+from distflow_jax.data.loader import Loader, PromptEncoder, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
@@ -43,8 +43,10 @@ from distflow_jax.flow.waves.streamed_nodes import (
     streamed_units,
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
+from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.vision.image_layout import image_layout
+from distflow_jax.models.weights.source import ModelSource, frozen_tower, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
@@ -250,6 +252,8 @@ def plan_run(
     if config.rollout.environment:
         load_environment(config.rollout.environment)
     source = open_source(config.model.source, **config.model.options())
+    if config.training.freeze == "vision":
+        source = frozen_tower(source)
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
     check_flow(
@@ -345,10 +349,11 @@ def open_loader(run: RunPlan) -> Loader:
         system_prompt=config.data.system_prompt,
         prompt_suffix=config.data.prompt_suffix,
         columns=config.data.columns,
+        image_root=config.data.image_root,
     )
     loader = Loader(
         dataset,
-        source.tokenizer,
+        prompt_encoder(source, config.data.image_tokens),
         config.data,
         seed=config.seed,
         share=sampler_share(run.sizes, run.machine),
@@ -363,6 +368,17 @@ def open_loader(run: RunPlan) -> Loader:
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
     return loader
+
+
+def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
+    """The tokenizer of a model, beside the layout of its images where it sees them.
+
+    `image_tokens` is `data.image_tokens`. Raises ValueError if no image can have so few features.
+    """
+    vision = source.config.vision
+    if vision is None:
+        return source.tokenizer
+    return SeeingTokenizer(source.tokenizer, image_layout(vision, source.tokenizer, image_tokens))
 
 
 def flow_rule(config: Config, plan: Plan) -> Rule:
@@ -460,8 +476,10 @@ def load_eval_prompts(
         prompt_suffix=data.prompt_suffix,
         columns=columns,
         columns_key=columns_key,
+        image_root=data.image_root,
     )
-    loader = Loader(dataset, source.tokenizer, data, seed=config.seed)
+    encoder = prompt_encoder(source, data.image_tokens)
+    loader = Loader(dataset, encoder, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))
     if count < machine.processes:
         raise ValueError(

@@ -273,7 +273,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "share of responses cut by a limit",
             "above 0.1: raise rollout.max_response_length",
         ),
-        Metric("prompt_length/{mean,max,min}", "tokens of a prompt"),
+        Metric("prompt_length/{mean,max,min}", "tokens of a prompt, those of its images included"),
+        Metric("data/images", "images in the step's prompts; of models that see images"),
+        Metric(
+            "data/images_shrunk",
+            "of these, images that data.image_tokens made smaller than their family would",
+            "most of data/images, and answers need detail: raise data.image_tokens",
+        ),
         Metric("global_seqlen/{mean,max,min}", "prompt + response tokens of a sequence"),
         Metric(
             "global_seqlen/balanced_{min,max}",

@@ -36,6 +36,8 @@ class TrainingConfig:
     # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
     # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
+    # vision: the tower for images is not trained; it has no gradients and no moments
+    freeze: Literal["none", "vision"] = "none"
     # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.
     # DeepSeek-V3 uses 1e-4
     balance_coef: float = 0.0

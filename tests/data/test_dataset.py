@@ -118,7 +118,7 @@ def test_trl_rows(tmp_path):
         ('{"prompt": "a", "reward_model": {}}', "row 3, column 'reward_model': has no 'ground_t"),
         ('{"prompt": "a", "rejected": "b"}', "row 3, column 'chosen': missing"),
         ('{"prompt": "a", "data_source": 3}', "row 3, column 'data_source': expected text, got 3"),
-        ('{"prompt": "a", "images": ["x"]}', "row 3, column 'images': image prompts"),
+        ('{"prompt": "a", "images": ["x"]}', "row 3, column 'images': 1 image and 0 <im"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "row 3, column 'messages'"),
         (b'{"prompt": "\xff\xfe"}'.decode("latin-1"), "row 3: not UTF-8"),
     ],

@@ -447,6 +447,13 @@ DATA_CASES = [
     ),
     ("data.columns={'promt': 'x'}", "data.columns: no column is called 'promt' (did you mean 'pro"),
     ("data.columns={'prompt': 'x'}", "'task:arithmetic?size=32' has none: leave it empty"),
+    ("data.train=task:shapes", "task:shapes, row 1: has images, and the model has no vision tower"),
+    ("data.train=task:shapes?ask=size", "task:shapes ask must be one of count, colour, position"),
+    ("data.image_tokens=0", "data.image_tokens must be at least 1, got 0"),
+    (
+        "data.train={dir}/good.jsonl ; data.image_root={dir}/lost",
+        "data.image_root '{dir}/lost' is not a folder: name one, or ''",
+    ),
     ("data.columns.prompt=x", "config.data.columns has no keys; set it whole, as a dict"),
     ("data.train={dir}/good.jsonl ; data.max_prompt_length=9", "{dir}/good.jsonl, row 1: the prom"),
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),

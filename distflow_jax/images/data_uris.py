@@ -1,0 +1,25 @@
+"""Images inside of text: data URIs, `data:image/png;base64,...`."""
+
+import base64
+import binascii
+import re
+
+from distflow_jax.parsing.one_line import shown
+
+_URI = re.compile(r"data:(?P<kind>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
+_MOST_START = 256  # characters before the content
+
+
+def bytes_of_uri(uri: str, place: str) -> bytes:
+    """The content of a data URI; `place` is the start of an error message. Raises ValueError."""
+    match = _URI.match(uri[:_MOST_START])
+    if not match or ";base64" not in match["options"].lower():
+        raise ValueError(
+            f"{place}: a data URI must be like data:image/png;base64,..., got {shown(uri)}"
+        )
+    try:
+        return base64.b64decode("".join(uri[match.end() :].split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(
+            f"{place}: the data URI is not valid base64 ({error}): write it again"
+        ) from None

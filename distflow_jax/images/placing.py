@@ -1,0 +1,224 @@
+"""Prompts with images -> tokens, and the place of every feature.
+
+An image's place is known before there is any token: it is a part of a message, or a mark that the
+data set counted. A placeholder that stands in prose is tokenized as the text that it is.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from distflow_jax.images.picture_files import ImageSource, preview
+from distflow_jax.images.record import MARK, Image, ImageLayout, ImageSize, image_of
+
+# text, or messages whose content is text or a list of parts {"type": "text" | "image"}
+Prompted = str | Sequence[Mapping[str, Any]]
+
+
+class TextTokenizer(Protocol):
+    """The methods of a tokenizer that placing images calls."""
+
+    def render(self, prompt: Any) -> str:
+        """The model's input text."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32 [T]."""
+
+    def encode_prompt(self, prompt: Any) -> tuple[str, np.ndarray]:
+        """Text as the model sees it, and its tokens, int32 [P]."""
+
+    def encode_answer(self, prompt: Any, answer: Any) -> np.ndarray:
+        """Tokens of an answer with the end of its turn, int32 [T]."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A prompt's tokens with those of its images. P tokens.
+
+    `spans` are the first and the last + 1 token of every image, its row or tile tokens included.
+    """
+
+    text: str
+    tokens: np.ndarray  # int32 [P]
+    patch: np.ndarray  # int32 [P]: number of the feature that stands there, -1 for text
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of all images."""
+        return sum(end - start for start, end in self.spans)
+
+    def last(self, most: int) -> "tuple[Placed, int]":
+        """(the last `most` tokens at most, number of images that are left out).
+
+        An image is left out whole: the prompt then begins after it.
+        """
+        start = max(0, len(self.tokens) - most)
+        cut = sum(first < start for first, _ in self.spans)
+        if cut:
+            start = max(start, self.spans[cut - 1][1])
+        features = sum(int((self.patch[a:b] >= 0).sum()) for a, b in self.spans[:cut])
+        patch = self.patch[start:]
+        kept = Placed(
+            self.text,
+            self.tokens[start:],
+            np.where(patch >= 0, patch - features, -1).astype(np.int32),
+            tuple((a - start, b - start) for a, b in self.spans[cut:]),
+        )
+        return kept, cut
+
+
+class SeeingTokenizer:
+    """A tokenizer beside the layout of the images of its model."""
+
+    def __init__(self, tokenizer: TextTokenizer, layout: ImageLayout):
+        self.layout = layout
+        self._tokenizer = tokenizer
+        self._writes_parts = _writes_parts(tokenizer, layout.marker)
+
+    def encode_prompt(self, prompt: Prompted) -> tuple[str, np.ndarray]:
+        """The model's input text and the ids of a prompt without images, int32 [P]."""
+        return self._tokenizer.encode_prompt(prompt)
+
+    def encode_answer(self, prompt: Prompted, answer: Any) -> np.ndarray:
+        """Ids of an answer with the end of its turn, int32 [T]; the prompt may have images."""
+        if not isinstance(prompt, str) and not self._writes_parts:
+            prompt = _as_text(prompt, MARK)
+        return self._tokenizer.encode_answer(prompt, answer)
+
+    def place(self, prompt: Prompted, sizes: Sequence[ImageSize]) -> Placed:
+        """The tokens of a prompt with one image of each size, in the order of their places.
+
+        In a prompt that is text every `<image>` is a place; in messages the parts of type image
+        are. Raises ValueError if there are more or fewer places than images.
+        """
+        pieces = self._pieces(prompt, len(sizes))
+        if len(pieces) != len(sizes) + 1:
+            raise ValueError(
+                f"{len(pieces) - 1} places for {len(sizes)} images: the chat template writes an "
+                "image's marker by itself, or leaves an image out"
+            )
+        tokens: list[np.ndarray] = [self._tokenizer.encode(pieces[0])]
+        patch = [np.full(len(tokens[0]), -1, np.int32)]
+        spans, start, features = [], len(tokens[0]), 0
+        for size, piece in zip(sizes, pieces[1:], strict=True):
+            ids = np.array(size.tokens, np.int32)
+            here = ids < 0
+            numbers = features + np.cumsum(here, dtype=np.int32) - 1
+            spans.append((start, start + len(ids)))
+            text = self._tokenizer.encode(piece)
+            tokens += [np.where(here, self.layout.placeholder, ids), text]
+            patch += [np.where(here, numbers, -1), np.full(len(text), -1)]
+            start += len(ids) + len(text)
+            features += size.features
+        return Placed(
+            (self.layout.marker or MARK).join(pieces),
+            np.concatenate(tokens).astype(np.int32),
+            np.concatenate(patch).astype(np.int32),
+            tuple(spans),
+        )
+
+    def _pieces(self, prompt: Prompted, images: int) -> list[str]:
+        """The rendered text before, between and after the images."""
+        if isinstance(prompt, str):
+            return prompt.split(MARK) if images else [prompt]
+        if not self._writes_parts:
+            mark = _unused(prompt)
+            return self._tokenizer.render(_as_text(prompt, mark)).split(mark)
+        # a marker that the prose spells is hidden while the template writes those of the images
+        marker, hidden = self.layout.marker, _unused(prompt)
+        text = self._tokenizer.render(_hide(prompt, marker, hidden))
+        return [piece.replace(hidden, marker) for piece in text.split(marker)]
+
+
+def size_in_layout(source: ImageSource, layout: ImageLayout) -> ImageSize:
+    """The size at which a family sees an image that is not decoded. Raises ValueError."""
+    return _named(source.place, layout, *source.size())
+
+
+def read_image(source: ImageSource, layout: ImageLayout) -> Image:
+    """Decodes an image and cuts it into its family's patches. Raises ValueError."""
+    image = image_of(source.pixels())
+    size = _named(source.place, layout, *image.pixels.shape[:2])
+    return with_patches(image, layout, size)
+
+
+def with_patches(image: Image, layout: ImageLayout, size: ImageSize | None = None) -> Image:
+    """An image with its patches, which are cut once; the pixels become a preview."""
+    if image.patches is not None:
+        return image
+    size = size or layout.size(*image.pixels.shape[:2])
+    patches = layout.cut(image)
+    if patches.features != size.features:
+        raise ValueError(
+            f"the layout cut {patches.features} features and had announced {size.features}"
+        )
+    return Image(preview(image.pixels), image.digest, patches, size.shrunk)
+
+
+def _named(place: str, layout: ImageLayout, height: int, width: int) -> ImageSize:
+    try:
+        return layout.size(height, width)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _writes_parts(tokenizer: TextTokenizer, marker: str) -> bool:
+    """Whether the chat template writes the marker for a part of type image."""
+    if not marker:
+        return False
+    parts = [{"type": "image"}, {"type": "text", "text": "."}]
+    try:
+        return tokenizer.render([{"role": "user", "content": parts}]).count(marker) == 1
+    except ValueError:  # no template, or one that takes text alone
+        return False
+
+
+def _texts(prompt: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    for message in prompt:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _unused(prompt: Iterable[Mapping[str, Any]]) -> str:
+    """A text of private characters that no message contains."""
+    texts, mark = list(_texts(prompt)), "\ue0b5"
+    while any(mark in text for text in texts):
+        mark += "\ue0b6"
+    return mark + "\ue0b7"
+
+
+def _as_text(prompt: Iterable[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Messages whose content is text, with `mark` where an image stands."""
+    return [
+        {**message, "content": message["content"]}
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": "".join(
+                part["text"] if part["type"] == "text" else mark for part in message["content"]
+            ),
+        }
+        for message in prompt
+    ]
+
+
+def _hide(prompt: Iterable[Mapping[str, Any]], marker: str, hidden: str) -> list[dict[str, Any]]:
+    """Messages with `hidden` for every `marker` of their texts."""
+
+    def parts(content: Any) -> Any:
+        if isinstance(content, str):
+            return content.replace(marker, hidden)
+        return [
+            {**part, "text": part["text"].replace(marker, hidden)}
+            if part["type"] == "text"
+            else part
+            for part in content
+        ]
+
+    return [{**message, "content": parts(message["content"])} for message in prompt]

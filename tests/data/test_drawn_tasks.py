@@ -1,0 +1,155 @@
+"""Drawn tasks: a row is a function of (options, row), and answers are as frequent as promised."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.drawn.drawn_task import COLOURS
+from distflow_jax.images.record import image_of
+
+ALL = [
+    *("task:shapes", "task:shapes?ask=colour", "task:shapes?ask=position"),
+    *("task:digits", "task:digits?digits=3&sides=40-90"),
+    *("task:charts", "task:charts?ask=count", "task:charts?ask=value"),
+]
+
+
+def content(example):
+    return example.prompt, example.ground_truth, example.images[0].pixels().tobytes()
+
+
+def with_option(spec, option):
+    return f"{spec}{'&' if '?' in spec else '?'}{option}"
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_row_is_a_function_of_options_and_row(spec):
+    data, again = open_dataset(spec), open_dataset(spec)
+    assert data.fingerprint == again.fingerprint
+    assert [content(data[row]) for row in (7, 3)] == [content(again[row]) for row in (7, 3)]
+    other = open_dataset(with_option(spec, "seed=1"))
+    assert other.fingerprint != data.fingerprint and content(other[3]) != content(data[3])
+    example = data[3]
+    assert example.prompt[-1]["content"][0] == {"type": "image"}
+    assert example.images[0].size() == example.images[0].pixels().shape[:2]
+    assert example.images[0].place == f"{spec.partition('?')[0]}, row 4, image 1"
+    assert example.chosen == example.ground_truth != example.rejected
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_held_out_pictures_never_occur_in_training(spec):
+    rows = range(300)
+    training, other = open_dataset(spec), open_dataset(with_option(spec, "seed=5"))
+    held_out = open_dataset(with_option(spec, "held_out=1&seed=5"))
+    seen = {image_of(data[r].images[0].pixels()).digest for data in (training, other) for r in rows}
+    hidden = {image_of(held_out[row].images[0].pixels()).digest for row in rows}
+    assert len(hidden) > 290 and not seen & hidden
+
+
+@pytest.mark.parametrize(
+    ("spec", "answers"),
+    [
+        ("task:shapes", "1 2 3 4"),
+        ("task:shapes?most=6", "1 2 3 4 5 6"),
+        ("task:shapes?ask=colour", "red green blue yellow"),
+        ("task:shapes?ask=position", "left right top bottom"),
+        ("task:charts?ask=count", "2 3 4"),
+        ("task:charts?ask=highest", " ".join(COLOURS)),
+    ],
+)
+@pytest.mark.parametrize("held_out", [0, 1])
+def test_answers_are_equally_frequent(spec, answers, held_out):
+    data = open_dataset(with_option(spec, f"held_out={held_out}"))
+    found = collections.Counter(data[row].ground_truth for row in range(600))
+    assert set(found) == set(answers.split())
+    share = 600 / len(found)
+    assert all(abs(count - share) < 5 * share**0.5 for count in found.values())
+
+
+def test_pictures_have_many_sizes_within_the_bounds():
+    data = open_dataset("task:shapes?sides=40-60")
+    sizes = {data[row].images[0].size() for row in range(300)}
+    assert len(sizes) > 150
+    assert all(40 <= side <= 60 for size in sizes for side in size)
+    assert {open_dataset("task:digits?sides=64")[r].images[0].size() for r in range(9)} == {
+        (64, 64)
+    }
+
+
+def test_the_picture_shows_the_answer():
+    """Counted and located by its pixels, the shape is where and what the answer says."""
+    colour = open_dataset("task:shapes?ask=colour")
+    for row in range(40):
+        example = colour[row]
+        pixels = example.images[0].pixels().reshape(-1, 3).astype(int)
+        inside = (np.abs(pixels - COLOURS[example.ground_truth]).sum(1) == 0).sum()
+        assert inside >= 9
+    position = open_dataset("task:shapes?ask=position")
+    for row in range(40):
+        example = position[row]
+        pixels = example.images[0].pixels().astype(int)
+        y, x = np.nonzero(np.abs(pixels - pixels[0, 0]).sum(2))
+        away = np.array([y.mean(), x.mean()]) / pixels.shape[:2] - 0.5
+        vertical = abs(away[0]) > abs(away[1])
+        names = ("top", "bottom") if vertical else ("left", "right")
+        assert names[int(away[int(not vertical)] > 0)] == example.ground_truth
+    count = open_dataset("task:shapes?most=9")
+    for row in range(40):
+        example = count[row]
+        pixels = example.images[0].pixels().astype(int)
+        shapes = np.abs(pixels - np.array(ground(pixels))).sum(2) > 0
+        assert islands(shapes) == int(example.ground_truth)
+
+
+def ground(pixels):
+    values, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    return values[counts.argmax()]
+
+
+def islands(mask):
+    """Connected groups of true pixels, diagonals included."""
+    left, count = set(zip(*np.nonzero(mask), strict=True)), 0
+    while left:
+        count += 1
+        todo = [left.pop()]
+        while todo:
+            y, x = todo.pop()
+            near = {(y + i, x + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
+            left -= near
+            todo += near
+    return count
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("task:shapes?ask=colours", "task:shapes ask must be one of count, colour, position, got"),
+        ("task:shapes?most=10", "task:shapes most must be from 2 to 9, got 10"),
+        ("task:shapes?sides=10-20", "task:shapes sides must be like 64 or 32-96, from 24 to 2048"),
+        ("task:shapes?sides=big", "task:shapes sides must be like 64 or 32-96, .* got 'big'"),
+        ("task:charts?sides=64-32", "task:charts sides must be like"),
+        ("task:digits?digits=0", "task:digits digits must be like 2 or 1-3, at most 8, got '0'"),
+        ("task:digits?digits=8", "task:digits of 8 digits needs sides of at least 64 pixels"),
+        ("task:charts?size=0", "task:charts size must be at least 1, got 0"),
+        ("task:charts?bars=3", "unknown option 'bars'"),
+        ("task:photos", "unknown task 'photos' .* known: arithmetic, shapes, digits, charts"),
+    ],
+)
+def test_bad_options_name_the_option(spec, message):
+    with pytest.raises(ValueError, match=message):
+        open_dataset(spec)
+
+
+def test_a_question_of_ones_own_and_the_words_around_it():
+    data = open_dataset(
+        "task:shapes?question=How%20many?", system_prompt="Look.", prompt_suffix=" Number:"
+    )
+    assert data[0].prompt == [
+        {"role": "system", "content": "Look."},
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": "How many? Number:"}],
+        },
+    ]
