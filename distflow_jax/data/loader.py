@@ -1,8 +1,9 @@
 """Prompts in a global order that is the same for any number of processes."""
 
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -13,7 +14,8 @@ from distflow_jax.data.column_choice import check_choice
 from distflow_jax.data.example import Dataset, Example, Message
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 from distflow_jax.did_you_mean import nearest
-from distflow_jax.images.placing import Placed, SeeingTokenizer, read_image, size_in_layout
+from distflow_jax.images.picture_files import ImageSource
+from distflow_jax.images.placing import Placed, SeeingTokenizer, read_images, size_in_layout
 
 OVERLONG = ("error", "drop", "truncate_left")
 
@@ -148,12 +150,11 @@ class Loader:
         expected = self.lengths.expected(step, rows)
         spread = self.spreads.expected(step, rows) - 1
         share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
-        prompts = [
-            dataclasses.replace(
-                self.prompt(counters[i], float(expected[i])), expected_spread=float(spread[i])
-            )
+        drafts = [
+            self._draft(counters[i], float(expected[i]), float(spread[i]))
             for i in share[self._share.index]
         ]
+        prompts = self._with_images(drafts)
         self.position += count
         return prompts
 
@@ -232,18 +233,34 @@ class Loader:
 
     def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
         """The prompt that a counter issues."""
+        return self._with_images([self._draft(counter, expected_length)])[0]
+
+    def _with_images(self, drafts: list[tuple[Prompt, Sequence[ImageSource]]]) -> list[Prompt]:
+        """Prompts with their images, which are read together."""
+        sources = [source for _, images in drafts for source in images]
+        if not sources:
+            return [prompt for prompt, _ in drafts]
+        assert isinstance(self._tokenizer, SeeingTokenizer)  # _seeing has refused others
+        images = iter(read_images(sources, self._tokenizer.layout))
+        return [
+            dataclasses.replace(prompt, images=tuple(itertools.islice(images, len(of_prompt))))
+            for prompt, of_prompt in drafts
+        ]
+
+    def _draft(
+        self, counter: int, expected_length: float, expected_spread: float = 0.0
+    ) -> tuple[Prompt, Sequence[ImageSource]]:
+        """(the prompt that a counter issues, the images that it still lacks)."""
         row = self.row(counter)
         example = self._dataset[row]
-        seen: dict[str, Any] = {}
-        if example.images:
+        images, patch = example.images, None
+        if images:
             placed, cut = self._place(row, example).last(self._config.max_prompt_length)
-            text, tokens = placed.text, placed.tokens
-            layout = self._seeing(row).layout
-            images = tuple(read_image(source, layout) for source in example.images[cut:])
-            seen = {"images": images, "patch": placed.patch} if images else {}
+            text, tokens, images = placed.text, placed.tokens, images[cut:]
+            patch = placed.patch if images else None
         else:
             text, tokens = self._tokenizer.encode_prompt(example.prompt)
-        return Prompt(
+        prompt = Prompt(
             counter=counter,
             row=row,
             tokens=np.asarray(tokens[-self._config.max_prompt_length :], np.int32),
@@ -253,8 +270,10 @@ class Loader:
             extra_info=example.extra_info,
             expected_length=expected_length,
             answers=tuple(a[: self._max_answer] for a in self._encoded_answers(row)),
-            **seen,
+            expected_spread=expected_spread,
+            patch=patch,
         )
+        return prompt, images
 
     def _seeing(self, row: int) -> SeeingTokenizer:
         if isinstance(self._tokenizer, SeeingTokenizer):
@@ -345,3 +364,16 @@ class Loader:
             placed = self._place(row, example)
             return len(placed.tokens), placed.image_tokens, answer
         return len(self._tokenizer.encode_prompt(example.prompt)[1]), 0, answer
+
+
+def describe_dropped(reasons: Mapping[str, int]) -> str:
+    """The line about rows that were left out, `Loader.dropped_for`; by reason if images are one.
+
+    >>> describe_dropped({"prompt": 1, "images": 2})
+    '3 overlong prompts were dropped: 1 by their text, 2 by their images'
+    """
+    line = f"{sum(reasons.values())} overlong prompts were dropped"
+    if "images" not in reasons:
+        return line
+    words = {"prompt": "by their text", "images": "by their images", "answer": "by an answer"}
+    return f"{line}: {', '.join(f'{count} {words[why]}' for why, count in reasons.items())}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from distflow_jax.config.config_dict import to_config_dict, to_json
-from distflow_jax.data.loader import Loader
+from distflow_jax.data.loader import describe_dropped
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
@@ -97,7 +97,7 @@ def describe_run(
     if is_first:
         progress.introduce_in_cell(title, prepared.table(), text, terminal)
         if prepared.loader.dropped:
-            log.warning("%s", _dropped(prepared.loader))
+            log.warning("%s", describe_dropped(prepared.loader.dropped_for))
 
 
 def describe_start(runtime: Runtime, terminal: Terminal, folder: pathlib.Path, step: int) -> None:
@@ -146,13 +146,3 @@ def planned_metrics(prepared: PreparedRun, runtime: Runtime) -> dict[str, float]
         "perf/memory_live_planned_gb": memory.between / GIB,
         "perf/memory_planned_gb": memory.fullest.total / GIB,
     }
-
-
-def _dropped(loader: Loader) -> str:
-    """The line about rows that were left out, by reason where images are one."""
-    line = f"{loader.dropped} overlong prompts were dropped"
-    if "images" not in loader.dropped_for:
-        return line
-    reasons = {"prompt": "by their text", "images": "by their images", "answer": "by an answer"}
-    parts = [f"{count} {reasons[why]}" for why, count in loader.dropped_for.items()]
-    return f"{line}: {', '.join(parts)}"

@@ -12,7 +12,7 @@ from test_image_rows import PIXELS, folder, opened, user  # noqa: F401  a fixtur
 from distflow_jax.batch import Samples
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.data.dataset import open_dataset
-from distflow_jax.data.loader import DataConfig, Loader
+from distflow_jax.data.loader import DataConfig, Loader, describe_dropped
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.images.record import image_of
@@ -79,6 +79,9 @@ def test_tokens_of_images_count_against_the_longest_prompt(folder):  # noqa: F81
     long = opened(folder, *rows_of(0, 1), {"prompt": user("?" * 300), "completion": "yes"})
     kept = loader_of(long, max_prompt_length=lengths[0], overlong="drop", prompts_per_step=1)
     assert kept.dropped_for == {"prompt": 1, "images": 1}
+    said = describe_dropped(kept.dropped_for)
+    assert said == "2 overlong prompts were dropped: 1 by their text, 1 by their images"
+    assert describe_dropped({"prompt": 2, "answer": 1}) == "3 overlong prompts were dropped"
 
 
 def test_a_prompt_cut_from_the_left_has_whole_images(folder):  # noqa: F811
