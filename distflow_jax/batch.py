@@ -162,7 +162,7 @@ class Placement:
 
 def row_spans(sequences: Sequences, members: Sequence[int], placement: Placement):
     """Yields places in a row of its `members`:
-     (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
+    (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
     start, prompt_at = 0, {}
     for slot, i in enumerate(members):
         group, size = sequences.group[i], len(sequences.prompt[i])

@@ -5,6 +5,7 @@ C chunks, T patches of a chunk, F features of all chunks.
 
 import dataclasses
 import math
+
 import numpy as np
 
 from distflow_jax.images.prompt_images import PromptImages

@@ -17,7 +17,7 @@ _FIELDS = ("patch", "patches", "positions", "segments", "rotary")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptImages:
-    """What a network needs of a prompt's images; its features are numbered over all of them."""
+    """Arrays of a prompt's images; features are numbered over all of them."""
 
     patch: np.ndarray  # int32 [P]: the feature that stands at each token, -1 for text
     patches: np.ndarray  # uint8 [N, patch_bytes]
@@ -114,9 +114,7 @@ def content_keys(tokens: np.ndarray, patch: np.ndarray, images: Sequence[Image])
 def to_bytes(tokens: np.ndarray, images: PromptImages) -> np.ndarray:
     """A prompt with images as one array uint8 [n], for another process; `tokens` int32 [P]."""
     n, width = images.patches.shape
-    head = struct.pack(
-        "<5q", len(tokens), n, width, images.positions.shape[1], images.count
-    )
+    head = struct.pack("<5q", len(tokens), n, width, images.positions.shape[1], images.count)
     parts = [np.asarray(tokens, np.int32), *(getattr(images, name) for name in _FIELDS)]
     body = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     return np.frombuffer(head + body, np.uint8)

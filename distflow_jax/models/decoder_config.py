@@ -252,18 +252,7 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
-        if self.vision is not None and self.vision.width != self.hidden_size:
-            raise ValueError(
-                f"features of the vision tower have width {self.vision.width}, the text model's "
-                f"hidden_size is {self.hidden_size}: use a tower of width={self.hidden_size}"
-            )
-        if self.rope_sections and (
-            len(self.rope_sections) != 3 or sum(self.rope_sections) != self.head_dim // 2
-        ):
-            raise ValueError(
-                f"model rope_sections must be three numbers with the sum {self.head_dim // 2}, "
-                f"half of head_dim, got {self.rope_sections}"
-            )
+        self._check_vision()
         of_experts = [n for n in self.lora.targets if n in _OF_EXPERTS] if self.lora else []
         if self.num_experts and of_experts:
             rest = [name for name in self.lora.targets if name not in _OF_EXPERTS]
@@ -276,6 +265,20 @@ class DecoderConfig:
             raise ValueError(
                 f"lora.rank={self.lora.rank} must be from 1 to {widest}, the smaller of the "
                 "model's hidden_size and mlp_size"
+            )
+
+    def _check_vision(self) -> None:
+        if self.vision is not None and self.vision.width != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower have width {self.vision.width}, the text model's "
+                f"hidden_size is {self.hidden_size}: use a tower of width={self.hidden_size}"
+            )
+        if self.rope_sections and (
+            len(self.rope_sections) != 3 or sum(self.rope_sections) != self.head_dim // 2
+        ):
+            raise ValueError(
+                f"model rope_sections must be three numbers with the sum {self.head_dim // 2}, "
+                f"half of head_dim, got {self.rope_sections}"
             )
 
     @property

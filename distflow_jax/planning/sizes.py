@@ -121,9 +121,7 @@ def derive_sizes(
     of_samplers = machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
     check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
     hosts = _sampler_hosts(config, of_samplers)
-    dtype = training.compute_dtype
-    if dtype == "auto":
-        dtype = "float32" if machine.platform == "cpu" else "bfloat16"
+    dtype = _compute_dtype(training, machine)
     rows = micro * max((together // n for n in pipelines if n > 1), default=1)
     attention = row_attention(
         training.attention,
@@ -140,16 +138,14 @@ def derive_sizes(
             model.image_both_ways,
         ),
     )
-    return Sizes(
+    sizes = Sizes(
         mesh=mesh,
         role_meshes=roles,
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
         sampler_submesh=submesh,
         sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
-        packing=_with_images(
-            _packing(config, graph, mini_prompts, (micro, together), mesh, roles), config, model
-        ),
+        packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
         engine=_engine_config(config, model, of_samplers, dtype, hosts),
         forward=_forward_config(
             training,
@@ -163,19 +159,26 @@ def derive_sizes(
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
-        wave=_with_images(
-            _wave_packing(config, graph, (micro, together), mesh, roles), config, model
-        ),
+        wave=_wave_packing(config, graph, (micro, together), mesh, roles),
     )
+    return _with_images(sizes, config, model)
 
 
-def _with_images(
-    packing: PackingPlan | None, config: Config, model: DecoderConfig
-) -> PackingPlan | None:
-    """The packing with the patches beside its rows, where the model has a tower."""
-    if packing is None or model.vision is None:
-        return packing
-    return dataclasses.replace(packing, images=_images(config, model, config.training.row_tokens))
+def _compute_dtype(training: TrainingConfig, machine: Machine) -> str:
+    """The dtype of training.compute_dtype."""
+    if training.compute_dtype != "auto":
+        return training.compute_dtype
+    return "float32" if machine.platform == "cpu" else "bfloat16"
+
+
+def _with_images(sizes: Sizes, config: Config, model: DecoderConfig) -> Sizes:
+    """The sizes with patches beside rows, where the model has a tower."""
+    images = _images(config, model, config.training.row_tokens)
+    if images is None:
+        return sizes
+    packing = dataclasses.replace(sizes.packing, images=images)
+    wave = None if sizes.wave is None else dataclasses.replace(sizes.wave, images=images)
+    return dataclasses.replace(sizes, packing=packing, wave=wave)
 
 
 def _images(config: Config, model: DecoderConfig, features: int) -> PatchSizes | None:

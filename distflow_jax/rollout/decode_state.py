@@ -74,7 +74,7 @@ class DecodeState:
     prompt_held: Any  # bool [D, P]: held though no slot reads it
     seed: Any  # key of the run
     exit_below: Any  # int32: generate returns early once this many or fewer slots are active
-    # int32 [B]: a slot's next position less its length, where images take fewer positions; else None
+    # int32 [B]: a slot's next position less its length; None where images take as many as tokens
     shift: Any = None
     history: Any = None  # int32 [B, X]: tokens in the cache, where they are looked up in: d > 0
 

@@ -55,7 +55,9 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     loops = platform == "cpu" if attention == "auto" else attention == "blocks"
     try:
         if sizes.both_ways:
-            raise ValueError("tiles are causal, and images of this model attend both ways: use 'auto'")
+            raise ValueError(
+                "tiles are causal, and images of this model attend both ways: use 'auto'"
+            )
         if not loops:
             return _by_kernel(platform, sizes)
         block = block_size(sizes.row_tokens, longest=sizes.longest, row_chunks=sizes.row_chunks)

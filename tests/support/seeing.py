@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-from support.tiny_model import TINY, WINDOWED, rows_of, sequences_of
 
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.coordinator.row_images import pack_images
@@ -11,6 +10,7 @@ from distflow_jax.images.patch_chunks import PatchSizes, chunks_for
 from distflow_jax.images.prompt_images import prompt_images
 from distflow_jax.images.record import Image, ImagePatches, digest_of
 from distflow_jax.models.vision.vision_config import VisionConfig
+from support.tiny_model import TINY, WINDOWED, rows_of, sequences_of
 
 TOWER = VisionConfig(
     family="smolvlm",
@@ -68,13 +68,19 @@ def image_of(model, seed: int) -> Image:
     count = len(at)
     patches = rng.integers(0, 256, (count, vision.patch_bytes), np.uint8)
     cut = ImagePatches(
-        patches, np.array(at, np.int32), np.ones(count, np.int32), count // merge**2, (rows, columns)
+        patches,
+        np.array(at, np.int32),
+        np.ones(count, np.int32),
+        count // merge**2,
+        (rows, columns),
     )
     pixels = np.zeros((4, 4, 3), np.uint8)
     return Image(pixels, digest_of(patches[None, :, :3]), cut)
 
 
-def seeing_prompt(model, counter: int, images: int, *, seed: int = 0, placeholder: int = 5) -> Prompt:
+def seeing_prompt(
+    model, counter: int, images: int, *, seed: int = 0, placeholder: int = 5
+) -> Prompt:
     """A prompt of random text with images in between; the placeholder's id is in the text too."""
     rng = np.random.default_rng([seed, counter])
     found = tuple(image_of(model, 1000 * seed + 10 * counter + n) for n in range(images))

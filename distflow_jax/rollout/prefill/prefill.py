@@ -125,9 +125,7 @@ def _same_image(sight: Sight | None, start: Any, keys: int):
     return jax.lax.dynamic_update_slice_in_dim(empty, own, start, axis=1)
 
 
-def _read(
-    shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None, sight=None
-):
+def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None, sight=None):
     """Runs the network on a row: (keys, values, experts) as `attend` and the route return them,
     hidden states [T, D]."""
     if sight is not None and sight.rotary is not None:
