@@ -94,7 +94,11 @@ def fetch(
     names = " ".join(field for _, field in wanted)
     blobs = {q: column_codec.encode(entries, names) for q, entries in outgoing.items()}
     for p, blob in _exchange(store, names, blobs, incoming).items():
+        before = None
         for (value, n), entry in zip(incoming[p], column_codec.decode(blob), strict=True):
+            if value[1] == "prompt" and entry is not before and entry.dtype == np.uint8:
+                store.image_bytes += entry.nbytes
+            before = entry
             store.received.setdefault(value, {})[n] = entry
 
 

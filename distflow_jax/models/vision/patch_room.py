@@ -3,6 +3,8 @@
 from distflow_jax.images.patch_chunks import PatchSizes, chunks_for
 from distflow_jax.models.vision.vision_config import VisionConfig
 
+_PATCHES = 512  # of a chunk at least, where there may be so many: small images go together
+
 
 def patch_room(
     vision: VisionConfig, features: int, *, longest: int, image_tokens: int, rotary: bool
@@ -20,5 +22,7 @@ def patch_room(
     else:
         limits = (longest, image_tokens, vision.most_pixels // vision.patch_size**2 // merge)
         chunk = min(limit for limit in limits if limit) * merge
+    # whole pictures, as many as may be there
+    chunk *= max(1, min(_PATCHES // chunk, -(-features * merge // chunk)))
     chunks = chunks_for(features, merge, chunk)
     return PatchSizes(chunk, chunks, vision.patch_bytes, 2, merge, rotary)
