@@ -23,7 +23,7 @@ TOWER = VisionConfig(
     width=TINY.hidden_size,
     grid=4,
 )
-_QWEN = dataclasses.replace(TOWER, grid=0, mlp_size=40, num_layers=3)
+_QWEN: dict = dict(vars(TOWER), family="qwen2_5_vl", grid=0, mlp_size=40, num_layers=3)
 # by family: tiles of one size; windows and positions of three parts; the same interleaved, with
 # features behind the first layers; and images that attend both ways in layers with windows
 MODELS = {
@@ -32,7 +32,7 @@ MODELS = {
         TINY,
         attention_bias=True,
         rope_sections=(2, 3, 3),
-        vision=dataclasses.replace(_QWEN, family="qwen2_5_vl", window=4, full_layers=(1,)),
+        vision=VisionConfig(**_QWEN | dict(window=4, full_layers=(1,))),
     ),
     "qwen3_vl": dataclasses.replace(
         TINY,
@@ -40,7 +40,7 @@ MODELS = {
         rope_sections=(4, 2, 2),
         rope_interleaved=True,
         num_layers=3,
-        vision=dataclasses.replace(_QWEN, family="qwen3_vl", grid=6, deepstack=(0, 1)),
+        vision=VisionConfig(**_QWEN | dict(family="qwen3_vl", grid=6, deepstack=(0, 1))),
     ),
     "gemma3": dataclasses.replace(WINDOWED, vision=dataclasses.replace(TOWER, family="gemma3")),
 }

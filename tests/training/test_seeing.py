@@ -60,7 +60,7 @@ def logits_alone(model, params, prompt, tokens):
         seen = Seen(patch[None], features[:1], deep)
         owner = np.repeat(np.arange(number) + 1, [x.patches.features for x in prompt.images])
         image = np.where(patch >= 0, owner[np.maximum(patch, 0)], 0)
-    position = position if model.rope_sections else position[:, 0]
+    position = position if model.rope_sections else np.arange(len(tokens))
     place = jnp.arange(len(tokens))[None]
     same = (image[:, None] == image[None]) & (image[:, None] > 0) & model.image_both_ways
 
@@ -68,8 +68,6 @@ def logits_alone(model, params, prompt, tokens):
         mask = (place[0][:, None] >= place) & within(place, place, window)[0]
         return masked_attention(q, k, v, (mask | same)[None]), None
 
-    if model.rope_sections and images is None:
-        position = np.repeat(np.arange(len(tokens))[:, None], 3, axis=1)
     hidden, _ = hidden_states(model, params, tokens[None], position[None], attend, seen=seen)
     return head_logits(model, params, hidden[0])
 
