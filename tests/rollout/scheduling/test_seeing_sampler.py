@@ -105,11 +105,11 @@ def test_images_decide_which_prefix_is_shared():
     scheduler = Scheduler(sampler.engine, sampler.params, state=sampler.state)
     for request in requests:
         scheduler.submit(request)
-    scheduler.step()
+    ended = scheduler.step()
     partials = scheduler.export()
     scheduler.load(sampler.params, 1)
     scheduler.restore(partials)
-    found = drive(scheduler)
+    found = by_uid(ended) | drive(scheduler)
     assert_same(found, wanted)
     assert scheduler.stats.images > 4
     sampler.state = scheduler.close()
