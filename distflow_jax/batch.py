@@ -59,6 +59,21 @@ class Samples:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
+class RowImages:
+    """Images of packed prompts, in C chunks of T patches per row (images/patch_chunks.py).
+
+    A prompt's images stand once in a row, for all its responses there.
+    """
+
+    patch: Any  # int32 [K, R, L]: which feature of the row stands at a token, -1 for text
+    patches: Any  # uint8 [K, R, C, T, patch_bytes]
+    positions: Any  # int32 [K, R, C, T, 2 or 3]
+    segments: Any  # int32 [K, R, C, T]; 0 is padding, numbers of a chunk from 1
+    rotary: Any = None  # int32 [K, R, L, 3]; None where the network takes one position per token
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class Rows:
     """Packed sequences with static shapes: token fields [K, R, L], sequence fields [K, R, S].
 
@@ -82,6 +97,7 @@ class Rows:
     # int8 or int16 [K, R, L, layers, experts of a token]: those that a mixture is to send each
     # token through, -1 for its own choice; None: its own choice for all
     experts: Any = None
+    images: Any = None  # RowImages; None in a run without a tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +160,9 @@ class Placement:
                 yield (k, r), members
 
 
-def _spans(sequences: Sequences, members: Sequence[int], placement: Placement):
-    """Yields (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
+def row_spans(sequences: Sequences, members: Sequence[int], placement: Placement):
+    """Yields places in a row of its `members`:
+    (sequence, slot, parent, prompt start or None, last prompt token, response start)."""
     start, prompt_at = 0, {}
     for slot, i in enumerate(members):
         group, size = sequences.group[i], len(sequences.prompt[i])
@@ -180,7 +197,7 @@ def to_rows(sequences: Sequences, placement: Placement) -> Rows:
         length=np.zeros(sequence_shape, np.int32),
     )
     for at, members in placement.rows():
-        for i, slot, parent, prompt_start, last, start in _spans(sequences, members, placement):
+        for i, slot, parent, prompt_start, last, start in row_spans(sequences, members, placement):
             prompt, response = sequences.prompt[i], sequences.response[i]
             size, end = len(prompt), start + len(response)
             if prompt_start is not None:
@@ -219,7 +236,7 @@ def token_field(
     shape = (s.mini_batches, s.rows, s.tokens, *column.shape)
     out = np.full(shape, column.fill, column.dtype)
     for at, members in placement.rows():
-        for i, _, _, prompt_start, _, start in _spans(sequences, members, placement):
+        for i, _, _, prompt_start, _, start in row_spans(sequences, members, placement):
             own = values[i]
             if column.prompt:
                 size = len(sequences.prompt[i])
@@ -247,7 +264,7 @@ def from_token_field(
     return {
         i: field[at][start : start + len(sequences.response[i])]
         for at, members in placement.rows()
-        for i, *_, start in _spans(sequences, members, placement)
+        for i, *_, start in row_spans(sequences, members, placement)
     }
 
 

@@ -9,8 +9,11 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.environments.sample_episodes import sample_episodes
-from distflow_jax.models.weights.source import open_model
-from distflow_jax.planning.plan_run import open_environments
+from distflow_jax.images.picture_files import PictureFile
+from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout
+from distflow_jax.images.record import MARK
+from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.planning.plan_run import open_environments, prompt_encoder
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
@@ -27,14 +30,19 @@ def main(options: SimpleNamespace) -> int:
     source = open_model(config.model.source, **config.model.options())
     prompts = []
     for i, text in enumerate(texts):
-        prompt = text if options.raw else [{"role": "user", "content": text}]
-        rendered, tokens = source.tokenizer.encode_prompt(prompt)
-        if len(tokens) > config.data.max_prompt_length:
+        if options.image is not None:
+            prompt = _seeing(i, text, options, config, source)
+        else:
+            asked = text if options.raw else [{"role": "user", "content": text}]
+            rendered, tokens = source.tokenizer.encode_prompt(asked)
+            prompt = Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {})
+        if len(prompt.tokens) > config.data.max_prompt_length:
             raise ValueError(
-                f"prompt {i + 1} has {len(tokens)} tokens, above config.data.max_prompt_length="
-                f"{config.data.max_prompt_length}; raise that, or shorten it"
+                f"prompt {i + 1} has {len(prompt.tokens)} tokens, above "
+                f"config.data.max_prompt_length={config.data.max_prompt_length}; raise that, or "
+                "shorten it"
             )
-        prompts.append(Prompt(i, i, np.asarray(tokens, np.int32), rendered, "", None, {}))
+        prompts.append(prompt)
     environments = open_environments(config, source, prompts[0])
     model = open_answerer(config, source, options.run)
     sampling = SamplingParams(
@@ -49,6 +57,38 @@ def main(options: SimpleNamespace) -> int:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")
         print(source.tokenizer.decode(response.tokens))
     return 0
+
+
+def _seeing(
+    number: int, text: str, options: SimpleNamespace, config: Config, source: ModelSource
+) -> Prompt:
+    """A prompt with the picture of --image before its text."""
+    encoder = prompt_encoder(source, config.data.image_tokens)
+    if not isinstance(encoder, SeeingTokenizer):
+        raise ValueError(
+            f"--image={options.image}: {config.model.source} has no tower; use a vision model, or "
+            "--config.model.vision"
+        )
+    path = pathlib.Path(options.image)
+    if not path.is_file():
+        raise FileNotFoundError(f"--image={options.image}: there is no such file")
+    source_of_image = PictureFile(f"--image={options.image}", path)
+    image = read_image(source_of_image, encoder.layout)
+    size = size_in_layout(source_of_image, encoder.layout)
+    asked = [{"type": "image"}, {"type": "text", "text": text}]
+    prompt = MARK + text if options.raw else [{"role": "user", "content": asked}]
+    placed = encoder.place(prompt, [size])
+    return Prompt(
+        number,
+        number,
+        placed.tokens,
+        placed.text,
+        "",
+        None,
+        {},
+        images=(image,),
+        patch=placed.patch,
+    )
 
 
 def _prompts(options: SimpleNamespace) -> list[str]:

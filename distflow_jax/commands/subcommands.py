@@ -94,6 +94,7 @@ GENERATE = Subcommand(
         RUN,
         string("prompt", None, "The prompt."),
         string("file", None, "A text file with one prompt per line."),
+        string("image", None, "A picture that stands before each prompt, for a vision model."),
         switch("raw", False, "Continue the text itself, without the chat template."),
         integer("samples", 1, "Responses to each prompt.", 1),
         number("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0),

@@ -13,6 +13,7 @@ import numpy as np
 from distflow_jax.batch import Placement, RowShape
 from distflow_jax.coordinator.first_fit import Lengths, RowLimits
 from distflow_jax.coordinator.packing import Assignment, assign
+from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout
 from distflow_jax.models.model_flops import causal_pairs
 from distflow_jax.parallel import rules
@@ -29,6 +30,7 @@ class PackingPlan:
     rows: Mapping[Layout, int]  # static rows per data rank and mini-batch, for each mesh layout
     primary: Layout  # rows are balanced over the data ranks of this layout, the trainer's
     threshold: float = 0.03  # share by which the busiest rank must get lighter for rows to move
+    images: PatchSizes | None = None  # of the patches beside a row; None: the model has no tower
 
 
 def data_ranks(layout: Layout) -> int:

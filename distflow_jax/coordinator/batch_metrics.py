@@ -79,6 +79,12 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     )
 
 
+def image_metrics(counts: np.ndarray) -> dict[str, float]:
+    """Metrics of `Coordinator.image_counts` of all processes, int64 [2] of each. Collective."""
+    encoded, received = processes.all_gather_ints(counts).reshape(-1, 2).sum(0)
+    return {"perf/images_encoded": float(encoded), "perf/image_bytes_moved": float(received)}
+
+
 def _image_metrics(table: StepTable) -> dict[str, float]:
     """Images of the step's prompts, each prompt counted once."""
     if table.images is None or table.shrunk is None:

@@ -173,6 +173,10 @@ class Coordinator:
         """Bytes that came to this process from others in this step, padding left out."""
         return sum(traffic.payload for traffic in self.traffic.values())
 
+    def image_counts(self) -> np.ndarray:
+        """Images encoded in this process's rows, and bytes that came with images, int64 [2]."""
+        return np.array([self.store.images_encoded, self.store.image_bytes], np.int64)
+
     def tokens_per_rank(self) -> np.ndarray:
         """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""
         return self.shares.tokens_per_rank(self._packing.primary)

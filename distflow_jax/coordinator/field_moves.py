@@ -18,6 +18,8 @@ from distflow_jax.batch import Prompt, Rows, Sequences, TokenColumn
 from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.coordinator.field_store import FieldStore, Value
+from distflow_jax.coordinator.row_images import encoded_images, pack_images
+from distflow_jax.images.prompt_images import PromptImages, from_bytes, prompt_images, to_bytes
 from distflow_jax.layout import ROWS_COLUMNS, Edge, Layout, hosts_of
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.rules import rows_spec
@@ -82,17 +84,21 @@ def fetch(
             missing[before] = [
                 _missing(shares, before, layout, process) for process in range(shares.processes)
             ]
-        column = store.columns[value[1]]
+        column = _payloads(store.columns[value[1]], value[1])
         for q, theirs in enumerate(missing[before]):
             for n in theirs[shares.home[theirs] == me]:
-                outgoing.setdefault(q, []).append(_payload(column[number[n]]))
+                outgoing.setdefault(q, []).append(column[number[n]])
         for n in missing[before][me]:
             incoming.setdefault(int(shares.home[n]), []).append((value, int(n)))
         store.fetched.setdefault(value, []).append(layout)
     names = " ".join(field for _, field in wanted)
     blobs = {q: column_codec.encode(entries, names) for q, entries in outgoing.items()}
     for p, blob in _exchange(store, names, blobs, incoming).items():
+        before = None
         for (value, n), entry in zip(incoming[p], column_codec.decode(blob), strict=True):
+            if value[1] == "prompt" and entry is not before and entry.dtype == np.uint8:
+                store.image_bytes += entry.nbytes
+            before = entry
             store.received.setdefault(value, {})[n] = entry
 
 
@@ -125,15 +131,40 @@ def pack_rows(store: FieldStore, shares: Shares, layout: Layout, mesh: Mesh) -> 
     prompt, response, mask = (
         entries(store, shares, (store.sources[name], name), layout) for name in ROWS_COLUMNS
     )
+    tokens, images = _opened(prompt, shares.plan.images is not None)
     sequences = Sequences(
         group=shares.group[needed].tolist(),
         member=shares.member[needed].tolist(),
-        prompt=[_payload(entry) for entry in prompt],
+        prompt=tokens,
         response=response,
         response_mask=mask,
     )
-    rows = batch_lib.to_rows(sequences, shares.placement(layout, me))
+    placement = shares.placement(layout, me)
+    rows = batch_lib.to_rows(sequences, placement)
+    if shares.plan.images is not None:
+        rows.images = pack_images(sequences, images, placement, shares.plan.images)
+        if layout == shares.plan.primary:
+            store.images_encoded = encoded_images(sequences, images, placement)
     return jax.tree.map(lambda x: _place(x, shares, layout, mesh), rows)
+
+
+def _opened(
+    prompts: Sequence[Any], has_tower: bool
+) -> tuple[list[np.ndarray], list[PromptImages | None]]:
+    """(tokens, images) of fetched prompts: records of this process, payloads of others."""
+    tokens, images = [], []
+    known: dict[int, tuple[np.ndarray, PromptImages | None]] = {}
+    for entry in prompts:
+        if id(entry) not in known:
+            if isinstance(entry, Prompt):
+                own = prompt_images(entry.images, entry.patch) if has_tower else None
+                known[id(entry)] = entry.tokens, own
+            else:
+                blob = isinstance(entry, np.ndarray) and entry.dtype == np.uint8
+                known[id(entry)] = from_bytes(entry) if blob else (entry, None)
+        tokens.append(known[id(entry)][0])
+        images.append(known[id(entry)][1])
+    return tokens, images
 
 
 def pack(
@@ -222,9 +253,19 @@ def _check_shapes(edge: Edge, entries: Sequence[Any], wanted: Sequence[tuple[int
         )
 
 
-def _payload(entry: Any) -> Any:
-    """The part of an entry that travels: of a prompt only its tokens."""
-    return entry.tokens if isinstance(entry, Prompt) else entry
+def _payloads(column: Sequence[Any], field: str) -> Sequence[Any]:
+    """The parts of a column's entries that travel: of a prompt only its tokens and patches.
+
+    Entries that are one object stay one object, so that a prompt travels once for its responses.
+    """
+    if field != "prompt":
+        return column
+    known: dict[int, Any] = {}
+    for entry in column:
+        if isinstance(entry, Prompt) and id(entry) not in known:
+            images = prompt_images(entry.images, entry.patch)
+            known[id(entry)] = entry.tokens if images is None else to_bytes(entry.tokens, images)
+    return [known.get(id(entry), entry) for entry in column]
 
 
 # -- mesh to mesh, mesh to host -------------------------------------------------------------------

@@ -243,20 +243,16 @@ class DecoderConfig:
                 f"model full_every={self.full_every} has no effect without a sliding_window; set "
                 "sliding_window or full_every=0"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
-        if self.vision is not None and self.vision.width != self.hidden_size:
-            raise ValueError(
-                f"features of the vision tower have width {self.vision.width}, the text model's "
-                f"hidden_size is {self.hidden_size}: use a tower of width={self.hidden_size}"
-            )
         if self.rope_sections and (
-            len(self.rope_sections) != 3 or sum(self.rope_sections) != self.head_dim // 2
+            len(self.rope_sections) != 3 or sum(self.rope_sections) * 2 != self.head_dim
         ):
             raise ValueError(
-                f"model rope_sections must be three numbers with the sum {self.head_dim // 2}, "
-                f"half of head_dim, got {self.rope_sections}"
+                f"model rope_sections={self.rope_sections} must be three numbers of pairs whose "
+                f"sum is half of head_dim={self.head_dim}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
+        self._check_vision()
         of_experts = [n for n in self.lora.targets if n in _OF_EXPERTS] if self.lora else []
         if self.num_experts and of_experts:
             rest = [name for name in self.lora.targets if name not in _OF_EXPERTS]
@@ -270,6 +266,25 @@ class DecoderConfig:
                 f"lora.rank={self.lora.rank} must be from 1 to {widest}, the smaller of the "
                 "model's hidden_size and mlp_size"
             )
+
+    def _check_vision(self) -> None:
+        if self.vision is not None and self.vision.width != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower have width {self.vision.width}, the text model's "
+                f"hidden_size is {self.hidden_size}: use a tower of width={self.hidden_size}"
+            )
+        if self.rope_sections and (
+            len(self.rope_sections) != 3 or sum(self.rope_sections) != self.head_dim // 2
+        ):
+            raise ValueError(
+                f"model rope_sections must be three numbers with the sum {self.head_dim // 2}, "
+                f"half of head_dim, got {self.rope_sections}"
+            )
+
+    @property
+    def image_both_ways(self) -> bool:
+        """Whether tokens of one image attend to each other, also to later ones: Gemma 3."""
+        return self.vision is not None and self.vision.family == "gemma3"
 
     @property
     def windowed(self) -> tuple[bool, ...]:

@@ -58,14 +58,36 @@ def _yarn_unscaled(scaling: YarnScaling, freq: np.ndarray, theta: float) -> np.n
     return 1 - np.clip((np.arange(half) - first) / width, 0.0, 1.0)
 
 
+def pair_axes(sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
+    """Which of (time, row, column) each pair of a head rotates by, int32 [H / 2].
+
+    `sections`: pairs of each. In blocks as in Qwen2-VL (Wang et al. 2024, arxiv.org/abs/2409.12191,
+    sec. 2.1), or interleaved as in Qwen3-VL (arxiv.org/abs/2511.21631), where the pairs behind the
+    last full turn are those of time.
+    """
+    if not interleaved:
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    pair = np.arange(sum(sections), dtype=np.int32)
+    axis = pair % 3
+    return np.where(pair < 3 * np.asarray(sections, np.int32)[axis], axis, 0).astype(np.int32)
+
+
 def rotary_tables(
-    position_BT: jax.Array, frequencies: np.ndarray, scale: float = 1.0
+    position_BT: jax.Array,
+    frequencies: np.ndarray,
+    scale: float = 1.0,
+    axes: np.ndarray | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and signed sines of both halves of all pairs, float32 [B, T, 2, H / 2] each.
 
-    Both are multiplied by `scale`, see YarnScaling.table_scale.
+    Both are multiplied by `scale`, see YarnScaling.table_scale. Positions are int32 [B, T], or [B,
+    T, 3] by time, row and column, of which each pair takes the one in `axes`, int32 [H / 2].
     """
-    angle = position_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+    if position_BT.ndim == 3:
+        assert axes is not None, "a model without rope_sections has one position per token"
+        angle = jnp.take(position_BT, axes, axis=2).astype(jnp.float32) * frequencies[None, None, :]
+    else:
+        angle = position_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scale != 1.0:
         cos, sin = cos * scale, sin * scale

@@ -9,10 +9,11 @@ B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vo
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from distflow_jax.models import lora, rope
@@ -53,6 +54,17 @@ def rms_norm(
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _QKV = ("query", "key", "value")
 Weights = dict[str, Any]  # of one layer, by the names in DecoderConfig's docstring
+
+
+class Seen(NamedTuple):
+    """Features of images in place of embeddings: which of S features a row's tokens have.
+
+    Provenance alone decides: the ids of the tokens are never compared.
+    """
+
+    patch_BT: jax.Array  # int32: number of the feature; -1: the token's embedding
+    features_BSD: jax.Array
+    deep_BNSD: jax.Array | None = None  # added to the stream behind the first N layers: DeepStack
 
 
 class Table(nnx.Module):
@@ -105,6 +117,7 @@ def hidden_states(
     dtype: Any = jnp.float32,
     remat: str = "none",
     route: Route | None = None,
+    seen: Seen | None = None,
     microbatches: int = 0,
     repeats: int = 1,
 ) -> tuple[jax.Array, Any]:
@@ -116,25 +129,32 @@ def hidden_states(
 
     Args:
       params: nested dict; its layers stacked, or apart as a list (matmul_layouts.py).
+      position_BT: int32 [B, T], or [B, T, 3] in a model with rope_sections.
       attend: attention function, see Attend.
       layer_inputs: pytree with layers as first dim; each layer's slice goes to `attend`.
       remat: the results that the backward pass recomputes, see remat.py.
       route: chooses the experts instead of `moe.best`; a layer output is then the pair of
         attention's and `route`'s.
+      seen: features of images; None: all tokens are text.
       microbatches: number of micro-batches that pass the pipeline stages one after another.
       repeats: number of times that a micro-batch passes all pipeline stages.
     """
     x = lookup(_gathered(params["embed"]["embedding"], dtype), tokens_BT, dtype)
     if c.embed_scale:
         x = x * jnp.asarray(c.hidden_size**0.5, dtype)
+    if seen is not None:
+        x = jnp.where(seen.patch_BT[..., None] >= 0, _at_tokens(seen, seen.features_BSD, x), x)
     x = _share(x)
     apart = isinstance(params["layers"], list)
+    deep = seen if seen is not None and seen.deep_BNSD is not None else None
 
-    def body_of(rows: tuple[jax.Array, Attend, Route | None]) -> Body:
-        position, attend, route = rows
-        return _Layer(c, attend, _rotations(c, position), apart, route).apply
+    def body_of(rows: tuple[jax.Array, Attend, Route | None, Seen | None]) -> Body:
+        position, attend, route, deep = rows
+        return _Layer(c, attend, _rotations(c, position), apart, route, deep).apply
 
-    rows, windows = (position_BT, attend, route), layer_windows(c)
+    rows, windows = (position_BT, attend, route, deep), layer_windows(c)
+    if deep is not None:
+        windows = windows, jnp.arange(c.num_layers, dtype=jnp.int32)
     again = functools.partial(rematerialised, remat=remat)
     if apart:
         body, outputs = again(body_of(rows)), []
@@ -174,11 +194,23 @@ def _rotations(c: DecoderConfig, position_BT: jax.Array) -> tuple[Tables, Tables
     """Rotary tables of layers without a window, and of those with one."""
     frequencies = rope.inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_factor)
     scale = c.rope_scaling.table_scale if isinstance(c.rope_scaling, YarnScaling) else 1.0
-    tables = rope.rotary_tables(position_BT, frequencies, scale)
+    tables = rope.rotary_tables(position_BT, frequencies, scale, _axes(c))
     if not c.sliding_window:
         return tables, None
     local = rope.inverse_frequencies(c.head_dim, c.rope_local_theta)
     return tables, rope.rotary_tables(position_BT, local)
+
+
+def _axes(c: DecoderConfig) -> np.ndarray | None:
+    """The position that each pair of a head rotates by, int32 [H / 2]; None: there is one."""
+    return rope.pair_axes(c.rope_sections, c.rope_interleaved) if c.rope_sections else None
+
+
+def _at_tokens(seen: Seen, features_BSD: jax.Array, like: jax.Array) -> jax.Array:
+    """The feature of each token [B, T, D], an arbitrary one for text; as `like` in its dtype."""
+    index = jnp.maximum(seen.patch_BT, 0)[..., None]
+    found = jnp.take_along_axis(features_BSD.astype(like.dtype), index, axis=1)
+    return constrain(found, "batch", "length", "activation")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,6 +222,7 @@ class _Layer:
     rotations: tuple[Tables, Tables | None]  # see _rotations
     apart: bool  # whether weights have the layout "apart", see matmul_layouts.py
     route: Route | None
+    deep: Seen | None  # features that are added behind the first layers
 
     def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         """The residual stream [B, T, D] after the layer, and the layer output.
@@ -200,6 +233,9 @@ class _Layer:
         """
         (w, window), extra = inputs
         c = self.config
+        number = None
+        if self.deep is not None:
+            window, number = window
         h = _gather(self.norm(x_BTD, w["attention_norm"]))
         h, kept = self.attention(h, w, extra, window)
         h = _share(h)
@@ -223,7 +259,22 @@ class _Layer:
         h = _share(h)
         if c.post_norms:
             h = self.norm(h, w["mlp_post_norm"])
-        return constrain(x + h, "batch", "stream", "activation"), kept
+        x = constrain(x + h, "batch", "stream", "activation")
+        return x if number is None else self.deepened(x, number), kept
+
+    def deepened(self, x_BTD: jax.Array, number: jax.Array) -> jax.Array:
+        """The stream [B, T, D] behind layer `number`, int32 scalar, with its features added.
+
+        Meng et al. 2024 (arxiv.org/abs/2406.04334).
+        """
+        seen = self.deep
+        assert seen is not None and seen.deep_BNSD is not None
+        count = seen.deep_BNSD.shape[1]
+        at = jnp.minimum(number, count - 1)
+        features = jax.lax.dynamic_index_in_dim(seen.deep_BNSD, at, axis=1, keepdims=False)
+        added = _share(_at_tokens(seen, features, x_BTD))
+        is_image = (seen.patch_BT[..., None] >= 0) & (number < count)
+        return x_BTD + jnp.where(is_image, added, 0)
 
     def norm(self, x: jax.Array, scale: jax.Array, factor: float = 1.0) -> jax.Array:
         """`rms_norm` of x [..., D] by scale [D], with the model's settings."""

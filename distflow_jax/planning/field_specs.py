@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.batch import ONE_NUMBER, Rows, TokenColumn
+from distflow_jax.batch import ONE_NUMBER, RowImages, Rows, TokenColumn
 from distflow_jax.coordinator.assignment import PackingPlan, data_ranks
 from distflow_jax.dag.plan import Plan
 from distflow_jax.layout import ROUTED_EXPERTS, Layout
@@ -46,6 +46,21 @@ class FieldSpecs:
             member=self._spec(layout, sequence, ints),
             valid=self._spec(layout, sequence, bools),
             length=self._spec(layout, sequence, ints),
+            images=self._images(layout, token),
+        )
+
+    def _images(self, layout: Layout, token: tuple[int, int, int]) -> RowImages | None:
+        """The images beside rows of `token` shape; None where the model has no tower."""
+        sizes = self.packing.images
+        if sizes is None:
+            return None
+        chunked = (*token[:2], sizes.chunks, sizes.chunk)
+        return RowImages(
+            patch=self._spec(layout, token, jnp.int32),
+            patches=self._spec(layout, (*chunked, sizes.patch_bytes), jnp.uint8),
+            positions=self._spec(layout, (*chunked, sizes.dims), jnp.int32),
+            segments=self._spec(layout, chunked, jnp.int32),
+            rotary=self._spec(layout, (*token, 3), jnp.int32) if sizes.rotary else None,
         )
 
     def packed(self, layout: Layout, column: TokenColumn | None) -> jax.ShapeDtypeStruct:

@@ -10,9 +10,11 @@ from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
+from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
+from distflow_jax.models.vision.patch_room import patch_room
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig, MeshSizes, Submesh, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
@@ -119,9 +121,7 @@ def derive_sizes(
     of_samplers = machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
     check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
     hosts = _sampler_hosts(config, of_samplers)
-    dtype = training.compute_dtype
-    if dtype == "auto":
-        dtype = "float32" if machine.platform == "cpu" else "bfloat16"
+    dtype = _compute_dtype(training, machine)
     rows = micro * max((together // n for n in pipelines if n > 1), default=1)
     attention = row_attention(
         training.attention,
@@ -135,9 +135,10 @@ def derive_sizes(
             dtype,
             chunks,
             min(m.context for m in meshes),
+            model.image_both_ways,
         ),
     )
-    return Sizes(
+    sizes = Sizes(
         mesh=mesh,
         role_meshes=roles,
         rollout_tensor=config.mesh.rollout_tensor,
@@ -159,6 +160,37 @@ def derive_sizes(
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
         wave=_wave_packing(config, graph, (micro, together), mesh, roles),
+    )
+    return _with_images(sizes, config, model)
+
+
+def _compute_dtype(training: TrainingConfig, machine: Machine) -> str:
+    """The dtype of training.compute_dtype."""
+    if training.compute_dtype != "auto":
+        return training.compute_dtype
+    return "float32" if machine.platform == "cpu" else "bfloat16"
+
+
+def _with_images(sizes: Sizes, config: Config, model: DecoderConfig) -> Sizes:
+    """The sizes with patches beside rows, where the model has a tower."""
+    images = _images(config, model, config.training.row_tokens)
+    if images is None:
+        return sizes
+    packing = dataclasses.replace(sizes.packing, images=images)
+    wave = None if sizes.wave is None else dataclasses.replace(sizes.wave, images=images)
+    return dataclasses.replace(sizes, packing=packing, wave=wave)
+
+
+def _images(config: Config, model: DecoderConfig, features: int) -> PatchSizes | None:
+    """Room for images of so many features together; None for a model without a tower."""
+    if model.vision is None:
+        return None
+    return patch_room(
+        model.vision,
+        features,
+        longest=config.data.max_prompt_length,
+        image_tokens=config.data.image_tokens,
+        rotary=bool(model.rope_sections),
     )
 
 
@@ -325,6 +357,7 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
         record_experts=config.training.router_replay,
+        images=_images(config, model, max(data.max_prompt_length, rollout.prefill_tokens)),
     )
     check_speculation(engine)
     check_prefix_cache(engine)

@@ -527,6 +527,18 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("perf/bytes_received", "payload from other processes, of the one that got the most"),
         Metric(
+            "perf/images_encoded",
+            "of models that see images: images in the trainer's rows, one per row and prompt",
+        ),
+        Metric(
+            "perf/image_bytes_moved",
+            "of models that see images: bytes of prompts with images from other processes",
+        ),
+        Metric(
+            "rollout/images_encoded",
+            "of models that see images: images that samplers encoded, one per prompt and version",
+        ),
+        Metric(
             "rollout/prefix/{hits,tokens}",
             "with rollout.prefix_tokens: prompts that reuse a shared prefix, and tokens not "
             "prefilled again",

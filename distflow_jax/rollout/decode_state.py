@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
@@ -45,6 +46,7 @@ class EngineConfig:
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
     record_experts: bool = False  # of a mixture: Response.routed_experts, see expert_recording.py
+    images: PatchSizes | None = None  # patches that are encoded together; None: no tower
 
 
 @struct.dataclass
@@ -72,6 +74,8 @@ class DecodeState:
     prompt_held: Any  # bool [D, P]: held though no slot reads it
     seed: Any  # key of the run
     exit_below: Any  # int32: generate returns early once this many or fewer slots are active
+    # int32 [B]: a slot's next position less its length; None where images take as many as tokens
+    shift: Any = None
     history: Any = None  # int32 [B, X]: tokens in the cache, where they are looked up in: d > 0
 
 
@@ -267,6 +271,7 @@ class StateShapes:
             prompt_held=jnp.zeros((self.ranks, self.slots), bool),
             seed=jax.random.key(seed),
             exit_below=jnp.zeros((), jnp.int32),
+            shift=none if self.model.rope_sections else None,
             history=jnp.zeros((b, history_length(c)), jnp.int32) if c.speculative_tokens else None,
         )
 

@@ -119,6 +119,7 @@ class RolloutStats:
     generate_calls: int = 0
     prefills: int = 0  # rows of prompts, or chunks of one
     prompts: int = 0  # read, one for all responses to it
+    images: int = 0  # encoded, one for all responses to its prompt
     prefix_hits: int = 0  # of these, after a shared prefix that was read before
     prefix_tokens: int = 0  # of these shared prefixes
     tokens: int = 0  # sampled

@@ -57,6 +57,8 @@ class StepInWaves:
     shares: list[Shares] = dataclasses.field(default_factory=list)  # of each wave
     ran: set[str | None] = dataclasses.field(default_factory=lambda: {None})  # see run_units
     received: int = 0  # bytes from other processes
+    # int64 [2], see Coordinator.image_counts
+    images: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
     uid: list[np.ndarray] = dataclasses.field(default_factory=list)  # int64 [N, 2] of each wave
     # entries of this process's responses, in the order of `uid`
     columns: dict[Value, list[Any]] = dataclasses.field(default_factory=dict)
@@ -176,6 +178,10 @@ class WaveSteps:
         """Bytes that came to this process from others in this step."""
         return self._found.received + self._batch.bytes_received()
 
+    def image_counts(self) -> np.ndarray:
+        """Images encoded and bytes that came with images in all waves, int64 [2]."""
+        return self._found.images
+
     # -- a wave -----------------------------------------------------------------------------------
 
     def _begin(self, states: dict[str, Any]) -> None:
@@ -223,6 +229,7 @@ class WaveSteps:
             for name, entries in coordinator.advantages().items():
                 self._advantages.setdefault(name, []).extend(entries)
         found.received += coordinator.bytes_received()
+        found.images = found.images + coordinator.image_counts()
 
     def _finish(self, wave: Wave, states: dict[str, Any], span: Span, *, rehearsed: bool) -> None:
         """Ends the optimizer step of a mini-batch, and begins that of the next one."""

@@ -48,6 +48,8 @@ def build_rollout(context: SamplingContext) -> Stage:
         if engine.config.prefix_tokens:
             metrics["rollout/prefix/hits"] = stats.prefix_hits
             metrics["rollout/prefix/tokens"] = stats.prefix_tokens
+        if engine.config.images is not None:
+            metrics["rollout/images_encoded"] = stats.images
         if engine.config.speculative_tokens:
             share = stats.accepted / max(stats.proposed, 1)
             metrics["rollout/speculation/accepted_share"] = share

@@ -21,6 +21,7 @@ class AttentionSizes(NamedTuple):
     dtype: str
     row_chunks: int = 1  # chunks of a row on the mesh; a tile lies within one of them
     context_shards: int = 1  # shards of a row, one of them per device
+    both_ways: bool = False  # tokens of an image attend to each other, also to later ones
 
 
 class RowAttention(NamedTuple):
@@ -53,6 +54,10 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
         return masked
     loops = platform == "cpu" if attention == "auto" else attention == "blocks"
     try:
+        if sizes.both_ways:
+            raise ValueError(
+                "tiles are causal, and images of this model attend both ways: use 'auto'"
+            )
         if not loops:
             return _by_kernel(platform, sizes)
         block = block_size(sizes.row_tokens, longest=sizes.longest, row_chunks=sizes.row_chunks)

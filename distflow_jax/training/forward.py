@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
-from distflow_jax.batch import Rows
+from distflow_jax.batch import RowImages, Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
@@ -22,6 +22,7 @@ from distflow_jax.models.transformer import Attend, bind
 from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.expert_balance import balancing_route, watching
+from distflow_jax.training.row_features import image_numbers, row_features
 from distflow_jax.training.token_logp import token_logp
 
 
@@ -71,10 +72,12 @@ class _Pairs(NamedTuple):
     allowed: Tiles | jax.Array  # tiles, or the mask [R, L, L]
     near: Tiles | None  # tiles with a pair within the window, for layers with one
     positions: tuple[jax.Array, jax.Array] | None  # of queries and keys, for models with windows
+    same_image: jax.Array | None = None  # mask [R, L, L], where images attend both ways
 
 
-def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
+def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
     """Attention over packed rows, or over the shards of rows that devices share."""
+    sliding_window = model.sliding_window
     segment, parent = (
         context_parallel.divide(rows.segment),
         context_parallel.divide(parent_segment(rows)),
@@ -101,11 +104,23 @@ def _attend(rows: Rows, config: ForwardConfig, sliding_window: int) -> Attend:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
         allowed = packed_mask(segment, parent, in_row)
+    same_image = None
+    if model.image_both_ways and rows.images is not None:
+        assert not block, "attention_choice.py has no tiles for images that attend both ways"
+        same_image = _same_image(rows.images, model)
 
     def attend(*arguments):
         return _attend_pairs(config.attention_by, *arguments)
 
-    return Partial(attend, _Pairs(allowed, near, positions))
+    return Partial(attend, _Pairs(allowed, near, positions, same_image))
+
+
+def _same_image(images: RowImages, model: DecoderConfig) -> jax.Array:
+    """Pairs of tokens that stand for one image, bool [R c, T, L]; fields of `images` [R, ...]."""
+    number = image_numbers(images, model.vision.patches_per_feature)
+    query = context_parallel.divide(number)[:, :, None]
+    key = context_parallel.in_gathered_order(number)[:, None]
+    return (query == key) & (query > 0)
 
 
 def _attend_pairs(
@@ -116,7 +131,7 @@ def _attend_pairs(
     Layers with a `window` use the pairs within it only. `implementation` is one of
     block_attention.IMPLEMENTATIONS, for tiles.
     """
-    allowed, near, positions = pairs
+    allowed, near, positions, same_image = pairs
     across, tiled = mesh_axes("context"), isinstance(allowed, Tiles)
     of_pairs = ("batch", "length", "length")
     if tiled:
@@ -140,6 +155,8 @@ def _attend_pairs(
         dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
     elif window is not None:
         arguments = (q, k, v, allowed & within(*positions, window))
+    if same_image is not None:
+        arguments = (*arguments[:3], arguments[3] | same_image)
     return local(on_device, arguments, dims, heads, shape=q.shape), None
 
 
@@ -163,14 +180,19 @@ def packed_hidden(
     if rows.experts is not None:  # layer by layer
         recorded = jnp.moveaxis(context_parallel.divide(rows.experts), 2, 0)
         recorded = constrain(recorded, "layers", "shards", "length", "activation")
+    seen, position = None, rows.position
+    if rows.images is not None:
+        seen = row_features(params, model, rows.images, dtype=dtype, remat=config.remat)
+        position = rows.position if rows.images.rotary is None else rows.images.rotary
     hidden, kept = decoder.hidden(
         context_parallel.divide(rows.tokens),
-        context_parallel.divide(rows.position),
-        _attend(rows, config, model.sliding_window),
+        context_parallel.divide(position),
+        _attend(rows, config, model),
         layer_inputs=recorded,
         dtype=dtype,
         remat=config.remat,
         route=route,
+        seen=seen,
         microbatches=config.microbatches,
         repeats=config.repeats,
     )

@@ -19,7 +19,10 @@ from distflow_jax.rollout.engine import decode
 
 # of a slot; the fields that no step changes are not scattered
 _CHANGED = ("logits", "length", "own", "emitted", "active", "forced", "forced_left", "history")
-_UNCHANGED = ("member", "limit", "kept", "counter", "sample", "temperature", "top_k", "top_p")
+_UNCHANGED = (
+    *("member", "limit", "kept", "counter", "sample", "temperature", "top_k", "top_p"),
+    "shift",
+)
 
 
 def small_shapes(shapes: StateShapes) -> StateShapes | None:

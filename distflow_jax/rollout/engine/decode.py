@@ -72,11 +72,12 @@ def feed(
         return out.reshape(q.shape), (k, v)
 
     nth = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None]
+    position = state.length if state.shift is None else state.length + state.shift
     hidden, kept = hidden_states(
         shapes.model,
         params,
         token_BQ,
-        state.length[:, None] + nth,
+        position[:, None] + nth,
         attend,
         layer_inputs=jnp.arange(shapes.model.num_layers, dtype=jnp.int32),
         dtype=jnp.dtype(shapes.config.dtype),

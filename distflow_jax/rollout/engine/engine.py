@@ -35,6 +35,7 @@ from distflow_jax.rollout.engine.slot_commands import (
 )
 from distflow_jax.rollout.engine.slot_updates import prompt_end
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api, tokenizer_pb2
+from distflow_jax.rollout.prefill.image_programs import PromptSight
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.rollout.requests import SamplingParams
@@ -108,16 +109,18 @@ class RolloutEngine(engine_api.Engine):
         existing_prefix: Prefix | None = None,
         padded_tokens: jax.Array,
         true_length: int,
+        sight: PromptSight | None = None,
     ) -> Prefix:
         """Reads one prompt, the first `true_length` >= 1 of `padded_tokens` int [T].
 
         Whatever T the caller pads to (JetStream has lengths of its own), the prompt is laid out
         anew. With `existing_prefix` the tokens go on from there: the two together are the prompt.
+        `sight`: the images of the whole prompt.
         """
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         before = 0 if existing_prefix is None else int(existing_prefix.length)
         check_length(before + len(tokens), longest_read(self.config))
-        return self.prompts.read(params, tokens, existing_prefix)
+        return self.prompts.read(params, tokens, existing_prefix, sight)
 
     def insert(
         self,

@@ -68,11 +68,12 @@ class PromptEnd(NamedTuple):
     logits: jax.Array  # float32 [G, V]: of the next token
     row: jax.Array  # int32: which of them
     tokens: jax.Array | None  # int32 [longest_read]; None where responses look nothing up
+    shift: jax.Array | None = None  # int32, see Prefix
 
 
 def prompt_end(prefix: Prefix) -> PromptEnd:
     """The last logits of a prefix, and its tokens."""
-    return PromptEnd(prefix.logits, prefix.row, prefix.tokens)
+    return PromptEnd(prefix.logits, prefix.row, prefix.tokens, prefix.shift)
 
 
 def admit(
@@ -89,7 +90,7 @@ def admit(
     `data_rank` and `entry` int32 scalars: where it is. `hold`, a bool scalar, keeps the prompt
     though no slot reads it.
     """
-    logits, row, tokens = end
+    logits, row, tokens, shift = end
     slot = columns["slot"]
     state = shapes.released(_vacated(state, slot))
 
@@ -104,6 +105,8 @@ def admit(
             *("temperature", "top_k", "top_p"),
         )
     }
+    if shift is not None:
+        fields["shift"] = put(state.shift, shift)
     if tokens is not None:
         width = state.history.shape[1]
         known = jnp.pad(tokens, (0, width - len(tokens)))

@@ -23,6 +23,7 @@ from distflow_jax.rollout.decode_state import (
     longest_read,
     pages_of,
 )
+from distflow_jax.rollout.prefill.image_programs import Sight
 
 
 @struct.dataclass
@@ -48,6 +49,8 @@ class Prefix:
     tokens: Any = None  # int32 [longest_read]: the prompt itself, where responses look things up
     shared: SharedPrefix | None = None  # where key, value, experts hold only what follows it
     experts: Any = None  # int8 or int16 [layers, T, E]
+    # int32: the position behind the prompt less its tokens, where rope_sections tell them apart
+    shift: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +103,33 @@ def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
     return PackedPrompts(tokens, segment, position, last, tuple(map(int, starts[:-1])))
 
 
-def _attention(q, k, v, mask, position_T, key_position_S, *window):
+def _attention(q, k, v, mask, places, *window, also=None):
     """masked_attention of one row [1, T, N, H] over [1, S, K, H], within the layer's window where
-    the model has windows; mask bool [T, S]."""
+    the model has windows; mask bool [T, S]. `places`: positions of queries [T] and keys [S];
+    `also`, a mask too, allows pairs of any distance."""
     if window:
+        position_T, key_position_S = places
         mask = mask & within(position_T[None], key_position_S[None], *window)[0]
+    if also is not None:
+        mask = mask | also
     return masked_attention(q, k, v, mask[None])
 
 
-def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None):
+def _same_image(sight: Sight | None, start: Any, keys: int):
+    """Mask bool [T, keys] of tokens that stand for one image, where these attend both ways; the
+    row's own keys begin at `start`. None where they do not."""
+    if sight is None or sight.image is None:
+        return None
+    own = (sight.image[:, None] == sight.image[None]) & (sight.image[:, None] > 0)
+    empty = jnp.zeros((len(own), keys), bool)
+    return jax.lax.dynamic_update_slice_in_dim(empty, own, start, axis=1)
+
+
+def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_inputs=None, sight=None):
     """Runs the network on a row: (keys, values, experts) as `attend` and the route return them,
     hidden states [T, D]."""
+    if sight is not None and sight.rotary is not None:
+        position_T = sight.rotary
     hidden, kept = hidden_states(
         shapes.model,
         params,
@@ -120,6 +139,7 @@ def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_input
         layer_inputs=layer_inputs,
         dtype=jnp.dtype(shapes.config.dtype),
         route=shapes.route,
+        seen=None if sight is None else sight.seen,
     )
     if shapes.route is None:
         return (*kept, None), hidden[0]
@@ -127,17 +147,20 @@ def _read(shapes: StateShapes, params, tokens_T, position_T, attend, layer_input
     return (key, value, experts[:, 0]), hidden[0]
 
 
-def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G):
+def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_G, sight=None):
     """((keys, values [layers, T, K, H], experts [layers, T, E]), next-token logits [G, V]) of a row
-    of prompts."""
+    of prompts. `sight`: a Sight of a model with a tower."""
     with use_mesh(shapes.mesh):
         here = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         mask = (segment_T[:, None] == segment_T[None]) & (here[:, None] >= here[None])
 
-        def attend(q, k, v, _, *window):
-            return _attention(q, k, v, mask, position_T, position_T, *window), (k[0], v[0])
+        also = _same_image(sight, 0, len(here))
 
-        kept, hidden = _read(shapes, params, tokens_T, position_T, attend)
+        def attend(q, k, v, _, *window):
+            places = position_T, position_T
+            return _attention(q, k, v, mask, places, *window, also=also), (k[0], v[0])
+
+        kept, hidden = _read(shapes, params, tokens_T, position_T, attend, sight=sight)
         return kept, head_logits(shapes.model, params, hidden[last_G])
 
 
@@ -149,6 +172,7 @@ def read_row_after(
     position_T,
     last_G,
     shared: SharedPrefix,
+    sight: Sight | None = None,
 ):
     """`read_row` of what follows one shared prefix, which every prompt of the row sees.
 
@@ -163,21 +187,23 @@ def read_row_after(
         mask = jnp.concatenate([seen, own], axis=1)
         position = shared.length + position_T
         key_position = jnp.concatenate([place, position])
+        also = _same_image(sight, len(place), mask.shape[1])
 
         def attend(q, k, v, before, *window):
             keys, values = (
                 jnp.concatenate([old[None].astype(new.dtype), new], axis=1)
                 for old, new in zip(before, (k, v), strict=True)
             )
-            out = _attention(q, keys, values, mask, position, key_position, *window)
+            places = position, key_position
+            out = _attention(q, keys, values, mask, places, *window, also=also)
             return out, (k[0], v[0])
 
         old = shared.key, shared.value
-        kept, hidden = _read(shapes, params, tokens_T, position, attend, old)
+        kept, hidden = _read(shapes, params, tokens_T, position, attend, old, sight)
         return kept, head_logits(shapes.model, params, hidden[last_G])
 
 
-def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before):
+def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before, sight=None):
     """Reads `length` tokens after the `before` that `kept` holds: (keys, values [layers, X, K, H],
     experts [layers, X, E]).
 
@@ -188,16 +214,19 @@ def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before):
         here = before + jnp.arange(size, dtype=jnp.int32)
         seen = jnp.arange(key.shape[1], dtype=jnp.int32)
         mask = seen[None] <= here[:, None]
+        also = _same_image(sight, before, len(seen))
 
         def attend(q, k, v, cached, *window):
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new[0], before, axis=0)
                 for old, new in zip(cached, (k, v), strict=True)
             )
-            out = _attention(q, keys[None], values[None], mask, here, seen, *window)
+            places = here, seen
+            out = _attention(q, keys[None], values[None], mask, places, *window, also=also)
             return out, (keys, values)
 
-        (key, value, new), hidden = _read(shapes, params, tokens_T, here, attend, (key, value))
+        old = key, value
+        (key, value, new), hidden = _read(shapes, params, tokens_T, here, attend, old, sight)
         if new is not None:
             experts = jax.lax.dynamic_update_slice_in_dim(experts, new, before, axis=1)
         last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=0)

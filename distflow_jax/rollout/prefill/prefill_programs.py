@@ -10,6 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.rollout.decode_state import StateShapes, check_length, longest_read, pages_of
 from distflow_jax.rollout.prefill import prefill
+from distflow_jax.rollout.prefill.image_programs import (
+    ImagePrograms,
+    Piece,
+    PromptSight,
+    Sight,
+    shift_of,
+)
 from distflow_jax.rollout.prefill.prefill import Prefix, SharedPrefix
 from distflow_jax.rollout.sampler_program import sampler_program
 
@@ -28,30 +35,53 @@ class PrefillPrograms:
             functools.partial(prefill.no_tokens, shapes), static_argnums=0, out_shardings=whole
         )
         self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=whole)
+        sizes = shapes.config.images
+        # None: the model has no tower, and programs have no images among their arguments
+        self.images = None if sizes is None else ImagePrograms(shapes, sizes)
+        self._shifts = bool(shapes.model.rope_sections)
+        self._both_ways = shapes.model.image_both_ways
 
-    def read(self, params: Any, tokens: np.ndarray, existing: Prefix | None = None) -> Prefix:
-        """Reads one prompt int32 [T], or with `existing` the tokens that follow it."""
+    def read(
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        existing: Prefix | None = None,
+        sight: PromptSight | None = None,
+    ) -> Prefix:
+        """Reads one prompt int32 [T], or with `existing` the tokens that follow it.
+
+        `sight`: the images of the whole prompt.
+        """
         if existing is None and len(tokens) <= self.buckets[-1]:
-            return self.row(params, [tokens])[0]
-        return self._chunks(params, tokens, existing)
+            return self.row(params, [tokens], sights=[sight])[0]
+        return self._chunks(params, tokens, existing, sight)
 
     def row(
-        self, params: Any, prompts: Sequence[np.ndarray], *, after: Prefix | None = None
+        self,
+        params: Any,
+        prompts: Sequence[np.ndarray],
+        *,
+        after: Prefix | None = None,
+        sights: Sequence[PromptSight | None] | None = None,
     ) -> list[Prefix]:
         """Reads several prompts, int32 [t] each, that together fit the largest of `buckets`.
 
         `after`: the shared prefix of all of them, from `shared_prefix`; only the tokens behind it
-        are read, and have to fit.
+        are read, and have to fit. `sights`: the images of each prompt; None: all are text.
         """
         before = 0 if after is None else int(after.length)
         row = prefill.pack([prompt[before:] for prompt in prompts], self._config)
         packed = row.tokens, row.segment, row.position, row.last
+        sights = sights or [None] * len(prompts)
+        both = zip(row.offsets, prompts, sights, strict=True)
+        pieces = [Piece(at, before, len(prompt) - before, sight) for at, prompt, sight in both]
+        sight = self._sight(len(row.tokens), pieces)
         if after is None:
             shared = None
-            (key, value, experts), logits = self._row(params, *packed)
+            (key, value, experts), logits = self._row(params, *packed, sight)
         else:
             shared = self._widest(after)
-            (key, value, experts), logits = self._row_after(params, *packed, shared)
+            (key, value, experts), logits = self._row_after(params, *packed, shared, sight)
         return [
             Prefix(
                 key,
@@ -63,15 +93,24 @@ class PrefillPrograms:
                 prefill.known_tokens(prompt, self._config),
                 shared,
                 experts,
+                self._shift(sights[i]),
             )
             for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
         ]
 
-    def shared_prefix(self, params: Any, tokens: np.ndarray) -> Prefix:
+    def _sight(self, length: int, pieces: Sequence[Piece]) -> Sight | None:
+        return None if self.images is None else self.images.sight(length, pieces)
+
+    def _shift(self, sight: PromptSight | None) -> np.ndarray | None:
+        return shift_of(sight) if self._shifts else None
+
+    def shared_prefix(
+        self, params: Any, tokens: np.ndarray, sight: PromptSight | None = None
+    ) -> Prefix:
         """Reads the shared prefix of prompts, int32 [t], into arrays to be cached: no longer than
         `prefix_tokens`, nor than twice its own tokens (or a page)."""
         check_length(len(tokens), min(self._config.prefix_tokens, self._config.max_prompt))
-        prefix = self.read(params, np.asarray(tokens, np.int32))
+        prefix = self.read(params, np.asarray(tokens, np.int32), sight=sight)
         # also where they have the size already: in one layout, rows after them are one program
         size = min(prefix.key.shape[1], prefill.shared_room(self._config))
         kept = prefill.kept_of(prefix)
@@ -81,6 +120,8 @@ class PrefillPrograms:
     def every_shape(self, params: Any) -> Iterator[Prefix]:
         """Runs every program once; yields a prefix of each shape that they make."""
         token = np.zeros(1, np.int32)
+        if self.images is not None:
+            self.images.every_shape(params, self.buckets)
         for bucket in self.buckets:
             yield self.read(params, np.zeros(bucket, np.int32))
         if self._takes_chunks:
@@ -95,7 +136,8 @@ class PrefillPrograms:
     def trace_longest_row(self, params: Any) -> jax.stages.Traced:
         """The program that reads the longest row."""
         row = prefill.pack([np.zeros(self.buckets[-1], np.int32)], self._config)
-        return self._row.trace(params, row.tokens, row.segment, row.position, row.last)
+        sight = None if self.images is None else self.images.specs(len(row.tokens))
+        return self._row.trace(params, row.tokens, row.segment, row.position, row.last, sight)
 
     @property
     def _takes_chunks(self) -> bool:
@@ -122,7 +164,13 @@ class PrefillPrograms:
             key, value, experts = self._widen(kept, prefix.offset, None, room)
         return SharedPrefix(key, value, prefix.length, experts)
 
-    def _chunks(self, params: Any, tokens: np.ndarray, existing: Prefix | None) -> Prefix:
+    def _chunks(
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        existing: Prefix | None,
+        sight: PromptSight | None = None,
+    ) -> Prefix:
         """Reads a prompt, or the tokens behind one, in chunks of the largest of `buckets`."""
         size = self.buckets[-1]
         room = longest_read(self._config) + size
@@ -136,12 +184,28 @@ class PrefillPrograms:
         else:
             kept = prefill.kept_of(existing)
             kept = self._widen(kept, existing.offset, existing.shared, room)
-        for at in range(0, len(tokens), size):
-            chunk = tokens[at : at + size]
+        for chunk in self._cut(tokens, before, sight):
             padded = np.pad(chunk, (0, size - len(chunk)))
-            kept, logits = self._chunk(params, padded, np.int32(len(chunk)), kept, np.int32(before))
+            here = self._sight(size, [Piece(0, before, len(chunk), sight)])
+            count = np.int32(len(chunk))
+            kept, logits = self._chunk(params, padded, count, kept, np.int32(before), here)
             before += len(chunk)
         known = prefill.known_tokens(known, self._config)
         key, value, experts = kept
-        start, length = np.int32(0), np.int32(before)
-        return Prefix(key, value, logits, start, start, length, known, experts=experts)
+        start, length, shift = np.int32(0), np.int32(before), self._shift(sight)
+        return Prefix(key, value, logits, start, start, length, known, None, experts, shift)
+
+    def _cut(
+        self, tokens: np.ndarray, before: int, sight: PromptSight | None
+    ) -> Iterator[np.ndarray]:
+        """Chunks of tokens int32 [T], of which `before` of the prompt were read.
+
+        They may cut an image, unless its tokens attend to each other both ways.
+        """
+        size, at = self.buckets[-1], 0
+        while at < len(tokens):
+            end = min(at + size, len(tokens))
+            if sight is not None and self._both_ways and end < len(tokens):
+                end = sight.whole_until(before + at, before + end) - before
+            yield tokens[at:end]
+            at = end

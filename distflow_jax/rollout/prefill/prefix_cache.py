@@ -1,5 +1,6 @@
 """Shared prefixes of prompts, a system prompt above all: read once and cached.
 
+Tokens are compared by their keys: ids, and hashes of content where images stand (`content_keys`).
 Which prefixes are cached depends on tokens alone: all processes that share an engine decide alike.
 """
 
@@ -17,7 +18,7 @@ class Kept:
     """A cached shared prefix."""
 
     version: int  # of the weights that read it
-    tokens: np.ndarray  # int32 [n]
+    tokens: np.ndarray  # int32 [n], or int64: keys of the tokens
     prefix: Prefix
 
 
@@ -54,7 +55,7 @@ class PrefixCache:
         return kept.prefix
 
     def add(self, version: int, tokens: np.ndarray, prefix: Prefix) -> Kept:
-        """Caches the prefix of `tokens` int32 [n]. ValueError where it exceeds the budget alone."""
+        """Caches the prefix of `tokens` [n]. ValueError where it exceeds the budget alone."""
         if _room(prefix) > self.budget:
             raise ValueError(
                 f"a shared prefix that takes room for {_room(prefix)} tokens is above the cache's "
@@ -67,7 +68,7 @@ class PrefixCache:
         ]
         while self.tokens + _room(prefix) > self.budget:
             self._kept.pop(0)
-        self._kept.append(Kept(version, np.array(tokens, np.int32), prefix))
+        self._kept.append(Kept(version, np.array(tokens), prefix))
         return self._kept[-1]
 
     def clear(self) -> None:

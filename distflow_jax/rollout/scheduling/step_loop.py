@@ -124,7 +124,7 @@ class StepLoop:
     def _prefill_next(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
         waiting = [group for group in self.waiting.groups() if group.prefix is None]
-        wanted = [(group.request.prompt.tokens, len(group.waiting)) for group in waiting]
+        wanted = [(group.request.prompt, len(group.waiting)) for group in waiting]
         for index, prefix in self.prefill.next_row(wanted, self.free_slots).items():
             waiting[index].prefix = prefix
 
@@ -134,7 +134,7 @@ class StepLoop:
         for rank in self.slots.ranks():
             limit = partial.request.sampling.limit - len(partial.tokens)
             if self.slots.free[rank] and self.slots.room(rank, len(tokens), 1, limit):
-                prefix = self.prefill.one(tokens)
+                prefix = self.prefill.one(group.request.prompt, tokens)
                 self.slots.admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False

@@ -1,0 +1,102 @@
+"""Chunks of patches, of which a tower encodes one after another: sizes, and who stands where.
+
+C chunks, T patches of a chunk, F features of all chunks.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from distflow_jax.images.prompt_images import PromptImages
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchSizes:
+    """Static sizes of the patches beside a row, or before a prefill."""
+
+    chunk: int  # T; no segment has more patches
+    chunks: int  # C
+    patch_bytes: int
+    dims: int  # numbers of a patch's position
+    merge: int  # patches of a feature
+    rotary: bool = False  # whether the network takes positions by time, row and column
+
+    @property
+    def features(self) -> int:
+        """F, padding included."""
+        return self.chunk * self.chunks // self.merge
+
+    def empty(self, *rows: int) -> "ChunkedPatches":
+        """Chunks without a patch, with the dims `rows` in front."""
+        shape = (*rows, self.chunks, self.chunk)
+        return ChunkedPatches(
+            np.zeros((*shape, self.patch_bytes), np.uint8),
+            np.zeros((*shape, self.dims), np.int32),
+            np.zeros(shape, np.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkedPatches:
+    """Patches in chunks; any dims may come before those of chunks."""
+
+    patches: np.ndarray  # uint8 [C, T, patch_bytes]
+    positions: np.ndarray  # int32 [C, T, dims]
+    segments: np.ndarray  # int32 [C, T]: 0 is padding; numbers of a chunk, from 1
+
+
+def chunks_for(features: int, merge: int, chunk: int) -> int:
+    """C: chunks into which first-fit places any images of so many features together.
+
+    All chunks but one are more than half full, or there is one.
+    """
+    patches = features * merge
+    return 1 if patches <= chunk else math.ceil(2 * patches / chunk)
+
+
+def segment_runs(images: PromptImages) -> list[tuple[int, int]]:
+    """(first patch, patches) of each segment of a prompt, in order."""
+    change = np.flatnonzero(np.diff(images.segments)) + 1
+    edges = [0, *change.tolist(), len(images.segments)]
+    return list(zip(edges[:-1], np.diff(edges).tolist(), strict=True))
+
+
+class ChunkPlan:
+    """Places segments in chunks by first-fit, prompt after prompt."""
+
+    def __init__(self, sizes: PatchSizes):
+        self.sizes = sizes
+        self._filled = [0] * sizes.chunks
+        self._numbers = [0] * sizes.chunks  # of the last segment of each
+
+    def add(self, images: PromptImages, into: ChunkedPatches) -> np.ndarray | None:
+        """Writes a prompt's patches; the place among F of each of its features, int32 [features].
+
+        None, and nothing is written, where they do not fit any more.
+        """
+        before = list(self._filled)
+        runs, places = segment_runs(images), []
+        for _, count in runs:
+            free = (c for c, n in enumerate(self._filled) if n + count <= self.sizes.chunk)
+            chunk = next(free, None)
+            if chunk is None:
+                self._filled = before
+                return None
+            places.append((chunk, self._filled[chunk]))
+            self._filled[chunk] += count
+        where = []
+        for (first, count), (chunk, start) in zip(runs, places, strict=True):
+            source, target = slice(first, first + count), slice(start, start + count)
+            into.patches[chunk, target] = images.patches[source]
+            into.positions[chunk, target] = images.positions[source]
+            self._numbers[chunk] += 1
+            into.segments[chunk, target] = self._numbers[chunk]
+            feature = (chunk * self.sizes.chunk + start) // self.sizes.merge
+            where.append(np.arange(feature, feature + count // self.sizes.merge, dtype=np.int32))
+        return np.concatenate(where)
+
+
+def placed(patch: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """A prompt's column `patch` int32 [P] by places among F, `where` int32 [features]."""
+    return np.where(patch >= 0, where[np.maximum(patch, 0)], -1).astype(np.int32)

@@ -1,0 +1,63 @@
+"""Encoding of patches in chunks: one chunk of every row after another, empty ones for nothing.
+
+R rows, C chunks of T patches of a row, S features of a row, W width of features, N features of
+DeepStack's layers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distflow_jax.models.vision.encode import encode
+from distflow_jax.models.vision.vision_config import VisionConfig
+from distflow_jax.parallel.rules import constrain
+
+
+def encode_chunks(
+    config: VisionConfig,
+    params: dict[str, Any],
+    patches: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+) -> jax.Array:
+    """Features [R, 1 + N, S, W] in `dtype`: those of the input first, then those of DeepStack.
+
+    Shapes are those of the fullest row that there may be, and the time is that of the chunks which
+    have a patch in some row. Features of padding have no meaning.
+
+    Args:
+      params: the tree under `vision`.
+      patches: uint8 [R, C, T, patch_bytes].
+      positions: int32 [R, C, T, 2].
+      segments: int32 [R, C, T], from 1 in every chunk; 0 is padding.
+      remat: unless "none" the backward pass encodes a chunk again.
+    """
+
+    def run(params, *chunk):
+        found = encode(config, params, *chunk, dtype=dtype)
+        return found if found.ndim == 4 else found[None]
+
+    again = run if remat == "none" else jax.checkpoint(run)
+
+    def body(_, chunk):
+        shape = jax.eval_shape(run, params, *chunk)
+        found = jax.lax.cond(
+            jnp.any(chunk[2] > 0),
+            lambda *chunk: again(params, *chunk),
+            lambda *_: jnp.zeros(shape.shape, shape.dtype),
+            *chunk,
+        )
+        return None, constrain(found, "length", "batch", "length", "activation")
+
+    by_chunk = [
+        constrain(jnp.moveaxis(x, 1, 0), "length", "batch", *["length"] * (x.ndim - 2))
+        for x in (patches, positions, segments)
+    ]
+    _, found = jax.lax.scan(body, None, tuple(by_chunk))  # [C, 1 + N, R, S / C, W]
+    found = found.transpose(2, 1, 0, 3, 4)
+    found = found.reshape(*found.shape[:2], -1, found.shape[-1])
+    return constrain(found, "batch", "length", "length", "activation")

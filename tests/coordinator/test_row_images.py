@@ -1,0 +1,95 @@
+"""Patches beside rows: a prompt's once in each row, in chunks, and the same after a transfer."""
+
+import numpy as np
+import pytest
+from support.seeing import MODELS, seeing_prompt, seeing_samples, sizes_of
+from support.tiny_model import rows_of, sequences_of
+
+from distflow_jax.batch import RowShape
+from distflow_jax.coordinator.row_images import encoded_images, pack_images
+from distflow_jax.images.patch_chunks import chunks_for
+from distflow_jax.images.prompt_images import (
+    content_keys,
+    from_bytes,
+    prompt_images,
+    rotary_positions,
+    to_bytes,
+)
+from distflow_jax.images.record import ImagePatches
+
+SHAPE = RowShape(1, 6, 128, 8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_prompts_patches_stand_once_in_its_row(name, shared):
+    model, samples = MODELS[name], seeing_samples(MODELS[name], groups=4)
+    rows, placement = rows_of(samples, SHAPE, shared=shared)
+    images = [prompt_images(p.images, p.patch) for p in samples.prompt]
+    table, sizes = sequences_of(samples), sizes_of(model, SHAPE.tokens)
+    packed = pack_images(table, images, placement, sizes)
+    for at, members in placement.rows():
+        groups = {table.group[i]: images[i] for i in members}
+        own = [x for x in groups.values() if x is not None]
+        assert (packed.segments[at] > 0).sum() == sum(len(x.patches) for x in own)
+        flat = packed.patches[at].reshape(-1, sizes.patch_bytes)
+        copies = 1 if shared else len(members)
+        of_images = packed.patch[at] >= 0
+        assert of_images.sum() <= copies * sum(x.features for x in own)
+        assert (rows.segment[at][of_images] > 0).all()
+        for x in own:  # the patches of each feature are those of the prompt
+            wanted = x.patches.reshape(x.features, -1)
+            found = flat.reshape(-1, sizes.merge * sizes.patch_bytes)[packed.patch[at][of_images]]
+            assert all((found == row).all(1).any() for row in wanted)
+    pairs = {(at, table.group[i]) for at, members in placement.rows() for i in members}
+    count = sum(len(samples.prompt[table.group.index(group)].images) for _, group in pairs)
+    assert encoded_images(table, images, placement) == count > 0
+
+
+def test_a_prompt_is_the_same_at_another_process():
+    prompt = seeing_prompt(MODELS["qwen2_5_vl"], 1, 2)
+    images = prompt_images(prompt.images, prompt.patch)
+    tokens, found = from_bytes(to_bytes(prompt.tokens, images))
+    np.testing.assert_array_equal(tokens, prompt.tokens)
+    for name in ("patch", "patches", "positions", "segments", "rotary"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(images, name))
+        assert getattr(found, name).dtype == getattr(images, name).dtype
+    assert (found.count, found.features, found.shift) == (2, images.features, images.shift)
+
+
+def test_rotary_positions_of_an_image_and_the_text_behind_it():
+    cut = ImagePatches(np.zeros((24, 3), np.uint8), np.zeros((24, 2)), np.ones(24), 6, (2, 3))
+    patch = np.array([-1, -1, 0, 1, 2, 3, 4, 5, -1], np.int32)
+    found = rotary_positions(patch, [cut])
+    assert found.tolist() == [
+        *([0, 0, 0], [1, 1, 1]),
+        *([2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4]),
+        [5, 5, 5],
+    ]
+
+
+def test_keys_tell_images_and_keep_text():
+    model = MODELS["smolvlm"]
+    one, other = (seeing_prompt(model, 1, 1, seed=seed) for seed in (0, 1))
+    found = content_keys(one.tokens, one.patch, one.images)
+    text = one.patch < 0
+    np.testing.assert_array_equal(found[text], one.tokens[text])
+    assert (found[~text] < 0).all() and len(set(found[~text])) == (~text).sum()
+    np.testing.assert_array_equal(found, content_keys(one.tokens, one.patch, one.images))
+    assert (content_keys(one.tokens, one.patch, other.images)[~text] != found[~text]).all()
+
+
+def test_chunks_have_room_for_any_images_of_so_many_features():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        chunk, left, filled = 64, int(rng.integers(1, 100)), []
+        most = chunks_for(left, 4, chunk)
+        while left:
+            size = 4 * int(rng.integers(1, min(left, chunk // 4) + 1))
+            left -= size // 4
+            place = next((i for i, n in enumerate(filled) if n + size <= chunk), None)
+            if place is None:
+                filled.append(size)
+            else:
+                filled[place] += size
+        assert len(filled) <= most

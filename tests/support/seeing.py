@@ -1,0 +1,126 @@
+"""Tiny networks with towers, and prompts with images, cut into random patches, for tests."""
+
+import dataclasses
+
+import numpy as np
+
+from distflow_jax.batch import Prompt, Samples
+from distflow_jax.coordinator.row_images import pack_images
+from distflow_jax.images.patch_chunks import PatchSizes, chunks_for
+from distflow_jax.images.prompt_images import prompt_images
+from distflow_jax.images.record import Image, ImagePatches, digest_of
+from distflow_jax.models.vision.vision_config import VisionConfig
+from support.tiny_model import TINY, WINDOWED, rows_of, sequences_of
+
+TOWER = VisionConfig(
+    family="smolvlm",
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    mlp_size=48,
+    patch_size=4,
+    merge=2,
+    width=TINY.hidden_size,
+    grid=4,
+)
+_QWEN: dict = dict(vars(TOWER), family="qwen2_5_vl", grid=0, mlp_size=40, num_layers=3)
+# by family: tiles of one size; windows and positions of three parts; the same interleaved, with
+# features behind the first layers; and images that attend both ways in layers with windows
+MODELS = {
+    "smolvlm": dataclasses.replace(TINY, vision=TOWER),
+    "qwen2_5_vl": dataclasses.replace(
+        TINY,
+        attention_bias=True,
+        rope_sections=(2, 3, 3),
+        vision=VisionConfig(**_QWEN | dict(window=4, full_layers=(1,))),
+    ),
+    "qwen3_vl": dataclasses.replace(
+        TINY,
+        qk_norm=True,
+        rope_sections=(4, 2, 2),
+        rope_interleaved=True,
+        num_layers=3,
+        vision=VisionConfig(**_QWEN | dict(family="qwen3_vl", grid=6, deepstack=(0, 1))),
+    ),
+    "gemma3": dataclasses.replace(WINDOWED, vision=dataclasses.replace(TOWER, family="gemma3")),
+}
+
+
+def sizes_of(model, features: int = 96) -> PatchSizes:
+    """Chunks of 64 patches, or of one tile, for so many features."""
+    chunk = model.vision.grid**2 if model.vision.image_size else 64
+    merge = model.vision.patches_per_feature
+    rotary = bool(model.rope_sections)
+    return PatchSizes(
+        chunk, chunks_for(features, merge, chunk), model.vision.patch_bytes, 2, merge, rotary
+    )
+
+
+def image_of(model, seed: int) -> Image:
+    """An image of random content; of any size where the family takes these."""
+    rng, vision = np.random.default_rng(seed), model.vision
+    rows, columns = (2, 2) if vision.image_size else rng.integers(1, 5, 2).tolist()
+    merge, at = vision.merge, []
+    for row in range(rows):
+        for column in range(columns):
+            for down in range(merge):
+                at += [(row * merge + down, column * merge + right) for right in range(merge)]
+    count = len(at)
+    patches = rng.integers(0, 256, (count, vision.patch_bytes), np.uint8)
+    cut = ImagePatches(
+        patches,
+        np.array(at, np.int32),
+        np.ones(count, np.int32),
+        count // merge**2,
+        (rows, columns),
+    )
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    return Image(pixels, digest_of(patches[None, :, :3]), cut)
+
+
+def seeing_prompt(
+    model, counter: int, images: int, *, seed: int = 0, placeholder: int = 5
+) -> Prompt:
+    """A prompt of random text with images in between; the placeholder's id is in the text too."""
+    rng = np.random.default_rng([seed, counter])
+    found = tuple(image_of(model, 1000 * seed + 10 * counter + n) for n in range(images))
+    tokens, patch, first = [], [], 0
+    for image in (*found, None):
+        text = rng.integers(0, model.vocab_size, rng.integers(1, 6))
+        text[0] = placeholder
+        tokens.append(text)
+        patch.append(np.full(len(text), -1))
+        if image is not None:
+            count = image.patches.features
+            tokens.append(np.full(count, placeholder))
+            patch.append(np.arange(first, first + count))
+            first += count
+    whole = np.concatenate(tokens).astype(np.int32)
+    column = np.concatenate(patch).astype(np.int32) if images else None
+    return Prompt(counter, counter, whole, "", "test", None, {}, images=found, patch=column)
+
+
+def seeing_samples(model, *, groups: int = 3, size: int = 3, seed: int = 0) -> Samples:
+    """Prompts with 0 to 2 images, each with `size` responses; one token of ten is masked out."""
+    rng = np.random.default_rng(seed)
+    prompts, responses, masks = [], [], []
+    for counter in range(groups):
+        prompt = seeing_prompt(model, counter, (counter + 1) % 3, seed=seed)
+        for _ in range(size):
+            length = rng.integers(1, 12)
+            prompts.append(prompt)
+            response = rng.integers(0, model.vocab_size, length).astype(np.int32)
+            response[length // 2] = 5  # a sampled placeholder is text
+            responses.append(response)
+            masks.append(rng.random(length) < 0.9)
+    uid = [(counter, sample) for counter in range(groups) for sample in range(size)]
+    return Samples(prompts, np.array(uid, np.int64), responses, masks)
+
+
+def seeing_rows(model, samples: Samples, shape, *, shared: bool, ranks: int = 1):
+    """(Rows with images, Placement) of samples."""
+    rows, placement = rows_of(samples, shape, shared=shared, ranks=ranks)
+    images = [prompt_images(p.images, p.patch) for p in samples.prompt]
+    sizes = sizes_of(model, shape.tokens)
+    rows.images = pack_images(sequences_of(samples), images, placement, sizes)
+    return rows, placement

@@ -1,0 +1,152 @@
+"""Images in the trainer: packed rows and shared prompts give what each sequence gives for itself,
+log-probs and gradients, those of the tower included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.gradients import distance
+from support.seeing import MODELS, seeing_rows, seeing_samples
+from support.tiny_model import (
+    mesh_of,
+    mini_batch,
+    padded,
+    random_params,
+    spread,
+    values_of,
+)
+
+from distflow_jax.batch import RowShape
+from distflow_jax.images.prompt_images import prompt_images
+from distflow_jax.models.attention import UNLIMITED, masked_attention, within
+from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.transformer import Seen, head_logits, hidden_states
+from distflow_jax.models.vision.encode import encode
+from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.training.forward import ForwardConfig, response_logp
+
+TEMPERATURE = np.float32(0.8)
+SHAPE = RowShape(1, 6, 128, 8)
+
+
+def weight_of(token, position):
+    """Any weight of a token's log-prob that does not depend on where it is packed."""
+    return jnp.cos(token.astype(jnp.float32) + 2.0 * position.astype(jnp.float32))
+
+
+def logits_alone(model, params, prompt, tokens):
+    """Logits [T, V] of one sequence, each of whose images is encoded in a row of its own."""
+    found, number = [], 0
+    image = np.zeros(len(tokens), np.int32)
+    images = prompt_images(prompt.images, prompt.patch)
+    patch = np.full(len(tokens), -1, np.int32)
+    position = np.repeat(np.arange(len(tokens), dtype=np.int32)[:, None], 3, axis=1)
+    for one in prompt.images:
+        cut = one.patches
+        args = (jnp.asarray(x) for x in (cut.patches, cut.positions, cut.segments))
+        features = encode(model.vision, params["vision"], *args)
+        found.append(features if features.ndim == 3 else features[None])
+        number += 1
+    seen = None
+    if images is not None:
+        size = len(prompt.tokens)
+        patch[:size] = prompt.patch
+        position[:size] = images.rotary
+        position[size:] = (np.arange(size, len(tokens)) + images.shift)[:, None]
+        features = jnp.concatenate(found, axis=1)
+        deep = features[None, 1:] if len(features) > 1 else None
+        seen = Seen(patch[None], features[:1], deep)
+        owner = np.repeat(np.arange(number) + 1, [x.patches.features for x in prompt.images])
+        image = np.where(patch >= 0, owner[np.maximum(patch, 0)], 0)
+    position = position if model.rope_sections else np.arange(len(tokens))
+    place = jnp.arange(len(tokens))[None]
+    same = (image[:, None] == image[None]) & (image[:, None] > 0) & model.image_both_ways
+
+    def attend(q, k, v, _, window=UNLIMITED):
+        mask = (place[0][:, None] >= place) & within(place, place, window)[0]
+        return masked_attention(q, k, v, (mask | same)[None]), None
+
+    hidden, _ = hidden_states(model, params, tokens[None], position[None], attend, seen=seen)
+    return head_logits(model, params, hidden[0])
+
+
+@functools.cache
+def apart(name):
+    """(samples, parameters, log-probs by sample, gradient) of sequences for themselves."""
+    model = MODELS[name]
+    samples, params = seeing_samples(model), random_params(model)
+    tokens, starts, ends = padded(samples)
+    mask = spread(samples, samples.response_mask)
+
+    def loss(params):
+        total, rows = 0.0, []
+        for i, prompt in enumerate(samples.prompt):
+            own = tokens[i, : ends[i]]
+            logits = logits_alone(model, params, prompt, own) / TEMPERATURE
+            logp = jax.nn.log_softmax(logits)[:-1]
+            logp = jnp.take_along_axis(logp, own[1:, None], axis=1)[:, 0]
+            weight = weight_of(own[1:], jnp.arange(1, ends[i]))
+            total += jnp.sum(jnp.where(mask[i, 1 : ends[i]], weight, 0.0) * logp)
+            rows.append(logp[starts[i] - 1 :])
+        return total, rows
+
+    (_, logp), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return samples, params, [np.asarray(x) for x in logp], gradient
+
+
+def packed(name, mesh, *, shared=True, ranks=1, **options):
+    """(log-probs by sample, gradient) of packed rows."""
+    samples, params, *_ = apart(name)
+    model = MODELS[name]
+    rows, placement = seeing_rows(model, samples, SHAPE, shared=shared, ranks=ranks)
+    config, batch = ForwardConfig(logp_chunk=16, **options), mini_batch(rows)
+
+    def loss(params):
+        logp, _ = response_logp(params, model, batch, TEMPERATURE, config)
+        weight = jnp.where(batch.response_mask, weight_of(batch.tokens, batch.position), 0.0)
+        return jnp.sum(weight * logp), logp
+
+    with use_mesh(mesh):
+        params = jax.device_put(params, param_shardings(model, mesh))
+        (_, logp), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return values_of(samples, placement, np.asarray(logp)[None]), found
+
+
+def check(name, found):
+    samples, _, wanted, gradient = apart(name)
+    got, found = found
+    for mine, theirs, mask in zip(got, wanted, samples.response_mask, strict=True):
+        np.testing.assert_allclose(mine[mask], theirs[mask], atol=2e-5)
+    assert distance(jax.device_get(found), jax.device_get(gradient)) < 1e-5
+    assert np.abs(np.asarray(found["vision"]["patch"])).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name, shared, options",
+    [
+        ("smolvlm", True, dict(attention_block=16, remat="full")),
+        pytest.param("smolvlm", False, dict(remat="none"), marks=pytest.mark.slow),
+        ("qwen2_5_vl", True, dict(remat="full")),
+        ("qwen3_vl", True, dict(attention_block=16)),
+        ("gemma3", True, dict()),
+        pytest.param("qwen3_vl", False, dict(remat="none"), marks=pytest.mark.slow),
+        pytest.param("gemma3", False, dict(remat="attention"), marks=pytest.mark.slow),
+    ],
+)
+def test_packed_rows_with_images_are_sequences_apart(name, shared, options):
+    check(name, packed(name, mesh_of(1, 1), shared=shared, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("smolvlm", dict(fsdp=2, tensor=2)),
+        ("qwen3_vl", dict(fsdp=2, tensor=2)),
+        ("qwen2_5_vl", dict(fsdp=1, tensor=1, context=2)),
+    ],
+)
+def test_any_mesh_gives_the_gradient_of_one_device(name, sizes):
+    check(name, packed(name, mesh_of(**sizes), ranks=sizes["fsdp"]))
