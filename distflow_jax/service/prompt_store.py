@@ -26,6 +26,7 @@ class PromptStore:
 
     name = "prompts from outside"
     fingerprint = "outside"
+    first_image_row: int | None = None  # no row has an image
 
     def __init__(self, path: pathlib.Path, count: int):
         """Raises ValueError for a file of something else."""
