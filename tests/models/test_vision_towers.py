@@ -1,5 +1,6 @@
-"""The towers: features as transformers has them, packed as apart, on any mesh, and gradients."""
+"""The towers: features and logits as transformers has them, packed as apart, on any mesh, and gradients."""
 
+import functools
 import hashlib
 import json
 from dataclasses import replace
@@ -11,9 +12,12 @@ import PIL
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from support.paths import TESTS
-from support.seeing_models import CASES, IMAGES, drawn_params
+from support.seeing import features_alone, logits_alone
+from support.seeing_models import CASES, IMAGES, NUM_IMAGES, drawn_params, tokens_of
 from support.tiny_model import mesh_of
 
+from distflow_jax.batch import Prompt
+from distflow_jax.images.prompt_images import rotary_positions
 from distflow_jax.images.record import image_of
 from distflow_jax.models.lora import divide
 from distflow_jax.models.parameters import param_shardings, place_params
@@ -108,6 +112,36 @@ def test_features_are_those_of_transformers(case, numbers):
         np.testing.assert_allclose(own.sum(axis=2), golden["sums"], rtol=0, atol=5e-4)
         start += golden["features"]
     assert start == found.shape[1]
+
+
+def lone_logits(config, prompt, tokens, params, found):
+    return logits_alone(config, params, prompt, tokens, found)
+
+
+@SAME_PIXELS
+@EACH
+def test_logits_are_those_of_transformers(case):
+    """The whole model: prompts with no, one and three images."""
+    config, layout = CASES[case], layout_of(case)
+    params = unflatten_dict(dict(drawn_params(config)), sep="/")
+    images = [image_of(pixels) for pixels in IMAGES]
+    images = [replace(image, patches=layout.cut(image)) for image in images]
+    found = jax.jit(lambda p: features_alone(config, p, images))(params)
+    for count, golden in zip(NUM_IMAGES, GOLDEN[case]["prompts"], strict=True):
+        own = tuple(images[:count])
+        tokens, patch = tokens_of(config, [x.patches.features for x in own])
+        if "position_ids" in golden:
+            positions = rotary_positions(patch, [x.patches for x in own])
+            np.testing.assert_array_equal(positions.T, golden["position_ids"])
+        patch = patch if count else None
+        prompt = Prompt(0, 0, tokens, "", "test", None, {}, images=own, patch=patch)
+        run = jax.jit(functools.partial(lone_logits, config, prompt, tokens))
+        logits = run(params, found[:count])
+        wanted = np.array(golden["logits"])
+        assert 1 < np.abs(wanted).max() < 20
+        np.testing.assert_allclose(logits[np.array(FILE["positions"])], wanted, rtol=0, atol=1e-4)
+        whole = jax.nn.logsumexp(logits, axis=-1)
+        np.testing.assert_allclose(whole, golden["logsumexp"], rtol=0, atol=1e-4)
 
 
 @EACH

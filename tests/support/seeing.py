@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.batch import Prompt, Samples
@@ -9,6 +10,9 @@ from distflow_jax.coordinator.row_images import pack_images
 from distflow_jax.images.patch_chunks import PatchSizes, chunks_for
 from distflow_jax.images.prompt_images import prompt_images
 from distflow_jax.images.record import Image, ImagePatches, digest_of
+from distflow_jax.models.attention import UNLIMITED, masked_attention, within
+from distflow_jax.models.transformer import Seen, head_logits, hidden_states
+from distflow_jax.models.vision.encode import encode
 from distflow_jax.models.vision.vision_config import VisionConfig
 from support.tiny_model import TINY, WINDOWED, rows_of, sequences_of
 
@@ -124,3 +128,47 @@ def seeing_rows(model, samples: Samples, shape, *, shared: bool, ranks: int = 1)
     sizes = sizes_of(model, shape.tokens)
     rows.images = pack_images(sequences_of(samples), images, placement, sizes)
     return rows, placement
+
+
+def features_alone(model, params, images) -> list:
+    """Features [1 + N, S, W] of each image, encoded in a row of its own."""
+    found = []
+    for image in images:
+        cut = image.patches
+        args = (jnp.asarray(x) for x in (cut.patches, cut.positions, cut.segments))
+        features = encode(model.vision, params["vision"], *args)
+        found.append(features if features.ndim == 3 else features[None])
+    return found
+
+
+def logits_alone(model, params, prompt, tokens, found):
+    """Logits [T, V] of one sequence int32 [T] that begins with the prompt.
+
+    `found`: `features_alone` of the prompt's images.
+    """
+    image = np.zeros(len(tokens), np.int32)
+    images = prompt_images(prompt.images, prompt.patch)
+    patch = np.full(len(tokens), -1, np.int32)
+    position = np.repeat(np.arange(len(tokens), dtype=np.int32)[:, None], 3, axis=1)
+    seen = None
+    if images is not None:
+        size = len(prompt.tokens)
+        patch[:size] = prompt.patch
+        position[:size] = images.rotary
+        position[size:] = (np.arange(size, len(tokens)) + images.shift)[:, None]
+        features = jnp.concatenate(found, axis=1)
+        deep = features[None, 1:] if len(features) > 1 else None
+        seen = Seen(patch[None], features[:1], deep)
+        number = np.arange(len(found)) + 1
+        owner = np.repeat(number, [x.patches.features for x in prompt.images])
+        image = np.where(patch >= 0, owner[np.maximum(patch, 0)], 0)
+    position = position if model.rope_sections else np.arange(len(tokens))
+    place = jnp.arange(len(tokens))[None]
+    same = (image[:, None] == image[None]) & (image[:, None] > 0) & model.image_both_ways
+
+    def attend(q, k, v, _, window=UNLIMITED):
+        mask = (place[0][:, None] >= place) & within(place, place, window)[0]
+        return masked_attention(q, k, v, (mask | same)[None]), None
+
+    hidden, _ = hidden_states(model, params, tokens[None], position[None], attend, seen=seen)
+    return head_logits(model, params, hidden[0])

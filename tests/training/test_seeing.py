@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.gradients import distance
-from support.seeing import MODELS, seeing_rows, seeing_samples
+from support.seeing import MODELS, features_alone, logits_alone, seeing_rows, seeing_samples
 from support.tiny_model import (
     mesh_of,
     mini_batch,
@@ -19,11 +19,7 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape
-from distflow_jax.images.prompt_images import prompt_images
-from distflow_jax.models.attention import UNLIMITED, masked_attention, within
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.models.transformer import Seen, head_logits, hidden_states
-from distflow_jax.models.vision.encode import encode
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig, response_logp
 
@@ -34,42 +30,6 @@ SHAPE = RowShape(1, 6, 128, 8)
 def weight_of(token, position):
     """Any weight of a token's log-prob that does not depend on where it is packed."""
     return jnp.cos(token.astype(jnp.float32) + 2.0 * position.astype(jnp.float32))
-
-
-def logits_alone(model, params, prompt, tokens):
-    """Logits [T, V] of one sequence, each of whose images is encoded in a row of its own."""
-    found, number = [], 0
-    image = np.zeros(len(tokens), np.int32)
-    images = prompt_images(prompt.images, prompt.patch)
-    patch = np.full(len(tokens), -1, np.int32)
-    position = np.repeat(np.arange(len(tokens), dtype=np.int32)[:, None], 3, axis=1)
-    for one in prompt.images:
-        cut = one.patches
-        args = (jnp.asarray(x) for x in (cut.patches, cut.positions, cut.segments))
-        features = encode(model.vision, params["vision"], *args)
-        found.append(features if features.ndim == 3 else features[None])
-        number += 1
-    seen = None
-    if images is not None:
-        size = len(prompt.tokens)
-        patch[:size] = prompt.patch
-        position[:size] = images.rotary
-        position[size:] = (np.arange(size, len(tokens)) + images.shift)[:, None]
-        features = jnp.concatenate(found, axis=1)
-        deep = features[None, 1:] if len(features) > 1 else None
-        seen = Seen(patch[None], features[:1], deep)
-        owner = np.repeat(np.arange(number) + 1, [x.patches.features for x in prompt.images])
-        image = np.where(patch >= 0, owner[np.maximum(patch, 0)], 0)
-    position = position if model.rope_sections else np.arange(len(tokens))
-    place = jnp.arange(len(tokens))[None]
-    same = (image[:, None] == image[None]) & (image[:, None] > 0) & model.image_both_ways
-
-    def attend(q, k, v, _, window=UNLIMITED):
-        mask = (place[0][:, None] >= place) & within(place, place, window)[0]
-        return masked_attention(q, k, v, (mask | same)[None]), None
-
-    hidden, _ = hidden_states(model, params, tokens[None], position[None], attend, seen=seen)
-    return head_logits(model, params, hidden[0])
 
 
 @functools.cache
@@ -84,7 +44,8 @@ def apart(name):
         total, rows = 0.0, []
         for i, prompt in enumerate(samples.prompt):
             own = tokens[i, : ends[i]]
-            logits = logits_alone(model, params, prompt, own) / TEMPERATURE
+            found = features_alone(model, params, prompt.images)
+            logits = logits_alone(model, params, prompt, own, found) / TEMPERATURE
             logp = jax.nn.log_softmax(logits)[:-1]
             logp = jnp.take_along_axis(logp, own[1:, None], axis=1)[:, 0]
             weight = weight_of(own[1:], jnp.arange(1, ends[i]))

@@ -93,23 +93,30 @@ def test_no_way_of_reading_changes_a_log_prob(name, changes):
 
 
 def test_images_decide_which_prefix_is_shared():
-    """The same ids with another picture have other keys; a swap of weights encodes again."""
+    """The same ids with other pictures share nothing; a swap of weights encodes again."""
     model = MODELS["smolvlm"]
-    sampler = sampler_of("smolvlm", prefix_tokens=48, max_read=80)
-    prompt = seeing_prompt(model, 1, 2)
-    others = seeing_prompt(model, 1, 2, seed=4).images
-    another = dataclasses.replace(prompt, counter=2, images=others)
-    requests = [GroupRequest(p, SamplingParams(2, 8, 1.0)) for p in (prompt, another)]
-    wanted = by_uid(sampler.run(requests[:1])) | by_uid(sampler.run(requests[1:]))
+    sampler = sampler_of("smolvlm", prefix_tokens=48, max_read=80, tokens_per_call=2)
+    prompt = seeing_prompt(model, 1, 3)
+    others = seeing_prompt(model, 1, 3, seed=4).images
+    same = dataclasses.replace(prompt, counter=2)
+    another = dataclasses.replace(prompt, counter=3, images=others)
+    requests = [GroupRequest(p, SamplingParams(2, 16, 1.0)) for p in (prompt, same, another)]
+    wanted = {}
+    for request in requests:
+        wanted |= by_uid(sampler.run([request]))
     check("smolvlm", wanted.values())
     scheduler = Scheduler(sampler.engine, sampler.params, state=sampler.state)
     for request in requests:
         scheduler.submit(request)
     ended = scheduler.step()
+    assert scheduler.stats.images == 6
+    assert scheduler.stats.prefix_hits == 2
     partials = scheduler.export()
+    # one of each, so that both prompts' images are wanted again
+    assert {p.request.prompt.counter for p in partials if len(p.tokens)} >= {1, 3}
     scheduler.load(sampler.params, 1)
     scheduler.restore(partials)
     found = by_uid(ended) | drive(scheduler)
     assert_same(found, wanted)
-    assert scheduler.stats.images > 4
+    assert scheduler.stats.images == 12
     sampler.state = scheduler.close()
