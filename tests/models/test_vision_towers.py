@@ -1,4 +1,4 @@
-"""The towers: features and logits as transformers has them, packed as apart, on any mesh, and gradients."""
+"""The towers: features and logits of transformers, packed as apart, on any mesh, and gradients."""
 
 import functools
 import hashlib

@@ -1,4 +1,6 @@
-"""A run that sees: it trains on drawn pictures, compiles nothing later, and resumes bit for bit."""
+"""A run that sees: it trains on drawn pictures, compiles nothing later, and resumes bit for bit.
+
+A frozen tower stays as it was drawn."""
 
 import pathlib
 
@@ -6,6 +8,8 @@ import numpy as np
 import pytest
 
 import distflow_jax as df
+from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.export import run_export
 from distflow_jax.report.run_writer import read_metrics
 
 SETTINGS = {
@@ -14,13 +18,14 @@ SETTINGS = {
     "rollout.num_samples": 4,
     "eval.num_prompts": 8,
     "checkpoint.every": 2,
+    "algorithm.entropy_coef": 0.01,  # a gradient where no answer is right yet
 }
 
 
 def train(folder: pathlib.Path, steps: int, **settings):
     config = df.load_config("vision_tiny", SETTINGS | {"training.steps": steps} | settings)
     df.train(config, str(folder))
-    return read_metrics(folder / "metrics.jsonl")
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
 
 
 @pytest.mark.slow
@@ -30,7 +35,7 @@ def test_a_run_that_sees_resumes_bit_for_bit(tmp_path):
     cut = train(tmp_path / "cut", 4)
     named = ("actor/loss", "actor/grad_norm", "critic/score/mean", "perf/images_encoded")
     for step in (3, 4):
-        one, two = ([m for m in x if m["training/global_step"] == step][-1] for x in (whole, cut))
+        one, two = ([m for m in x if m["step"] == step][-1] for x in (whole, cut))
         assert [one[name] for name in named] == [two[name] for name in named]
     for metrics in whole:
         assert metrics["data/images"] == 4
@@ -38,3 +43,21 @@ def test_a_run_that_sees_resumes_bit_for_bit(tmp_path):
         assert np.isfinite(metrics["actor/loss"])
         assert metrics["training/rollout_probs_diff_max"] < 1e-3
     assert [m["perf/compilations"] for m in whole[1:]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("freeze", ["vision", pytest.param("none", marks=pytest.mark.slow)])
+def test_a_frozen_tower_is_not_trained(tmp_path, freeze):
+    """Of the parameters only the tower stays, and the optimizer has no moments for it."""
+    changes = {"checkpoint.every": 1, "training.freeze": freeze, "eval.dataset": ""}
+    rows = train(tmp_path / "run", 2, **changes)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and row["data/images"] == 4 for row in rows)
+    one, two = (dict(run_export(tmp_path / "run", step=n).export.params()) for n in (1, 2))
+    moved = {path for path in one if not np.array_equal(one[path], two[path])}
+    tower = {path for path in one if path.startswith("vision/")}
+    assert tower and moved >= one.keys() - tower
+    assert moved & tower == (set() if freeze == "vision" else tower)
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    moments = [x for x in checkpointer.contents(2)[1] if "opt_state" in x and "vision" in x]
+    checkpointer.close()
+    assert bool(moments) == (freeze == "none")
