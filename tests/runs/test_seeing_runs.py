@@ -3,13 +3,18 @@
 A frozen tower stays as it was drawn."""
 
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 
 import distflow_jax as df
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export
+from distflow_jax.commands import generate_command
+from distflow_jax.config.config_dict import override
+from distflow_jax.config.shipped import open_config
 from distflow_jax.report.run_writer import read_metrics
 
 SETTINGS = {
@@ -61,3 +66,28 @@ def test_a_frozen_tower_is_not_trained(tmp_path, freeze):
     moments = [x for x in checkpointer.contents(2)[1] if "opt_state" in x and "vision" in x]
     checkpointer.close()
     assert bool(moments) == (freeze == "none")
+
+
+@pytest.mark.slow
+def test_generate_answers_about_a_picture(tmp_path, capsys):
+    train(tmp_path / "run", 1)
+    rng = np.random.default_rng(0)
+    PIL.Image.fromarray(rng.integers(0, 256, (60, 90, 3), np.uint8)).save(tmp_path / "a.png")
+    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+
+    def answer(image="a.png", model="", **changes):
+        config = override(open_config("vision_tiny"), [*settings, *([model] if model else [])])
+        options = dict(prompt="How many?", file=None, raw=False, samples=2, temperature=1.0)
+        options |= dict(top_p=1.0, config=config, run=str(tmp_path / "run"))
+        options |= dict(image=str(tmp_path / image))
+        capsys.readouterr()
+        assert generate_command.main(SimpleNamespace(**options | changes)) == 0
+        return capsys.readouterr().out
+
+    for changes in ({}, dict(raw=True)):
+        found = answer(**changes)
+        assert [found.count(f"--- How many? [{n}]\n") for n in (0, 1, 2)] == [1, 1, 0]
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        answer("b.png")
+    with pytest.raises(ValueError, match="has no tower; use a vision model"):
+        answer(model="model.source=random:llama?hidden=64&layers=2&heads=4&mlp=96&vocab=272")
