@@ -175,6 +175,11 @@ def _foreign_engine(
             f"{choice.address} does not say which experts its tokens went to: set "
             "training.router_replay=False, or sample with --engine=own"
         )
+    if source.config.vision is not None:
+        raise ValueError(
+            f"{choice.address} gets token ids alone, and {config.model.source!r} sees images: "
+            "sample with --engine=own"
+        )
     choice.check(config.rollout.sampling_params())
     place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))
     try:
